@@ -5,7 +5,7 @@
 
 use clap::Parser;
 use ft::formats::config::Config;
-use ft::generate::{Formats, KvDtype, Limits, QuantizedCopy, Request, SampledModel, Settings, Speed, answer};
+use ft::generate::{Formats, GenerateSettings, KvDtype, Limits, QuantizedCopy, Request, SampledModel, Speed, answer};
 use ft::model::{Network, families, shapes};
 use ft::ops::{self, CpuBackend};
 use ft::quant::Format;
@@ -123,7 +123,7 @@ fn main() {
             }
         })
         .collect();
-    let settings = Settings {
+    let settings = GenerateSettings {
         max_new_tokens: o.new,
         temperature: 1.0,
         // With random weights each id is about as likely.
@@ -138,7 +138,7 @@ fn main() {
         ..Settings::default()
     };
     let policy = || copy.as_ref().map_or(SampledModel::from(&network), SampledModel::from);
-    let short = Settings {
+    let short = GenerateSettings {
         max_new_tokens: 2,
         ..settings.clone()
     };

@@ -5,9 +5,10 @@ use candle_core::{DType, Device, Tensor};
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use ft::base::allocator;
 use ft::base::rng::{Rng, Stream};
+use ft::ops::attention::{self, AttentionGradInputs};
 use ft::ops::glu::Activation;
 use ft::ops::low_rank::{self, BaseWeight, LowRank};
-use ft::ops::{Dtype, attention, glu, linear, rms_norm};
+use ft::ops::{Dtype, glu, linear, rms_norm};
 use ft::quant::{Format, Weight, encode};
 use std::hint::black_box;
 use std::time::{Duration, Instant};
@@ -155,7 +156,7 @@ fn deltas(c: &mut Criterion) {
         group.bench_function("forward separate", |b| {
             b.iter(|| {
                 let y = linear::forward(&x, &w, None).expect("y");
-                low.add_up(&y, &low.down(&x).expect("u")).expect("y");
+                low.up_add(&y, &low.down(&x).expect("u")).expect("y");
                 y
             })
         });
@@ -168,7 +169,8 @@ fn deltas(c: &mut Criterion) {
         group.bench_function("backward separate", |b| {
             b.iter(|| {
                 let dx = linear::backward_input(&dy, &w).expect("dx");
-                low.add_back_up(&dx, &low.back_down(&dy).expect("du")).expect("dx");
+                low.down_backward_add(&dx, &low.up_backward(&dy).expect("du"))
+                    .expect("dx");
                 dx
             })
         });
@@ -238,8 +240,16 @@ fn attentions(c: &mut Criterion) {
             b.iter(|| attention::forward(&q, &k, &v, &spec, &documents, &documents).expect("o"))
         });
         group.throughput(Throughput::Elements(flops / 2 * 5));
+        let inputs = AttentionGradInputs {
+            q: &q,
+            k: &k,
+            v: &v,
+            o: &out,
+            lse: &lse,
+            dout: &dout,
+        };
         group.bench_function("backward", |b| {
-            b.iter(|| attention::backward(&q, &k, &v, &out, &lse, &dout, &spec, &documents).expect("dq"))
+            b.iter(|| attention::backward(inputs, &spec, &documents).expect("dq"))
         });
         group.finish();
     }

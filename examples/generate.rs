@@ -2,7 +2,7 @@
 
 use candle_core::Device;
 use ft::base::Result;
-use ft::generate::{Settings, generate};
+use ft::generate::{GenerateSettings, generate};
 use ft::hf;
 use ft::ops::Dtype;
 use serde_json::json;
@@ -21,7 +21,7 @@ fn main() -> Result<()> {
         None => question,
     };
     let ids = opened.tokenizer.encode(&prompt, opened.template.is_none())?;
-    let settings = Settings {
+    let settings = GenerateSettings {
         max_new_tokens: 40,
         temperature: 0.0,
         stop_ids: opened.tokenizer.stop_ids().to_vec(),

@@ -9,7 +9,7 @@
 //! use ft::base::Result;
 //! use ft::data::{self, Batch, Dataset, Long, Render, TrainOn};
 //! use ft::engine::{Active, Engine, StepStrategy};
-//! use ft::generate::{Settings, generate};
+//! use ft::generate::{GenerateSettings, generate};
 //! use ft::optim::{Optimizer, OptimizerConfig, Schedule, ScheduleConfig};
 //! use ft::{hf, ops::Dtype, peft::LoraConfig, sft::CausalLm};
 //! use std::path::Path;
@@ -56,7 +56,7 @@
 //! }
 //!
 //! // Decode with the trained weights.
-//! let settings = Settings { max_new_tokens: 8, ..Settings::default() };
+//! let settings = GenerateSettings { max_new_tokens: 8, ..Settings::default() };
 //! let answers = generate(&engine.network, &[prompt], &settings, &mut |_, _| Ok(()))?;
 //! println!("{}", opened.tokenizer.decode(&answers[0], true)?);
 //! # Ok(())

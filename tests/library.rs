@@ -6,7 +6,7 @@ use ft::base::{ErrorKind, Result, files};
 use ft::data::{Batch, Example};
 use ft::engine::{Active, Engine, StepStrategy};
 use ft::formats::{StoredDtype, TensorPlan, Values, Weights, writer};
-use ft::generate::{Settings, generate};
+use ft::generate::{GenerateSettings, generate};
 use ft::hf::{self, OpenModel};
 use ft::model::{Head, LossGradients, Need, Objective};
 use ft::ops::{Dtype, rms_norm, step_stats::StepStats};
@@ -81,7 +81,7 @@ fn a_step_and_a_generation_need_no_preparation() {
             .unwrap()
             .contains("2 + 3")
     );
-    let settings = Settings {
+    let settings = GenerateSettings {
         max_new_tokens: 4,
         temperature: 0.0,
         ..Settings::default()
@@ -153,7 +153,9 @@ fn computations_have_kinds_of_errors() {
     assert_eq!(kind(step), ErrorKind::NonFinite);
 
     let prompts = [Vec::new()];
-    let answers = generate(&engine.network, &prompts, &Settings::default(), &mut |_, _| Ok(()));
+    let answers = generate(&engine.network, &prompts, &GenerateSettings::default(), &mut |_, _| {
+        Ok(())
+    });
     assert_eq!(kind(answers), ErrorKind::Argument);
 }
 

@@ -11,6 +11,8 @@ mod book;
 mod book_runs;
 #[path = "tidy/features.rs"]
 mod features;
+#[path = "tidy/kernels.rs"]
+mod kernels;
 #[path = "tidy/supply.rs"]
 mod supply;
 #[path = "tidy/texts.rs"]

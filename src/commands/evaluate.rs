@@ -194,7 +194,7 @@ fn reward(opened: &EvaluatedModel, score: &Tensor, recipe: &Recipe, request: &Re
     } else {
         described.config.opt_usize0("pad_token_id")?.map(|id| id as u32)
     };
-    let reward = Reward::with_head(score.clone(), pad, 0.0)?;
+    let reward = Reward::with_head(score.clone(), pad, 0.0);
     let pairs = read(opened, recipe, request, Stage::Reward)?;
     let batches = pair_batches(&pairs);
     let count = 2 * pairs.examples.len();

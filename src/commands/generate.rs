@@ -3,7 +3,9 @@
 use crate::base::{Error, Result, progress, signal};
 use crate::commands::named;
 use crate::formats::Tokenizer;
-use crate::generate::{Formats, KvDtype, Limits, QuantizedCopy, Request, SampledModel, Session, Settings, Speed};
+use crate::generate::{
+    Formats, GenerateSettings, KvDtype, Limits, QuantizedCopy, Request, SampledModel, Session, Speed,
+};
 use crate::model::Network;
 use crate::quant::Format;
 use crate::recipe::Dtype;
@@ -40,7 +42,7 @@ pub struct Writer {
     network: Network,
     /// Quantized copy that decodes instead of `network`.
     quantized: Option<QuantizedCopy>,
-    settings: Settings,
+    settings: GenerateSettings,
     conversation: Vec<Value>,
     session: Session,
     /// The model that was used, if it differs from the given name.
@@ -99,7 +101,7 @@ impl Writer {
         let place = device(holding.device.as_deref().unwrap_or("auto"))?;
         let network = described.infer(named.adapter.as_deref(), holding.dtype, &place)?;
         let quantized = holding.weights.map(|w| QuantizedCopy::new(&network, Formats::of(w)));
-        let settings = Settings {
+        let settings = GenerateSettings {
             max_new_tokens: choice.max_new_tokens,
             temperature: choice.temperature,
             top_k: choice.top_k,

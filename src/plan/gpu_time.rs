@@ -62,7 +62,7 @@ const ALONE_CALLS: [f64; 2] = [3.0, 5.0];
 /// means of both parameters); and the columns and the summed dimension of a grouped product with A or B are multiples of these.
 const JOINED_PAIR_CALLS: [f64; 2] = [6.0, 13.5];
 const EXPERT_PAIR_CALLS: [f64; 2] = [7.5, 18.0];
-const LOW_COLUMNS: usize = 128;
+const LOW_COLUMNS: usize = crate::ops::grouped::DEVICE_COLUMNS;
 const LOW_DEPTH: usize = 32;
 const ROUTER_WAIT: f64 = 100e-6;
 /// Elements of each token that norms, RoPE, the gated unit and additions read and write, in units of I and of D.

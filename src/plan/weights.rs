@@ -6,7 +6,7 @@ use crate::base::ledger::{Allocation, Ledger, MemoryKind};
 use crate::engine::Active;
 use crate::model::spec::EMBEDDING;
 use crate::model::{Spec, tokens};
-use crate::quant::Storage;
+use crate::quant::StorageDtype;
 use crate::source::memory::{LayerSlots, WeightMemory, head_slots};
 use crate::source::sharded::{collections, is_in_parts, own_bytes, part_bytes};
 use crate::source::{Group, ParamInfo, Placement, StoragePolicy};
@@ -260,7 +260,7 @@ pub(super) fn collected(model: &Model, inputs: &Inputs, value_bytes: u64, active
     );
     let of = |p: ParamInfo| {
         let (format, bytes) = match inputs.strategy.storage.of(&p) {
-            Storage::Quantized(format, _) if !active.contains(&p.name) => {
+            StorageDtype::Quantized(format, _) if !active.contains(&p.name) => {
                 (Some(format), inputs.strategy.storage.of(&p).bytes(&p.shape))
             }
             _ => (None, value_bytes * p.elements() as u64),
@@ -288,7 +288,7 @@ pub(super) fn reordered(model: &Model, inputs: &Inputs, l: &mut Ledger) -> Alloc
     let mut most = 0;
     if matches!(inputs.strategy.placement, Placement::Disk { .. }) {
         model.each(&Active::new([]), |p, _| {
-            if let Storage::Quantized(format, _) = storage.of(p)
+            if let StorageDtype::Quantized(format, _) = storage.of(p)
                 && format.is_read_only()
             {
                 most = storage.of(p).bytes(&p.shape).max(most);

@@ -5,7 +5,7 @@ use crate::engine::StepHook;
 use crate::formats::adapter::{AdapterKind, Allocation};
 use crate::hf::AdapterSet;
 use crate::peft::Adapter;
-use crate::peft::ranks::{RankAllocator, Schedule};
+use crate::peft::ranks::{RankAllocator, RankSchedule};
 use crate::recipe::{Method, Recipe};
 
 /// Writes the rank schedule into the config of `prepared`, in the form that PEFT reads.
@@ -101,7 +101,7 @@ pub fn of(recipe: &Recipe, prepared: &AdapterSet) -> Option<Box<dyn StepHook>> {
     let stays = lora.adapter.is_some() && lora.adalora.target_r == 0;
     Some(Box::new(RankAllocator::new(
         adapters,
-        Schedule {
+        RankSchedule {
             target_r: if stays { config.r } else { own.target_r },
             tinit: own.tinit as u64,
             tfinal: own.tfinal as u64,

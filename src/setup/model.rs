@@ -332,7 +332,7 @@ impl ModelDir {
             Placement::Host => {
                 let host = self
                     .resident(storage, init, seed, decoded, &Device::Cpu)?
-                    .ready_to_travel()?;
+                    .with_quantized_tensors()?;
                 return self.upload(Arc::new(host), HostMemory::Stable, device);
             }
             Placement::Disk { head_rows } => head_rows,

@@ -4,7 +4,7 @@ use crate::base::{Result, progress};
 use crate::data::Dataset;
 use crate::data::encode::Question;
 use crate::engine::Engine;
-use crate::generate::{Settings, generate};
+use crate::generate::{GenerateSettings, generate};
 use crate::model::Network;
 use crate::recipe::{Recipe, Render};
 use crate::setup::ModelDir;
@@ -16,8 +16,8 @@ use serde_json::{Value, json};
 /// Rows per decoding batch.
 const ROWS: usize = 64;
 
-fn settings(model: &ModelDir, max_new_tokens: usize) -> Settings {
-    Settings {
+fn settings(model: &ModelDir, max_new_tokens: usize) -> GenerateSettings {
+    GenerateSettings {
         max_new_tokens,
         stop_ids: model.tokenizer.stop_ids().to_vec(),
         ..Settings::default()

@@ -196,7 +196,7 @@ pub fn cache(recipe: &Recipe, out: &Path, note: &mut dyn FnMut(&str)) -> Result<
         };
         let owned = documents.iter().map(|&row| Ok(rows.examples.get(row)?.into_owned()));
         let owned: Vec<Example> = owned.collect::<Result<_>>()?;
-        let mut top = TopK {
+        let mut top: TopK = TopK {
             k: facts.k,
             ..TopK::default()
         };
@@ -567,7 +567,7 @@ impl Cache {
 
 impl StoredOutputs for Cache {
     fn of(&self, batch: &Batch) -> Result<TopK> {
-        let mut top = TopK {
+        let mut top: TopK = TopK {
             k: self.k,
             ..TopK::default()
         };

@@ -4,7 +4,7 @@ use crate::families::compare;
 use crate::support::{Gpu, KINDS, assert_close, assert_same_bits, gpu, short};
 use candle_core::{DType, Device, Tensor};
 use ft::formats::Config;
-use ft::generate::{Limits, Request, Settings, answer};
+use ft::generate::{GenerateSettings, Limits, Request, answer};
 use ft::model::{Network, families};
 use ft::ops::delta_rule::{self, DeltaGradients, DeltaHeads, DeltaInputs};
 use ft::ops::{Dtype, short_conv};
@@ -207,7 +207,7 @@ fn greedy_answers_are_those_of_the_cpu() {
         .map(|(prompt, number)| Request { prompt, number })
         .collect();
     for family in ["qwen3_5_text", "qwen3_next"] {
-        let settings = Settings {
+        let settings = GenerateSettings {
             max_new_tokens: 8,
             limits: Limits::default(),
             ..Settings::default()

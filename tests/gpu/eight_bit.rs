@@ -81,7 +81,7 @@ fn weight(gpu: &Gpu, (o, i): (usize, usize), dtype: DType) -> (Weight, Vec<f64>,
         .chunks(i)
         .map(|row| row.iter().fold(0f32, |m, x| m.max(x.abs())) / 127.0)
         .collect();
-    let there = Weight::coded_on(coded(decoded), &gpu.device).unwrap();
+    let there = Weight::quantized_on(coded(decoded), &gpu.device).unwrap();
     (there, wide(&coded(Dtype::F32).dequantize()), scales)
 }
 
@@ -193,7 +193,7 @@ fn some_products_stay_exact() {
         // Groups of columns.
         let values = flat(&gpu.random((64, 256), DType::F32, 7).cpu);
         let coded = encode(&values, (64, 256), Format::Int8 { group: 128 }, Dtype::Bf16).unwrap();
-        let dense = Weight::coded_on(coded, &gpu.device).unwrap();
+        let dense = Weight::quantized_on(coded, &gpu.device).unwrap();
         let x = gpu.random((20, 256), DType::BF16, 1).gpu;
         let y = dense.forward(&x, None).unwrap();
         assert_same_bits(&dense.clone().with_products(products).forward(&x, None).unwrap(), &y);

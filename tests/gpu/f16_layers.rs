@@ -10,7 +10,7 @@ use ft::data::batch::Example;
 use ft::engine::sinks::Collect;
 use ft::engine::{Active, Pass};
 use ft::formats::Config;
-use ft::generate::{Answer, Settings, answer};
+use ft::generate::{Answer, GenerateSettings, answer};
 use ft::model::{Network, families};
 use ft::ops::step_stats::StepStats;
 use ft::ops::{Dtype, linear, rms_norm, short_conv, update};
@@ -184,7 +184,7 @@ fn grouped_experts_lose_what_they_lose_in_f32() {
 fn answers_continue_from_their_caches() {
     let Some(gpu) = gpu() else { return };
     let requests = prompts();
-    let settings = Settings {
+    let settings = GenerateSettings {
         max_new_tokens: 6,
         ..Settings::default()
     };

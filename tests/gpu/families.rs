@@ -4,7 +4,7 @@
 use crate::support::{gpu, short};
 use crate::train::{close, ft, number};
 use candle_core::Device;
-use ft::generate::{KvDtype, Limits, Request, Settings, answer};
+use ft::generate::{GenerateSettings, KvDtype, Limits, Request, answer};
 use ft::hf;
 use ft::ops::Dtype;
 use serde_json::Value;
@@ -228,7 +228,7 @@ fn greedy_answers_are_those_of_the_cpu() {
             .into_iter()
             .take(if short() { 1 } else { 2 })
         {
-            let settings = Settings {
+            let settings = GenerateSettings {
                 max_new_tokens: 8,
                 limits: Limits {
                     kv_cache,

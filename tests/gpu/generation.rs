@@ -3,7 +3,7 @@
 use crate::support::{Gpu, KINDS, assert_close, assert_same_bits, flat, gpu, short};
 use candle_core::{DType, Device, Tensor};
 use ft::formats::Config;
-use ft::generate::{Answer, Formats, KvDtype, Limits, QuantizedCopy, Request, SampledModel, Settings, answer};
+use ft::generate::{Answer, Formats, GenerateSettings, KvDtype, Limits, QuantizedCopy, Request, SampledModel, answer};
 use ft::hf;
 use ft::model::{Network, families};
 use ft::ops::attention;
@@ -35,7 +35,7 @@ fn requests() -> Vec<Request> {
 }
 
 fn answers<'a>(model: impl Into<SampledModel<'a>>, kv_cache: Option<KvDtype>) -> Vec<Answer> {
-    let settings = Settings {
+    let settings = GenerateSettings {
         max_new_tokens: if short() { 6 } else { 20 },
         limits: Limits {
             kv_cache,
@@ -147,7 +147,7 @@ fn sampled_answers_are_those_of_the_cpu() {
     let Some(gpu) = gpu() else { return };
     // With top-p, tokens are sampled on the host.
     for top_p in [None, Some(0.9)] {
-        let settings = Settings {
+        let settings = GenerateSettings {
             max_new_tokens: 8,
             temperature: 0.8,
             top_p,

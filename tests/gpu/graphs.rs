@@ -4,7 +4,9 @@ use crate::captures::{alone, cases, is_soft};
 use crate::families::model;
 use crate::support::{gpu, short};
 use candle_core::Device;
-use ft::generate::{Answer, Formats, KvDtype, Limits, QuantizedCopy, Request, SampledModel, Session, Settings, answer};
+use ft::generate::{
+    Answer, Formats, GenerateSettings, KvDtype, Limits, QuantizedCopy, Request, SampledModel, Session, answer,
+};
 use ft::hf;
 use ft::model::Network;
 use ft::ops::{graph, oracle, update};
@@ -36,7 +38,7 @@ fn requests(long: u32) -> Vec<Request> {
 fn same<'a>(
     model: impl Into<SampledModel<'a>>,
     requests: &[Request],
-    settings: &Settings,
+    settings: &GenerateSettings,
     what: &str,
 ) -> (Vec<Answer>, u64) {
     let model = model.into();
@@ -56,8 +58,8 @@ fn same<'a>(
     (got, speed.graph_steps)
 }
 
-fn settings(kv_cache: Option<KvDtype>, temperature: f32) -> Settings {
-    Settings {
+fn settings(kv_cache: Option<KvDtype>, temperature: f32) -> GenerateSettings {
+    GenerateSettings {
         max_new_tokens: if short() { 9 } else { 24 },
         temperature,
         seed: 3,
@@ -84,7 +86,7 @@ fn answers_are_those_without_graphs() {
                 assert!(steps >= 8, "{what}: {steps}");
                 // Rows that end at a token of their own, at different times.
                 let stop = answers.iter().map(|a| a.ids[a.ids.len() / 2]).collect();
-                let stopped = Settings {
+                let stopped = GenerateSettings {
                     stop_ids: stop,
                     ..settings(kv_cache, temperature)
                 };
@@ -92,7 +94,7 @@ fn answers_are_those_without_graphs() {
             }
         }
         // All rows together, tokens that are sampled on the host, and always the same sums.
-        let together = |change: &dyn Fn(&mut Settings)| {
+        let together = |change: &dyn Fn(&mut GenerateSettings)| {
             let mut settings = settings(None, 0.8);
             settings.limits.rows = 64;
             change(&mut settings);
@@ -116,7 +118,7 @@ fn a_graph_is_captured_again_when_the_lists_grow() {
     let rows = rows.collect::<Vec<_>>();
     // The fifth of eight steps passes the border. Then the graph was at least as many steps as ran before it, or only one.
     for (after, graphs) in [(1, 7), (3, 2)] {
-        let settings = Settings {
+        let settings = GenerateSettings {
             max_new_tokens: 9,
             limits: Limits {
                 rows: 9,
@@ -175,7 +177,7 @@ fn a_text_that_outgrows_its_block_is_that_without_graphs() {
     let of = |graphs_after| {
         let (mut session, mut prompt, mut out, mut steps) = (Session::default(), text(1, 60), Vec::new(), 0);
         for turn in 0..3 {
-            let settings = Settings {
+            let settings = GenerateSettings {
                 max_new_tokens: 12,
                 limits: Limits {
                     graphs_after,

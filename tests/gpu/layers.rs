@@ -234,7 +234,7 @@ fn grouped_products_with_quantized_weights_are_those_of_single_experts() {
         for format in formats() {
             let weight = |seed: usize, format| {
                 let there = quantized((outputs, inputs), format, dtype, 20 + seed as u64);
-                Weight::coded_on(there, &gpu.device).unwrap()
+                Weight::quantized_on(there, &gpu.device).unwrap()
             };
             let mut weights: Vec<Weight> = (0..counts.len()).map(|seed| weight(seed, format)).collect();
             weights[4] = weight(4, Format::Int8 { group: 0 });
@@ -267,7 +267,7 @@ fn grouped_products_with_quantized_weights_are_those_of_single_experts() {
     let f32_rows = gpu.random((8, 16), DType::F32, 1).gpu;
     let values = vec![0.5; 16 * 16];
     let other = encode(&values, (16, 16), Format::Int8 { group: 0 }, Dtype::Bf16).unwrap();
-    let other = Weight::coded_on(other, &gpu.device).unwrap();
+    let other = Weight::quantized_on(other, &gpu.device).unwrap();
     assert!(!grouped::fits(&f32_rows, other.grouped()));
 }
 
@@ -279,7 +279,7 @@ fn grouped_products_take_a_buffer_several_times() {
     assert!(2 * size * size <= TILE && 3 * size * size > TILE);
     let weights: Vec<Weight> = (0..3)
         .map(|seed| quantized((size, size), Format::Int8 { group: 0 }, DType::BF16, seed))
-        .map(|weight| Weight::coded_on(weight, &gpu.device).unwrap())
+        .map(|weight| Weight::quantized_on(weight, &gpu.device).unwrap())
         .collect();
     let groups: Vec<(GroupWeight, usize)> = weights.iter().map(|w| (w.grouped().unwrap(), rows)).collect();
     let x = gpu.random((3 * rows, size), DType::BF16, 1).gpu;
@@ -340,10 +340,10 @@ fn pairs_of_experts_are_those_of_single_experts() {
             );
             let u = pairs.down(&x.gpu, members).unwrap();
             let there: Vec<Tensor> = dys.iter().map(|dy| dy.gpu.clone()).collect();
-            let du = pairs.back_down(&there, members).unwrap();
+            let du = pairs.up_backward(&there, members).unwrap();
             let low = [rows, expert_pairs::columns(rank, dtype.size_in_bytes() as u64)];
             assert_eq!((u.dims(), du.dims()), (&low[..], &low[..]));
-            pairs.back_up_add(&dx.gpu, &du, members).unwrap();
+            pairs.down_backward_add(&dx.gpu, &du, members).unwrap();
             pairs.grad_a_add(&grad_a.gpu, &du, &x.gpu, members).unwrap();
             for (part, (y, dy)) in ys.iter().zip(&dys).enumerate() {
                 pairs.up_add(&y.gpu, &u, members, (part, parts)).unwrap();

@@ -193,7 +193,7 @@ fn stacked_pairs_are_plain_products() {
                 let y = stack.up(k, &u, dtype).unwrap();
                 assert_eq!(y.dtype(), dtype);
                 assert_close(&y, &linear::forward(&x.cpu, &w, None).unwrap(), tolerance);
-                stack.back_down(k, &dy.gpu, &du).unwrap();
+                stack.up_backward(k, &dy.gpu, &du).unwrap();
                 want_dx = (want_dx + linear::backward_input(&dy.cpu, &w).unwrap()).unwrap();
 
                 let u_plain = (linear::forward(&x.cpu, &a.cpu, None).unwrap() * f64::from(scale)).unwrap();
@@ -210,7 +210,7 @@ fn stacked_pairs_are_plain_products() {
                 assert_close(&sum.gpu, &(&sum.cpu + &want_a).unwrap(), tolerance);
                 wanted_a.push(want_a);
             }
-            assert_close(&stack.back_up(&du).unwrap(), &want_dx, tolerance);
+            assert_close(&stack.down_backward(&du).unwrap(), &want_dx, tolerance);
             let dx = stack.back_up_one(0, &du).unwrap();
             for k in 1..all.len() {
                 update::add_assign(&dx, &stack.back_up_one(k, &du).unwrap()).unwrap();

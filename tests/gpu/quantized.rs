@@ -7,7 +7,7 @@ use ft::quant::{Format, Weight};
 /// One weight `[O, I]` on both devices, with the same quantized data.
 fn weights(gpu: &Gpu, (o, i): (usize, usize), format: Format, dtype: DType) -> (Weight, Weight) {
     let quantized = || quantized((o, i), format, dtype, 7);
-    let there = Weight::coded_on(quantized(), &gpu.device).unwrap();
+    let there = Weight::quantized_on(quantized(), &gpu.device).unwrap();
     assert!(matches!(there, Weight::DeviceQuantized(_)));
     (there, quantized().into())
 }

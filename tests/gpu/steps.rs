@@ -20,7 +20,7 @@ const RULES: [Rule; 5] = [
 #[derive(Clone, Copy, PartialEq)]
 enum Form {
     Whole,
-    Halves,
+    Master,
     Stochastic,
 }
 
@@ -69,7 +69,7 @@ impl Parameter {
             weight: &self.weight,
             precision: match self.form {
                 Form::Whole => Precision::Whole,
-                Form::Halves => Precision::Halves(&self.low),
+                Form::Master => Precision::Master(&self.low),
                 Form::Stochastic => Precision::Stochastic(Rng::new(1, Stream::Rounding, &[step])),
             },
             gradient: &self.gradient,
@@ -107,7 +107,7 @@ impl Parameter {
     /// Exact values of the weight, then the optimizer state.
     fn values(&self) -> Vec<u32> {
         let mut values = match self.form {
-            Form::Halves => step::join(&self.weight, &self.low).unwrap(),
+            Form::Master => step::join(&self.weight, &self.low).unwrap(),
             _ => flat(&self.weight),
         };
         for moment in [&self.first, &self.second].into_iter().flatten() {
@@ -126,9 +126,9 @@ impl Parameter {
 fn parameters(gpu: &Gpu, rule: Rule, int8: bool, device: &Device) -> Vec<Parameter> {
     let list = [
         (1, Form::Whole),
-        (1003, Form::Halves),
+        (1003, Form::Master),
         (70_001, Form::Whole),
-        (40_000, Form::Halves),
+        (40_000, Form::Master),
         (517, Form::Stochastic),
         (16_384, Form::Stochastic),
     ];
@@ -155,7 +155,7 @@ fn a_parameter_in_parts_has_the_bits_of_the_whole() {
         for (int8, form) in [
             (false, Form::Stochastic),
             (true, Form::Stochastic),
-            (true, Form::Halves),
+            (true, Form::Master),
         ] {
             let [whole, other] = [(); 2].map(|()| Parameter::new(&gpu, 40_000, form, rule, int8, &gpu.device));
             run(rule, std::slice::from_ref(&whole), 2, 0.7, FoundInf::default());
@@ -269,7 +269,7 @@ fn factored(gpu: &Gpu, (r, c): (usize, usize), form: Form, device: &Device) -> P
 fn adafactor_does_what_it_does_on_the_cpu() {
     let Some(gpu) = gpu() else { return };
     for shape in [(1, 1), (1, 70_001), (3, 5), (300, 517), (9000, 64), (16, 40_000)] {
-        for form in [Form::Whole, Form::Halves, Form::Stochastic] {
+        for form in [Form::Whole, Form::Master, Form::Stochastic] {
             let [here, there] = [&Device::Cpu, &gpu.device].map(|device| factored(&gpu, shape, form, device));
             let before = flat(&here.weight);
             for p in [&here, &there] {
@@ -278,7 +278,7 @@ fn adafactor_does_what_it_does_on_the_cpu() {
                 }
             }
             let exact = |p: &Parameter| match form {
-                Form::Halves => step::join(&p.weight, &p.low).unwrap(),
+                Form::Master => step::join(&p.weight, &p.low).unwrap(),
                 _ => flat(&p.weight),
             };
             let largest = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(x, y)| (x - y).abs()).fold(0f32, f32::max);

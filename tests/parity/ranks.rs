@@ -2,7 +2,7 @@
 
 use crate::support::{all_close, goldens, json, numbers};
 use candle_core::{Device, Tensor};
-use ft::peft::ranks::{RankAllocator, Schedule, kept as kept_of};
+use ft::peft::ranks::{RankAllocator, RankSchedule, kept as kept_of};
 use ft::peft::{Adalora, Mask, fill};
 use std::collections::BTreeMap;
 
@@ -32,7 +32,7 @@ fn singular_values_live_and_die_as_in_peft() {
         );
         adapters.insert(module, adapter);
     }
-    let schedule = Schedule {
+    let schedule = RankSchedule {
         target_r: 2,
         tinit: 2,
         tfinal: 3,

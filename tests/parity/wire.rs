@@ -362,7 +362,7 @@ pub fn rollouts(dir: &Path, questions: &[Question], setup: Setup) -> (Vec<genera
             number,
         })
         .collect();
-    let settings = generate::Settings {
+    let settings = generate::GenerateSettings {
         max_new_tokens: 40,
         stop_ids: questions[0].stops.clone(),
         limits: generate::Limits {
@@ -373,7 +373,7 @@ pub fn rollouts(dir: &Path, questions: &[Question], setup: Setup) -> (Vec<genera
             kv_cache: setup.kv_cache,
             ..generate::Limits::default()
         },
-        ..generate::Settings::default()
+        ..generate::GenerateSettings::default()
     };
     generate::answer(&network, &requests, &settings, &mut |_, _| Ok(())).unwrap()
 }

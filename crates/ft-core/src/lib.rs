@@ -1,5 +1,13 @@
 //! The library below the program `ft`: model directories, training step, objectives, decoding, adapters. The crate `ft`
 //! exports these modules; its documentation describes how they work together.
+//!
+//! # Errors
+//!
+//! Unless a function says more, it fails as what it uses. A computation fails as the operations of `ops`: with
+//! `ErrorKind::Shape` if a tensor does not fit, with `Unsupported` if this device cannot run it, on a GPU also with
+//! `OutOfMemory`. What needs the weights of a layer fails as its `source::WeightSource`: with `NotFound` if there is no such
+//! weight, with `Io` or `Format` if a file cannot be read. On several ranks a call in which they exchange something fails if
+//! another rank has failed. `Internal` is a bug, or a call in the wrong order.
 
 #![warn(missing_docs)]
 // Outside of tests only errors may end the program: clippy denies calls that panic. Nothing is printed, and files and the environment

@@ -193,7 +193,7 @@ impl View {
 }
 
 /// A part of a joined tensor.
-struct Place {
+struct ExpertPlace {
     shape: Vec<usize>,
     /// Its first element.
     first: usize,
@@ -201,7 +201,7 @@ struct Place {
 }
 
 /// A part of a joined tensor under the name of its parameter.
-pub(crate) struct Part {
+pub(crate) struct ExpertPart {
     /// Name of the parameter, or of a tensor of its quantized data.
     pub name: String,
     /// Its shape.
@@ -214,7 +214,7 @@ pub(crate) struct Part {
 
 impl Joined {
     /// The place of a part in a tensor of this shape; `None`: the shape has no such parts.
-    fn place(&self, shape: &[usize], expert: usize, part: usize) -> Option<Place> {
+    fn place(&self, shape: &[usize], expert: usize, part: usize) -> Option<ExpertPlace> {
         let count = self.parts.len();
         let (_, rest) = shape.split_first()?;
         let transposed = matches!(self.order, Order::Columns | Order::AlternateColumns);
@@ -236,7 +236,7 @@ impl Joined {
         };
         let mut of_part = vec![rows];
         of_part.extend(tail);
-        Some(Place {
+        Some(ExpertPlace {
             shape: of_part,
             first: expert * outputs * columns + inside,
             view: View {
@@ -291,7 +291,7 @@ impl Layout {
     }
 
     /// The parts of the tensor `name` of this shape; `None`: it is not a joined tensor.
-    pub(crate) fn parts(&self, name: &str, shape: &[usize]) -> Option<Vec<Part>> {
+    pub(crate) fn parts(&self, name: &str, shape: &[usize]) -> Option<Vec<ExpertPart>> {
         let (layer, at) = self.tensor(name)?;
         let tensor = &self.tensors[at];
         let experts = shape.first().copied().filter(|n| (1..=EXPERTS).contains(n))?;
@@ -299,7 +299,7 @@ impl Layout {
         for expert in 0..experts {
             for (at, part) in tensor.parts.iter().enumerate() {
                 let place = tensor.place(shape, expert, at)?;
-                out.push(Part {
+                out.push(ExpertPart {
                     name: format!("{layer}.{}.{expert}.{part}", self.experts),
                     shape: place.shape,
                     first: place.first,
@@ -430,7 +430,7 @@ impl Output {
 }
 
 /// Copies the elements of a part to their places.
-fn scatter(part: &[u8], place: &Place, size: usize, block: &mut [u8]) {
+fn scatter(part: &[u8], place: &ExpertPlace, size: usize, block: &mut [u8]) {
     let View {
         columns,
         row_stride,

@@ -102,12 +102,12 @@ fn decode<T: Number>(dtype: StoredDtype, raw: &[u8], out: &mut [T]) {
 }
 
 /// Prefixes of the language model and of its head in a multimodal checkpoint, of transformers 5 and of transformers 4.
-const LANGUAGE_MODEL: [[&str; 2]; 2] = [
+pub(crate) const LANGUAGE_MODEL: [[&str; 2]; 2] = [
     ["model.language_model.", "lm_head."],
     ["language_model.model.", "language_model.lm_head."],
 ];
 /// The same prefixes in a text-only checkpoint.
-const TEXT_ONLY: [&str; 2] = ["model.", "lm_head."];
+pub(crate) const TEXT_ONLY: [&str; 2] = ["model.", "lm_head."];
 /// Prefixes of the other parts of a multimodal checkpoint, and of the layers for multi-token prediction.
 const OTHER_PARTS: [&str; 10] = [
     "mtp.",

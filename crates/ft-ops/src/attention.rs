@@ -75,6 +75,23 @@ impl Spec {
     }
 }
 
+/// What the backward pass reads: the inputs of `forward`, its results, and the gradient of o. T: tensors, or their values.
+#[derive(Debug, Clone, Copy)]
+pub struct AttentionGradInputs<T> {
+    /// `[Nq, H·E]`
+    pub q: T,
+    /// `[Nk, K·E]`
+    pub k: T,
+    /// `[Nk, K·E]`
+    pub v: T,
+    /// `[Nq, H·E]`
+    pub o: T,
+    /// `[Nq, H]`
+    pub lse: T,
+    /// `[Nq, H·E]`
+    pub dout: T,
+}
+
 /// Returns the number of f32 of scratch memory per CPU thread, forward or backward, for documents of up to
 /// `longest` tokens.
 pub fn scratch(spec: &Spec, longest: usize) -> usize {
@@ -186,7 +203,8 @@ fn forward_on(
     floats(q, "the queries", |q| {
         floats(k, "the keys", |k| {
             floats(v, "the values", |v| {
-                cpu::forward(backend, q, k, v, spec, q_documents, k_documents, &mut o, &mut lse);
+                let job = cpu::ForwardJob { backend, spec, q, k, v };
+                cpu::forward(&job, q_documents, k_documents, &mut o, &mut lse);
                 Ok(())
             })
         })
@@ -194,55 +212,40 @@ fn forward_on(
     Ok((tensor(o, (nq, spec.query_width()))?, tensor(lse, (nq, spec.heads))?))
 }
 
-/// Computes dq, dk and dv from o and lse of `forward` (queries and keys in the same documents) and dout `[N, H·E]`.
-#[allow(clippy::too_many_arguments)]
+/// Computes dq, dk and dv; queries and keys are in the same documents.
+///
+/// # Errors
+/// As `forward`.
 pub fn backward(
-    q: &Tensor,
-    k: &Tensor,
-    v: &Tensor,
-    o: &Tensor,
-    lse: &Tensor,
-    dout: &Tensor,
+    inputs: AttentionGradInputs<&Tensor>,
     spec: &Spec,
     documents: &[usize],
 ) -> Result<(Tensor, Tensor, Tensor)> {
-    backward_on(
-        CpuBackend::current(),
-        [q, k, v, o, lse, dout],
-        spec,
-        documents,
-        documents,
-    )
+    backward_on(CpuBackend::current(), inputs, spec, documents, documents)
 }
 
-/// As `backward`, for documents whose keys begin before their queries, as in `forward`. On the CPU. dout `[Nq, H·E]`.
+/// As `backward`, for documents whose keys begin before their queries, as in `forward`. On the CPU.
 ///
 /// # Errors
 /// As `forward`; a tensor on a GPU.
-#[allow(clippy::too_many_arguments)]
 pub fn backward_after(
-    q: &Tensor,
-    k: &Tensor,
-    v: &Tensor,
-    o: &Tensor,
-    lse: &Tensor,
-    dout: &Tensor,
+    inputs: AttentionGradInputs<&Tensor>,
     spec: &Spec,
     q_documents: &[usize],
     k_documents: &[usize],
 ) -> Result<(Tensor, Tensor, Tensor)> {
-    let backend = CpuBackend::current();
-    backward_on(backend, [q, k, v, o, lse, dout], spec, q_documents, k_documents)
+    backward_on(CpuBackend::current(), inputs, spec, q_documents, k_documents)
 }
 
 fn backward_on(
     backend: CpuBackend,
-    [q, k, v, o, lse, dout]: [&Tensor; 6],
+    inputs: AttentionGradInputs<&Tensor>,
     spec: &Spec,
     q_documents: &[usize],
     k_documents: &[usize],
 ) -> Result<(Tensor, Tensor, Tensor)> {
     spec.check()?;
+    let AttentionGradInputs { q, k, v, o, lse, dout } = inputs;
     let rows = |t: &Tensor| t.dims().first().copied().unwrap_or(0);
     let (nq, nk) = (rows(q), rows(k));
     let (wide, narrow) = ([nq, spec.query_width()], [nk, spec.key_width()]);
@@ -259,10 +262,7 @@ fn backward_on(
     }
     check_keys_of(q_documents, k_documents, (nq, nk))?;
     if q_documents == k_documents {
-        on_gpu!(
-            q,
-            super::cuda::attention::backward(q, k, v, o, lse, dout, spec, q_documents)
-        );
+        on_gpu!(q, super::cuda::attention::backward(inputs, spec, q_documents));
     }
     for (t, name, _) in all {
         expect_f32(t, name)?;
@@ -275,7 +275,7 @@ fn backward_on(
                 guard(3, &mut |o| {
                     guard(4, &mut |lse| {
                         guard(5, &mut |dout| {
-                            let saved = attention_backward::BackwardInputs { q, k, v, o, lse, dout };
+                            let saved = AttentionGradInputs { q, k, v, o, lse, dout };
                             result = Some(attention_backward::backward(
                                 backend,
                                 &saved,

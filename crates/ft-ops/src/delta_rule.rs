@@ -63,13 +63,13 @@ pub struct DeltaGradients {
     pub dt_bias: Tensor,
 }
 
-/// Tokens of a chunk on a GPU, as in `cuda/delta_rule.cuh`.
+/// Tokens of a chunk on a GPU, as `C` in `cuda/delta_rule.cuh`.
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 pub(crate) const DEVICE_CHUNK: usize = 32;
-/// Most elements of a key on a GPU, as there.
+/// Most elements of a key on a GPU, as `KEY` in `cuda/delta_rule.cuh`.
 pub const DEVICE_KEY: usize = 128;
-/// Numbers that are kept of a chunk and value head on a GPU for the scans, as there: two triangles, four numbers of each
-/// token, and the decay.
+/// Numbers that are kept of a chunk and value head on a GPU for the scans: two triangles, four numbers of each token, and the
+/// decay. As `PREPARED` in `cuda/delta_rule.cuh`.
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 pub(crate) const DEVICE_PREPARED: usize = 2 * DEVICE_CHUNK * DEVICE_CHUNK + 4 * DEVICE_CHUNK + 4;
 /// Bytes that the states of the chunks may have on a GPU while gradients are computed, and what is kept for a forward scan;

@@ -47,7 +47,7 @@ pub struct Members<'a> {
 }
 
 /// Which of the matrix's equal parts, of how many: Q.
-pub type Part = (usize, usize);
+pub type OutputPart = (usize, usize);
 
 /// P of rank `rank` for activations with elements of `bytes` bytes.
 pub fn columns(rank: usize, bytes: u64) -> usize {
@@ -132,12 +132,12 @@ impl ExpertPairs {
     }
 
     /// O / Q
-    fn outputs(&self, (_, parts): Part) -> Result<usize> {
+    fn outputs(&self, (_, parts): OutputPart) -> Result<usize> {
         Ok(self.b.dim(0)? / self.experts / parts)
     }
 
     /// As `each_a`, of a part of B.
-    fn each_b(&self, of: Members<'_>, part: Part) -> Result<Vec<(Tensor, usize)>> {
+    fn each_b(&self, of: Members<'_>, part: OutputPart) -> Result<Vec<(Tensor, usize)>> {
         self.check(of)?;
         let outputs = self.outputs(part)?;
         let first = |i: usize| ((of.first + i) * part.1 + part.0) * outputs;
@@ -158,7 +158,7 @@ impl ExpertPairs {
     ///
     /// # Errors
     /// As `down`.
-    pub fn up_add(&self, y: &Tensor, u: &Tensor, of: Members<'_>, part: Part) -> Result<()> {
+    pub fn up_add(&self, y: &Tensor, u: &Tensor, of: Members<'_>, part: OutputPart) -> Result<()> {
         grouped::forward_add(y, u, &groups(&self.each_b(of, part)?))
     }
 
@@ -166,7 +166,7 @@ impl ExpertPairs {
     ///
     /// # Errors
     /// As `down`.
-    pub fn back_down(&self, dys: &[Tensor], of: Members<'_>) -> Result<Tensor> {
+    pub fn up_backward(&self, dys: &[Tensor], of: Members<'_>) -> Result<Tensor> {
         let mut du = None;
         for (part, dy) in dys.iter().enumerate() {
             let all = self.each_b(of, (part, dys.len()))?;
@@ -182,7 +182,7 @@ impl ExpertPairs {
     ///
     /// # Errors
     /// As `down`.
-    pub fn back_up_add(&self, dx: &Tensor, du: &Tensor, of: Members<'_>) -> Result<()> {
+    pub fn down_backward_add(&self, dx: &Tensor, du: &Tensor, of: Members<'_>) -> Result<()> {
         grouped::backward_input_add(dx, du, &groups(&self.each_a(of)?))
     }
 
@@ -207,7 +207,7 @@ impl ExpertPairs {
     ///
     /// # Errors
     /// As `down`.
-    pub fn grad_b_add(&self, sum: &Tensor, dy: &Tensor, u: &Tensor, of: Members<'_>, part: Part) -> Result<()> {
+    pub fn grad_b_add(&self, sum: &Tensor, dy: &Tensor, u: &Tensor, of: Members<'_>, part: OutputPart) -> Result<()> {
         let outputs = self.outputs(part)?;
         expect_dims(sum, "the gradient of B of experts", &[self.b.dim(0)?, self.rank])?;
         let first = |i| ((of.first + i) * part.1 + part.0) * outputs;

@@ -19,7 +19,7 @@ pub struct Graph {
 /// and takes it from there again: a capture cannot upload.
 pub struct UploadCache {
     #[cfg(feature = "cuda")]
-    _kept: Option<super::cuda::graph::Kept>,
+    _kept: Option<super::cuda::graph::KeptStrides>,
 }
 
 impl UploadCache {

@@ -5,18 +5,15 @@
 
 use super::cpu::storage::{dims2, expect_dims};
 use super::dtype::Dtype;
-use super::quantized::{QTensors, TILE};
+use super::quantized::{QTensors, TILE, WeightView};
 use candle_core::Tensor;
 use ft_base::{Error, Result};
 
-/// The weight `[O, I]` of a group.
-#[derive(Debug, Clone, Copy)]
-pub enum GroupWeight<'a> {
-    /// A plain tensor.
-    Dense(&'a Tensor),
-    /// Dequantized for the product; with few rows in registers.
-    Quantized(&'a QTensors),
-}
+/// Columns of a tile of the result on a GPU, as `COLUMNS` in `cuda/grouped.cu`.
+pub const DEVICE_COLUMNS: usize = 128;
+
+/// The weight `[O, I]` of a group. A quantized one is dequantized for the product; with few rows in registers.
+pub type GroupWeight<'a> = WeightView<&'a Tensor, &'a QTensors>;
 
 impl<'a> From<&'a Tensor> for GroupWeight<'a> {
     fn from(weight: &'a Tensor) -> Self {

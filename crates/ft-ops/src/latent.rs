@@ -66,7 +66,7 @@ impl LatentHeads {
     }
 
     /// Rotates the R elements of `x` to `y`.
-    fn turn(&self, x: &[f32], (cos, sin): (&[f32], &[f32]), direction: Direction, y: &mut [f32]) {
+    fn rotate(&self, x: &[f32], (cos, sin): (&[f32], &[f32]), direction: Direction, y: &mut [f32]) {
         let sign = match direction {
             Direction::Forward => 1.0,
             Direction::Backward => -1.0,
@@ -100,7 +100,7 @@ impl LatentHeads {
                     for (x, y) in x.chunks_exact(from).zip(y.chunks_exact_mut(to)) {
                         let (plain, rotary) = x.split_at(self.plain);
                         let (turned, rest) = y.split_at_mut(self.rotary);
-                        self.turn(rotary, table.of(t), Direction::Forward, turned);
+                        self.rotate(rotary, table.of(t), Direction::Forward, turned);
                         rest[..self.plain].copy_from_slice(plain);
                         rest[self.plain..].fill(0.0);
                     }
@@ -126,7 +126,7 @@ impl LatentHeads {
                     let dq = row(dq, t, self.heads * from);
                     for (dq, dx) in dq.chunks_exact(from).zip(dx.chunks_exact_mut(to)) {
                         let (plain, rotary) = dx.split_at_mut(self.plain);
-                        self.turn(&dq[..self.rotary], table.of(t), Direction::Backward, rotary);
+                        self.rotate(&dq[..self.rotary], table.of(t), Direction::Backward, rotary);
                         plain.copy_from_slice(&dq[self.rotary..][..self.plain]);
                     }
                 });
@@ -158,7 +158,7 @@ impl LatentHeads {
                     each_token(&mut k, self.heads * to, |t, k| {
                         let rotary = &low[(t + 1) * wide - self.rotary..][..self.rotary];
                         let (first, others) = k.split_at_mut(to);
-                        self.turn(rotary, table.of(t), Direction::Forward, &mut first[..self.rotary]);
+                        self.rotate(rotary, table.of(t), Direction::Forward, &mut first[..self.rotary]);
                         for k in others.chunks_exact_mut(to) {
                             k[..self.rotary].copy_from_slice(&first[..self.rotary]);
                         }
@@ -212,7 +212,7 @@ impl LatentHeads {
                         for dk in row(dk, t, wide).chunks_exact(from) {
                             sum.iter_mut().zip(dk).for_each(|(sum, d)| *sum += d);
                         }
-                        self.turn(&sum, table.of(t), Direction::Backward, d_rotary);
+                        self.rotate(&sum, table.of(t), Direction::Backward, d_rotary);
                     });
                 })
             })

@@ -96,7 +96,7 @@ pub fn forward_add<'w>(y: &Tensor, x: &Tensor, w: impl Into<Dense<'w>>) -> Resul
     })
 }
 
-fn forward_slices(sizes: (usize, usize, usize), y: &mut [f32], start: CInit<'_>, x: &[f32], w: WeightRows<'_>) {
+fn forward_slices(sizes: (usize, usize, usize), y: &mut [f32], start: CInit<&[f32]>, x: &[f32], w: WeightRows<'_>) {
     let x = Matrix::k_inner(Values::F32(x), sizes.2);
     product(sizes, y, start, x, w.forward(), w.rounding());
 }
@@ -137,7 +137,7 @@ pub fn backward_input_add<'w>(dx: &Tensor, dy: &Tensor, w: impl Into<Dense<'w>>)
     })
 }
 
-fn backward_slices(sizes: (usize, usize, usize), dx: &mut [f32], start: CInit<'_>, dy: &[f32], w: WeightRows<'_>) {
+fn backward_slices(sizes: (usize, usize, usize), dx: &mut [f32], start: CInit<&[f32]>, dy: &[f32], w: WeightRows<'_>) {
     let dy = Matrix::k_inner(Values::F32(dy), sizes.2);
     product(sizes, dx, start, dy, w.backward(), w.rounding());
 }
@@ -186,7 +186,7 @@ fn gradient_sizes(dy: &Tensor, x: &Tensor) -> Result<(usize, usize, usize)> {
 fn gradient_slices(
     sizes: (usize, usize, usize),
     dw: &mut [f32],
-    start: CInit<'_>,
+    start: CInit<&[f32]>,
     dy: &[f32],
     x: &[f32],
     stored: DType,

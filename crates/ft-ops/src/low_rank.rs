@@ -4,7 +4,7 @@
 use super::cpu::product::{CInit, CpuBackend, FusedLora, Matrix, Operand, WeightRows, product_with};
 use super::cpu::storage::{Values, dims2, expect_dims, floats, tensor, unwritten};
 use super::prepacked::Dense;
-use super::quantized::QMatrixView;
+use super::quantized::{QMatrixView, WeightView};
 use super::update::with_slices;
 use super::{linear, update};
 use candle_core::Tensor;
@@ -21,14 +21,8 @@ pub struct LowRank<'a> {
     pub scale: f32,
 }
 
-/// The base weight `[O, I]`.
-#[derive(Clone, Copy)]
-pub enum BaseWeight<'a> {
-    /// An f32 or bf16 weight.
-    Dense(Dense<'a>),
-    /// A quantized weight.
-    Quantized(QMatrixView<'a>),
-}
+/// The base weight `[O, I]` on the CPU; a dense one is f32 or bf16.
+pub type BaseWeight<'a> = WeightView<Dense<'a>, QMatrixView<'a>>;
 
 impl LowRank<'_> {
     /// Computes u = s · x·Aᵀ, `[N, R]`.
@@ -39,19 +33,19 @@ impl LowRank<'_> {
     }
 
     /// Computes `y [N, O] += u·Bᵀ`.
-    pub fn add_up(&self, y: &Tensor, u: &Tensor) -> Result<()> {
+    pub fn up_add(&self, y: &Tensor, u: &Tensor) -> Result<()> {
         linear::forward_add(y, u, self.b)
     }
 
     /// Computes ∂u = s · ∂y·B, `[N, R]`.
-    pub fn back_down(&self, dy: &Tensor) -> Result<Tensor> {
+    pub fn up_backward(&self, dy: &Tensor) -> Result<Tensor> {
         let du = linear::backward_input(dy, self.b)?;
         update::scale_assign(&du, self.scale)?;
         Ok(du)
     }
 
     /// Computes `∂x [N, I] += ∂u·A`.
-    pub fn add_back_up(&self, dx: &Tensor, du: &Tensor) -> Result<()> {
+    pub fn down_backward_add(&self, dx: &Tensor, du: &Tensor) -> Result<()> {
         linear::backward_input_add(dx, du, self.a)
     }
 
@@ -127,7 +121,7 @@ pub fn backward(dy: &Tensor, w: BaseWeight<'_>, sum: Option<&Tensor>, low: LowRa
     let rows = dims2(dy, "dy of a linear")?.0;
     expect_dims(dy, "dy of a linear", &[rows, outputs])?;
     let mut du = unwritten(rows * rank);
-    let mut run = |dx: &mut [f32], start: CInit<'_>, dy: &[f32], w: WeightRows<'_>| {
+    let mut run = |dx: &mut [f32], start: CInit<&[f32]>, dy: &[f32], w: WeightRows<'_>| {
         with_pair(low, |a, b| {
             let fused_lora = FusedLora {
                 rank,
@@ -265,7 +259,7 @@ mod tests {
                 let (y, u) = forward(&x, BaseWeight::Dense((&w).into()), Some(&bias), low).unwrap();
                 let want = linear::forward(&x, &w, Some(&bias)).unwrap();
                 assert_close(&u, &parts.down(&narrow(&x)).unwrap(), 1e-5);
-                parts.add_up(&want, &narrow(&u)).unwrap();
+                parts.up_add(&want, &narrow(&u)).unwrap();
                 assert_close(&y, &want, 1e-5);
 
                 for start in [None, Some(random((n, i), 7))] {
@@ -278,8 +272,8 @@ mod tests {
                         None => linear::backward_input(&dy, &w).unwrap(),
                     };
                     let (dx, du) = backward(&dy, BaseWeight::Dense((&w).into()), start.as_ref(), low).unwrap();
-                    assert_close(&du, &parts.back_down(&narrow(&dy)).unwrap(), 1e-5);
-                    parts.add_back_up(&want, &narrow(&du)).unwrap();
+                    assert_close(&du, &parts.up_backward(&narrow(&dy)).unwrap(), 1e-5);
+                    parts.down_backward_add(&want, &narrow(&du)).unwrap();
                     assert_close(&dx, &want, 1e-5);
                 }
             }

@@ -142,7 +142,7 @@ impl PairStack {
         Ok(Self { a: stacked, pairs: own })
     }
 
-    /// Allocates `[N, T]`, to be filled by `down_one` or `back_down`.
+    /// Allocates `[N, T]`, to be filled by `down_one` or `up_backward`.
     pub fn columns(&self, rows: usize) -> Result<Tensor> {
         gpu::empty((rows, self.a.dim(0)?), self.a.dtype(), self.a.device())
     }
@@ -194,7 +194,7 @@ impl PairStack {
     }
 
     /// Computes ∂u = s · ∂y·B of a pair from `dy [N, O]`, into its columns of `du [N, T]`.
-    pub fn back_down(&self, pair: usize, dy: &Tensor, du: &Tensor) -> Result<()> {
+    pub fn up_backward(&self, pair: usize, dy: &Tensor, du: &Tensor) -> Result<()> {
         let p = &self.pairs[pair];
         let sizes = (dy.dim(0)?, p.width, p.b.dim(0)?);
         let to = Columns::from(du, p.first);
@@ -202,11 +202,11 @@ impl PairStack {
     }
 
     /// Computes ∂u·A of all pairs, `[N, I]`, from `du [N, T]`.
-    pub fn back_up(&self, du: &Tensor) -> Result<Tensor> {
+    pub fn down_backward(&self, du: &Tensor) -> Result<Tensor> {
         self.back(du, 0, self.a.dim(0)?)
     }
 
-    /// As `back_up`, for one pair.
+    /// As `down_backward`, for one pair.
     pub fn back_up_one(&self, pair: usize, du: &Tensor) -> Result<Tensor> {
         let p = &self.pairs[pair];
         self.back(du, p.first, p.width)

@@ -4,6 +4,7 @@
 //! scale times quantized value); a weight of a bf16 model is rounded to the nearest bf16 once more.
 
 use super::cpu::dequantize::{round_bf16, round_table};
+use super::cpu::math::ROUND;
 use super::cpu::product::{CInit, Matrix, Operand, product};
 use super::cpu::storage::{dims2, expect_dims, floats, tensor, unwritten};
 use super::linear::read_bias;
@@ -27,8 +28,7 @@ pub use super::cpu::dequantize::{FP4_TABLE, NF4_TABLE};
 /// Returns the nearest integer, ties to even, for `|x| < 2^22`. (`round_ties_even` is a function call if SSE4.1 is
 /// not guaranteed, and then loops are not vectorized.)
 pub fn nearest(x: f32) -> f32 {
-    const SHIFT: f32 = 12_582_912.0;
-    (x + SHIFT) - SHIFT
+    (x + ROUND) - ROUND
 }
 
 /// The bf16 number with these bytes, the low one first.
@@ -137,6 +137,15 @@ impl Absmax<'_> {
             Absmax::Double { codes, scales, .. } => codes.len().min(scales.len() * NESTED),
         }
     }
+}
+
+/// A weight in one of two forms: D and Q are how an operation reads a dense and a quantized weight.
+#[derive(Debug, Clone, Copy)]
+pub enum WeightView<D, Q> {
+    /// A dense weight.
+    Dense(D),
+    /// A quantized weight.
+    Quantized(Q),
 }
 
 /// Elements of an NF4 block.
@@ -300,7 +309,7 @@ pub fn forward_add(y: &Tensor, x: &Tensor, w: QMatrixView<'_>) -> Result<()> {
     with_slices(y, x, |y, x| forward_slices(rows, y, CInit::C, x, w))
 }
 
-fn forward_slices(rows: usize, y: &mut [f32], start: CInit<'_>, x: &[f32], w: QMatrixView<'_>) {
+fn forward_slices(rows: usize, y: &mut [f32], start: CInit<&[f32]>, x: &[f32], w: QMatrixView<'_>) {
     let (n, k) = (w.rows, w.columns);
     let (a, b) = (
         Matrix::k_inner(Operand::F32(x), k),
@@ -329,7 +338,7 @@ pub fn backward_input_add(dx: &Tensor, dy: &Tensor, w: QMatrixView<'_>) -> Resul
     with_slices(dx, dy, |dx, dy| backward_slices(rows, dx, CInit::C, dy, w))
 }
 
-fn backward_slices(rows: usize, dx: &mut [f32], start: CInit<'_>, dy: &[f32], w: QMatrixView<'_>) {
+fn backward_slices(rows: usize, dx: &mut [f32], start: CInit<&[f32]>, dy: &[f32], w: QMatrixView<'_>) {
     let (n, k) = (w.columns, w.rows);
     let (a, b) = (
         Matrix::k_inner(Operand::F32(dy), k),

@@ -141,18 +141,18 @@ impl RouterSpec {
         #[cfg(feature = "cuda")]
         if logits.device().is_cuda() && super::cuda::routing::fits(self) {
             let routing = super::cuda::routing::route(self, logits, correction)?;
-            return Ok(Routing(Place::Device(routing)));
+            return Ok(Routing(RoutingOn::Device(routing)));
         }
-        Ok(Routing(Place::Host(self.route_on_host(logits, correction)?)))
+        Ok(Routing(RoutingOn::Host(self.route_on_host(logits, correction)?)))
     }
 }
 
 /// The experts of each token. On a GPU scores, choice and weights stay there; the host has the number of tokens of each expert.
 #[derive(Debug, Clone)]
-pub struct Routing(Place);
+pub struct Routing(RoutingOn);
 
 #[derive(Debug, Clone)]
-enum Place {
+enum RoutingOn {
     Host(HostRouting),
     #[cfg(feature = "cuda")]
     Device(super::cuda::routing::DeviceRouting),
@@ -162,9 +162,9 @@ enum Place {
 macro_rules! in_place {
     ($self:ident, $routing:ident => $call:expr) => {
         match &$self.0 {
-            Place::Host($routing) => $call,
+            RoutingOn::Host($routing) => $call,
             #[cfg(feature = "cuda")]
-            Place::Device($routing) => $call,
+            RoutingOn::Device($routing) => $call,
         }
     };
 }
@@ -204,9 +204,9 @@ impl Routing {
     /// What the balance loss of a router of two levels needs; `None` for others.
     pub fn two_level_sums(&self) -> Option<TwoLevelSums> {
         match &self.0 {
-            Place::Host(routing) => routing.two_level_sums(),
+            RoutingOn::Host(routing) => routing.two_level_sums(),
             #[cfg(feature = "cuda")]
-            Place::Device(_) => None,
+            RoutingOn::Device(_) => None,
         }
     }
 
@@ -226,9 +226,9 @@ impl Routing {
     /// Not enough memory on the device.
     pub fn assign(&self, device: &Device, together: bool) -> Result<Assignment> {
         match &self.0 {
-            Place::Host(routing) => routing.assign(device, together),
+            RoutingOn::Host(routing) => routing.assign(device, together),
             #[cfg(feature = "cuda")]
-            Place::Device(routing) => Ok(routing.assign(together)),
+            RoutingOn::Device(routing) => Ok(routing.assign(together)),
         }
     }
 }

@@ -9,7 +9,7 @@ use super::cpu::storage::{dims2, expect_dims, floats, tensor, unwritten, values,
 use candle_core::Tensor;
 use ft_base::Result;
 
-/// Most taps on a GPU, as in `cuda/short_conv.cu`.
+/// Most taps on a GPU, as `TAPS` in `cuda/short_conv.cu`.
 pub const DEVICE_TAPS: usize = 8;
 
 /// Returns C and K.

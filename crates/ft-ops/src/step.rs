@@ -77,15 +77,26 @@ impl Moment {
     }
 }
 
-/// How a weight keeps updates that are smaller than its last bit.
+/// How a weight keeps updates that are smaller than its last bit. T: how a tensor is stored.
 #[derive(Debug, Clone, Copy)]
-pub enum Precision<'a> {
+pub enum Precision<T> {
     /// f32: nothing more is needed.
     Whole,
     /// bf16: the low 16 bits of its fp32 master, i16 `[n]` (see `ops::master`).
-    Halves(&'a Tensor),
+    Master(T),
     /// bf16 with stochastic rounding by these random numbers; element `e` uses bits `16·(e % 4)..` of number `e / 4`.
     Stochastic(Rng),
+}
+
+impl Precision<Tensor> {
+    /// The same with references.
+    pub fn as_ref(&self) -> Precision<&Tensor> {
+        match self {
+            Precision::Whole => Precision::Whole,
+            Precision::Master(low) => Precision::Master(low),
+            Precision::Stochastic(rng) => Precision::Stochastic(*rng),
+        }
+    }
 }
 
 /// One parameter of a list. Tensors are contiguous and on one device.
@@ -94,7 +105,7 @@ pub struct ParameterStep<'a> {
     /// f32 or bf16, n elements.
     pub weight: &'a Tensor,
     /// How the weight keeps small updates.
-    pub precision: Precision<'a>,
+    pub precision: Precision<&'a Tensor>,
     /// f32, the shape of `weight`.
     pub gradient: &'a Tensor,
     /// AdamW, Lion, SGD with momentum: the first moment. Adafactor: row means f32 `[R]` of a matrix `[R, C]`.
@@ -248,10 +259,10 @@ fn with_moment(
 fn with_weight(item: &ParameterStep, f: impl FnOnce(cpu::Weight) -> Result<()>) -> Result<()> {
     match item.precision {
         Precision::Whole => with_mut(item.weight, |w: &mut [f32]| f(cpu::Weight::F32(w)))?,
-        Precision::Halves(low) => {
+        Precision::Master(low) => {
             expect_dims(low, "the low 16 bits of a master weight", &[item.weight.elem_count()])?;
             with_mut(item.weight, |w: &mut [bf16]| {
-                with_mut(low, |low: &mut [i16]| f(cpu::Weight::Halves(w, low)))?
+                with_mut(low, |low: &mut [i16]| f(cpu::Weight::Master(w, low)))?
             })?
         }
         Precision::Stochastic(rng) => with_mut(item.weight, |w: &mut [bf16]| f(cpu::Weight::Stochastic(w, rng)))?,

@@ -31,7 +31,7 @@ pub fn objective(recipe: &Recipe, width: usize, device: &Device) -> Result<Box<d
         return Ok(Box::new(Grpo::new(grpo_settings(recipe), policy)));
     }
     let ppo = &recipe.rl.ppo;
-    let settings = ppo::Settings {
+    let settings = ppo::PpoSettings {
         cliprange: ppo.cliprange,
         cliprange_value: ppo.cliprange_value,
         vf_coef: ppo.vf_coef,
@@ -39,9 +39,9 @@ pub fn objective(recipe: &Recipe, width: usize, device: &Device) -> Result<Box<d
     Ok(Box::new(Ppo::new(settings, policy, ValueHead::new(width, device)?)))
 }
 
-fn grpo_settings(recipe: &Recipe) -> grpo::Settings {
+fn grpo_settings(recipe: &Recipe) -> grpo::GrpoSettings {
     let g = &recipe.rl.grpo;
-    grpo::Settings {
+    grpo::GrpoSettings {
         loss_type: g.loss_type,
         level: g.importance_sampling_level,
         epsilon: g.epsilon,

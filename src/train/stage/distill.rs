@@ -10,7 +10,7 @@ use crate::data::{Batch, Dataset};
 use crate::distill::hidden::Hidden;
 use crate::distill::{Distill, Teacher, Terms};
 use crate::engine::Engine;
-use crate::generate::{Request, Settings, rollout};
+use crate::generate::{GenerateSettings, Request, rollout};
 use crate::recipe::{Alignment, Recipe};
 use crate::report;
 use crate::setup;
@@ -200,7 +200,7 @@ impl Students {
         if requests.is_empty() {
             return Ok(rows);
         }
-        let settings = Settings {
+        let settings = GenerateSettings {
             max_new_tokens: self.max_new_tokens,
             temperature: self.temperature,
             top_k: None,

@@ -112,9 +112,9 @@ fn reference(recipe: &Recipe, model: &ModelDir, device: &Device) -> Result<Refer
 }
 
 impl Rollouts<'_> {
-    fn settings(&self, temperature: f64) -> generate::Settings {
+    fn settings(&self, temperature: f64) -> generate::GenerateSettings {
         let rlhf = &self.recipe.rl;
-        generate::Settings {
+        generate::GenerateSettings {
             max_new_tokens: rlhf.max_completion_length,
             temperature: temperature as f32,
             top_k: (rlhf.top_k > 0).then_some(rlhf.top_k),

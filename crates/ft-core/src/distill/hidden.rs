@@ -90,6 +90,9 @@ pub fn check_map(pairs: &[(usize, usize)], student: usize, teacher: usize) -> Re
 impl Hidden {
     /// `pairs` (student, teacher) must have passed `check_map`; `sizes` are (D, Dt). Projections are initialized to the
     /// identity, or to normal numbers of variance 1/D if the sizes differ.
+    ///
+    /// # Errors
+    /// Not enough memory on the device.
     pub fn new(
         pairs: &[(usize, usize)],
         d: usize,
@@ -147,6 +150,9 @@ impl Hidden {
     }
 
     /// Compares the student's states `x` `[N, D]` at the input of `layer` with the teacher's.
+    ///
+    /// # Errors
+    /// `teacher` has not the states of the layer that is compared; states of another width (`Shape`).
     pub fn compare(
         &self,
         layer: usize,

@@ -86,6 +86,9 @@ fn with_matrix<R>(head: &HeadWeight, f: impl FnOnce(Matrix) -> Result<R>) -> Res
 
 /// Log-probabilities of the `k` most likely ids at each trained position of a batch, among the first `common` ids, for
 /// a network without a student.
+///
+/// # Errors
+/// `k` or `common` is out of range, or the temperature is not positive (`Argument`); as `Network::hidden_states`.
 pub fn likeliest(
     network: &Network,
     batch: &Batch,

@@ -46,6 +46,11 @@ impl<'a> Divided<'a> {
         Self { comm, sums }
     }
 
+    /// Names of the parameters.
+    pub(super) fn names(&self) -> Vec<Arc<str>> {
+        self.sums.iter().map(|sum| sum.param.name.clone()).collect()
+    }
+
     /// Adds the squares of all gradients to `step_stats`, with the bits of one rank.
     pub(super) fn add_squares(&self, step_stats: &StepStats) -> Result<()> {
         squares::add(self.comm, &self.sums, step_stats)
@@ -150,13 +155,13 @@ fn part(sum: &OwnSum) -> PartUpdate<'_> {
 }
 
 /// Collects whole low bits.
-struct Low {
+struct WholeLowBits {
     own: Vec<Vec<i16>>,
     first: Vec<usize>,
     whole: Vec<Vec<i16>>,
 }
 
-impl Publish for Low {
+impl Publish for WholeLowBits {
     fn own(&mut self, item: usize, range: Range<usize>) -> Result<Vec<f32>> {
         let first = range.start - self.first[item];
         let values = &self.own[item][first..first + range.len()];
@@ -288,7 +293,7 @@ impl Engine {
             first.push(part_of(name, n, world.rank, world.size).start);
             items.push((Arc::from(name.as_str()), n));
         }
-        let mut low = Low {
+        let mut low = WholeLowBits {
             own,
             first,
             whole: items.iter().map(|(_, n)| vec![0; *n]).collect(),
@@ -318,7 +323,7 @@ impl Engine {
     }
 
     /// As `exact_of_all`, of a weight that is stored in parts.
-    pub(super) fn exact_of_owners(&self, name: &str, sink: &mut super::exact::ExactSink) -> Result<()> {
+    pub(super) fn exact_of_owners(&self, name: &str, sink: &mut super::switch::ExactSink) -> Result<()> {
         self.comm
             .bytes(format!("{name}\n{EXACT}").into_bytes(), Patience::Step)?;
         self.answer(name, EXACT, &mut |values| match values {
@@ -340,7 +345,7 @@ impl Engine {
     }
 
     /// Passes the exact values of a weight whose low bits are divided to `sink`. For rank 0 within `by_root`.
-    pub(super) fn exact_of_all(&self, name: &str, sink: &mut super::exact::ExactSink) -> Result<()> {
+    pub(super) fn exact_of_all(&self, name: &str, sink: &mut super::switch::ExactSink) -> Result<()> {
         let weight = self.network.param(name)?.tensor.flatten_all()?;
         let mut at = 0;
         self.comm.bytes(format!("{name}\n{LOW}").into_bytes(), Patience::Step)?;

@@ -259,7 +259,7 @@ impl Engine {
     ///
     /// # Errors
     /// There is no such average; another rank has failed; any error of `sink`.
-    pub fn average_values(&self, name: &str, sink: &mut super::exact::ExactSink) -> Result<()> {
+    pub fn average_values(&self, name: &str, sink: &mut super::switch::ExactSink) -> Result<()> {
         if !self.divided {
             let values = self.ema.as_ref().and_then(|ema| ema.values(name));
             return sink(values.ok_or_else(|| Error::internal("an average is missing").at(name))?);

@@ -10,7 +10,7 @@ use crate::model::{TrainableNetwork, expert_words, families};
 use crate::ops::{Dtype, update};
 use crate::optim::Optimizer;
 use crate::optim::config::{OptimizerConfig, StateDtype};
-use crate::quant::{Format, Storage};
+use crate::quant::{Format, StorageDtype};
 use crate::sft::CausalLm;
 use crate::source::resident::{RandomWeights, draw_tensor};
 use crate::source::sharded::{Division, Origin, own_experts};
@@ -67,8 +67,8 @@ fn engine(case: &Case, comm: Arc<dyn Collective>) -> (Engine, Active) {
     let spec = families::read(&config).unwrap();
     let (params, vocab) = (spec.params(), spec.vocab);
     let storage = |p: &ParamInfo| match case.format {
-        Some(format) if p.name.contains("proj.weight") => Storage::Quantized(format, case.dtype),
-        _ => Storage::Dense(case.dtype),
+        Some(format) if p.name.contains("proj.weight") => StorageDtype::Quantized(format, case.dtype),
+        _ => StorageDtype::Dense(case.dtype),
     };
     let (seed, std, norm) = (1, 0.1, 1.0);
     let random = RandomWeights { seed, std, norm };
@@ -272,8 +272,8 @@ fn blocks(case: &Case, comm: Arc<dyn Collective>) -> Vec<u64> {
         "layers.1.mlp.experts.2.",
     ]) {
         let active = Active::new(names.iter().filter(|name| name.contains(part)).cloned());
-        for recoded in engine.switch(&active, |_| false).unwrap() {
-            bits.push(recoded.error.to_bits());
+        for requantized in engine.switch(&active, |_| false).unwrap() {
+            bits.push(requantized.error.to_bits());
         }
         let report = engine.step(step, &batches(5, step as u32), &active, 1e-2).unwrap();
         bits.extend([report.totals.loss().to_bits(), report.grad_norm.to_bits()]);

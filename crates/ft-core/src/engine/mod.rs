@@ -4,7 +4,7 @@
 pub mod active;
 pub mod divided;
 mod ema;
-mod exact;
+
 pub mod hook;
 mod loss_scale;
 mod outer;
@@ -15,6 +15,7 @@ pub mod sinks;
 mod squares;
 pub mod step;
 mod strategy;
+mod switch;
 pub mod window;
 
 pub use active::Active;

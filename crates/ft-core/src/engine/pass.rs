@@ -203,6 +203,10 @@ impl<'a> Pass<'a> {
     /// Runs the micro-batches of one optimizer step. The gradients are scaled by `loss_scale` / (weight of the whole window). The
     /// returned totals contain the counts only; `step_stats` has the sums. `batches`: the window of all ranks; each rank
     /// computes its part of it (`window::rounds`).
+    ///
+    /// # Errors
+    /// No token is trained (`Argument`); a batch that does not fit the model; a failed read of the weights; any error
+    /// of the objective and of `sink`.
     pub fn window(&self, batches: &[Batch], sink: &mut dyn GradSink) -> Result<Totals> {
         let weight: usize = batches.iter().map(|b| self.objective.weight(b)).sum();
         if weight == 0 {
@@ -267,7 +271,7 @@ impl<'a> Pass<'a> {
                 micro,
                 sums: StepSums::default(),
                 means: window::take_means(self.objective),
-                routers: routed.map(|tally| tally.numbers()).unwrap_or_default(),
+                routers: routed.map(|tally| tally.to_wire()).unwrap_or_default(),
             };
             if round.counts {
                 reports.push(report);

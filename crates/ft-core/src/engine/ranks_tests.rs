@@ -11,7 +11,7 @@ use crate::model::{TrainableNetwork, families, shapes};
 use crate::ops::{Dtype, update};
 use crate::optim::config::{Master, OptimizerConfig, StateDtype};
 use crate::optim::{Masks, Optimizer};
-use crate::quant::{Format, Storage};
+use crate::quant::{Format, StorageDtype};
 use crate::sft::CausalLm;
 use crate::source::resident::{RandomWeights, draw_tensor};
 use crate::source::sharded::{Division, Origin, collections, is_in_parts};
@@ -75,8 +75,8 @@ pub(super) fn engine(case: Case, comm: Arc<dyn Collective>) -> (Engine, Active) 
         ..OptimizerConfig::default()
     };
     let storage = |p: &ParamInfo| match case.format {
-        Some(format) if p.name.contains("proj.weight") => Storage::Quantized(format, case.dtype),
-        _ => Storage::Dense(case.dtype),
+        Some(format) if p.name.contains("proj.weight") => StorageDtype::Quantized(format, case.dtype),
+        _ => StorageDtype::Dense(case.dtype),
     };
     let (seed, std, norm) = (1, 0.02, 1.0);
     let random = RandomWeights { seed, std, norm };
@@ -496,8 +496,8 @@ fn train_in_parts(case: Case, comm: Arc<dyn Collective>) -> Result<Vec<u64>> {
     ];
     for (step, parts) in (1..).zip(blocks) {
         let active = block(parts);
-        for recoded in engine.switch(&active, |_| true)? {
-            bits.push(recoded.error.to_bits());
+        for requantized in engine.switch(&active, |_| true)? {
+            bits.push(requantized.error.to_bits());
         }
         let report = engine.step(step, &batches(5, step as u32), &active, 1e-3)?;
         bits.extend([report.totals.loss().to_bits(), report.grad_norm.to_bits()]);

@@ -5,7 +5,7 @@ use super::divided::Divided;
 use super::reduce::{Exchange, Reduce};
 use crate::base::{Error, Result};
 use crate::comm::Collective;
-use crate::model::{GradSink, Param};
+use crate::model::{GradSink, NamedSums, Param};
 use crate::ops::step::FoundInf;
 use crate::ops::step_stats::StepStats;
 use crate::ops::transfer::Copier;
@@ -57,6 +57,9 @@ impl Corrections {
     }
 
     /// True if all gradients were finite. Waits for the GPU if it applied corrections.
+    ///
+    /// # Errors
+    /// A failed read from the device.
     pub fn finite(&self) -> Result<bool> {
         match &self.sums {
             Some(sums) => Ok(sums.read()?.squares.is_finite()),
@@ -78,10 +81,7 @@ pub struct Accumulate<'a> {
     active: &'a Active,
     optimizer: &'a mut Optimizer,
     lr: f64,
-    /// By name: the weight and its f32 gradient sum.
-    pub sums: BTreeMap<String, (Tensor, Tensor)>,
-    /// Names in order of arrival.
-    pub(super) order: Vec<Arc<str>>,
+    sums: NamedSums,
     /// Updates of corrected parameters.
     pub corrections: Corrections,
     /// Adds the gradients of all ranks; `None` on one rank.
@@ -169,8 +169,7 @@ impl<'a> Accumulate<'a> {
             active,
             optimizer,
             lr,
-            sums: BTreeMap::new(),
-            order: Vec::new(),
+            sums: NamedSums::default(),
             corrections: Corrections::default(),
             reduce: (world.size > 1).then(|| among.reduce()),
             ordered: exchange.ordered,
@@ -193,43 +192,48 @@ impl<'a> Accumulate<'a> {
         };
         if let Some(window) = &self.window {
             reduce.begin_round(window.contributors);
-            for name in std::mem::take(&mut self.order) {
-                if let Some((tensor, sum)) = self.sums.remove(&*name) {
-                    reduce.take(&Param { name, tensor }, &sum)?;
-                }
+            for (param, sum) in std::mem::take(&mut self.sums).into_order() {
+                reduce.take(&param, &sum)?;
             }
         }
         if divided {
-            let sums = reduce.own_sums()?;
-            self.order = sums.iter().map(|sum| sum.param.name.clone()).collect();
-            self.divided = Some(Divided::new(comm, sums));
+            self.divided = Some(Divided::new(comm, reduce.own_sums()?));
             return Ok(());
         }
         for (param, sum) in reduce.whole_sums()? {
-            self.order.push(param.name.clone());
-            self.sums.insert(param.name.to_string(), (param.tensor, sum));
+            self.sums.add(&param, sum)?;
         }
         Ok(())
     }
 
     /// Adds the squares of all gradients to `step_stats` in order of arrival: on the CPU bit-equal to `Norm`.
+    ///
+    /// # Errors
+    /// Another rank has failed.
     pub fn add_squares(&self, step_stats: &StepStats) -> Result<()> {
         if let Some(divided) = &self.divided {
             return divided.add_squares(step_stats);
         }
-        let gradients = self.order.iter().filter_map(|name| self.sums.get(&**name));
-        step_stats.add_squares_of(&gradients.map(|(_, gradient)| gradient).collect::<Vec<_>>())
+        step_stats.add_squares_of(&self.sums.in_order().collect::<Vec<_>>())
+    }
+
+    /// Names of the parameters with a gradient, as `add_squares` uses them.
+    pub(super) fn names(&self) -> Vec<Arc<str>> {
+        match &self.divided {
+            Some(divided) => divided.names(),
+            None => self.sums.names().to_vec(),
+        }
     }
 
     /// The accumulated gradient of a parameter.
     pub fn gradient(&self, name: &str) -> Option<Tensor> {
-        self.sums.get(name).map(|(_, gradient)| gradient.clone())
+        self.sums.get(name).cloned()
     }
 
     /// Adds to accumulated gradients, by name.
     pub(super) fn add(&self, more: &[(Arc<str>, Tensor)]) -> Result<()> {
         for (name, more) in more {
-            if let Some((_, sum)) = self.sums.get(&**name) {
+            if let Some(sum) = self.sums.get(name) {
                 update::add_assign(sum, more)?;
             }
         }
@@ -237,29 +241,38 @@ impl<'a> Accumulate<'a> {
     }
 
     /// Multiplies all accumulated gradients by `factor`.
+    ///
+    /// # Errors
+    /// A gradient is neither f32 nor contiguous (`Shape`).
     pub fn scale(&self, factor: f32) -> Result<()> {
         if let Some(divided) = &self.divided {
             return divided.scale(factor);
         }
-        let mut gradients = self.sums.values();
+        let mut gradients = self.sums.by_name();
         gradients.try_for_each(|(_, gradient)| update::scale_assign(gradient, factor))
     }
 
     /// Names of gradients that are not finite.
+    ///
+    /// # Errors
+    /// Another rank has failed.
     pub fn non_finite(&self) -> Result<Vec<String>> {
         if let Some(divided) = &self.divided {
             return divided.non_finite();
         }
         let mut names = Vec::new();
-        for (name, (_, gradient)) in &self.sums {
+        for (param, gradient) in self.sums.by_name() {
             if !update::all_finite(gradient)? {
-                names.push(name.clone());
+                names.push(param.name.to_string());
             }
         }
         Ok(names)
     }
 
     /// Updates every weight with its accumulated gradient times `coefficient`; `gate` can disable it.
+    ///
+    /// # Errors
+    /// As `Optimizer::update`; another rank has failed.
     pub fn update(&mut self, coefficient: f32, gate: FoundInf) -> Result<()> {
         let _span = trace::span("update");
         if let Some(divided) = self.divided.take() {
@@ -267,12 +280,12 @@ impl<'a> Accumulate<'a> {
         }
         if self.active.is_masked() {
             // One after the other: each update copies a part of its weight.
-            while let Some((name, (weight, gradient))) = self.sums.pop_first() {
+            while let Some((param, gradient)) = self.sums.pop_first() {
                 let update = Update {
-                    name: &name,
-                    weight: &weight,
+                    name: &param.name,
+                    weight: &param.tensor,
                     gradient: &gradient,
-                    subset: self.active.subset(&name, weight.elem_count()),
+                    subset: self.active.subset(&param.name, param.tensor.elem_count()),
                 };
                 self.optimizer.update_gated(&[update], self.lr, coefficient, gate)?;
             }
@@ -280,10 +293,10 @@ impl<'a> Accumulate<'a> {
         }
         let updates: Vec<Update> = self
             .sums
-            .iter()
-            .map(|(name, (weight, gradient))| Update {
-                name,
-                weight,
+            .by_name()
+            .map(|(param, gradient)| Update {
+                name: &param.name,
+                weight: &param.tensor,
                 gradient,
                 subset: None,
             })
@@ -322,24 +335,16 @@ impl GradSink for Accumulate<'_> {
         match (&mut self.reduce, &self.window) {
             (Some(reduce), None) => return reduce.take(param, &gradient),
             // Sent with the others, but not added by them if no micro-batch of this rank counts.
-            (_, Some(window)) if !window.counts && self.sums.contains_key(&*param.name) => return Ok(()),
+            (_, Some(window)) if !window.counts && self.sums.get(&param.name).is_some() => return Ok(()),
             _ => {}
         }
-        match self.sums.get(&*param.name) {
-            Some((_, sum)) => update::add_assign(sum, &gradient),
-            None => {
-                self.order.push(param.name.clone());
-                self.sums
-                    .insert(param.name.to_string(), (param.tensor.clone(), gradient));
-                Ok(())
-            }
-        }
+        self.sums.add(param, gradient)
     }
 
     /// On a GPU the GEMM of the next micro-batch accumulates into the sum: no second gradient tensor, and no extra pass
     /// that adds it to the sum. On the CPU this would be no faster, and would change the order of the sums.
     fn sum(&self, name: &str) -> Option<Tensor> {
-        let (_, sum) = self.sums.get(name)?;
+        let sum = self.sums.get(name)?;
         // What an idle rank computes again is not added.
         let counts = self.window.as_ref().is_none_or(|window| window.counts);
         (counts && sum.device().is_cuda() && !self.active.is_masked() && !self.ordered).then(|| sum.clone())

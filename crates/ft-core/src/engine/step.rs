@@ -397,8 +397,8 @@ impl Engine {
                         coefficient: coefficient.as_ref(),
                         finite: step_stats.gate(),
                     };
+                    names = sink.names();
                     sink.update(1.0, gate)?;
-                    names = sink.order;
                     self.store.updated(&|name| active.contains(name));
                 } else if scaled && overflowed(&sums)? {
                     skipped = true;

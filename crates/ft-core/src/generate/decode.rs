@@ -3,7 +3,7 @@
 use super::cache::{Sequence, Step, StepTables};
 use super::graphs::{Graphs, Work};
 use super::sampler::Sampler;
-use super::schedule::{OnToken, Schedule};
+use super::schedule::{OnToken, RequestSchedule};
 use crate::base::{Error, Result, progress};
 use crate::model::{Context, Network};
 use crate::ops::paged::KvDtype;
@@ -14,7 +14,7 @@ use candle_core::Tensor;
 
 /// How answers are decoded: their length, the sampling, the limits of the batch.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Settings {
+pub struct GenerateSettings {
     /// Tokens of an answer at most.
     pub max_new_tokens: usize,
     /// 0: greedy.
@@ -67,7 +67,7 @@ impl Default for Limits {
     }
 }
 
-impl Default for Settings {
+impl Default for GenerateSettings {
     fn default() -> Self {
         Self {
             max_new_tokens: 256,
@@ -81,7 +81,7 @@ impl Default for Settings {
     }
 }
 
-impl Settings {
+impl GenerateSettings {
     pub(super) fn sampler(&self) -> Sampler {
         Sampler {
             temperature: self.temperature,
@@ -157,7 +157,7 @@ impl<'a> From<&'a Network> for SampledModel<'a> {
 /// error of `on_token`; a signal that requests a stop; a KV cache too small for one request.
 ///
 /// ```no_run
-/// use ft_core::generate::{Settings, generate};
+/// use ft_core::generate::{GenerateSettings, generate};
 /// # use ft_core::hf;
 /// # use ft_ops::Dtype;
 ///
@@ -165,7 +165,7 @@ impl<'a> From<&'a Network> for SampledModel<'a> {
 /// # let device = candle_core::Device::Cpu;
 /// let opened = hf::open("model".as_ref(), Dtype::Bf16, &device)?;
 /// let prompts = [opened.tokenizer.encode("Once upon a time", true)?];
-/// let settings = Settings {
+/// let settings = GenerateSettings {
 ///     max_new_tokens: 64,
 ///     temperature: 0.7,
 ///     top_p: Some(0.9),
@@ -184,7 +184,7 @@ impl<'a> From<&'a Network> for SampledModel<'a> {
 pub fn generate<'a>(
     policy: impl Into<SampledModel<'a>>,
     prompts: &[Vec<u32>],
-    settings: &Settings,
+    settings: &GenerateSettings,
     on_token: &mut OnToken,
 ) -> Result<Vec<Vec<u32>>> {
     let numbered = prompts.iter().zip(0..);
@@ -212,7 +212,7 @@ pub fn generate<'a>(
 pub fn rollout<'a>(
     policy: impl Into<SampledModel<'a>>,
     requests: &[Request],
-    settings: &Settings,
+    settings: &GenerateSettings,
 ) -> Result<Vec<Answer>> {
     Ok(answer(policy, requests, settings, &mut |_, _| Ok(()))?.0)
 }
@@ -224,7 +224,7 @@ pub fn rollout<'a>(
 pub fn answer<'a>(
     policy: impl Into<SampledModel<'a>>,
     requests: &[Request],
-    settings: &Settings,
+    settings: &GenerateSettings,
     on_token: &mut OnToken,
 ) -> Result<(Vec<Answer>, Speed)> {
     let policy = policy.into();
@@ -234,7 +234,9 @@ pub fn answer<'a>(
         1 => progress::phase("generating", settings.max_new_tokens, "tokens"),
         n => progress::phase("generating", n, "answers"),
     };
-    let (answers, speed, _) = Schedule::new(policy, requests, settings)?.shown(&phase).run(on_token)?;
+    let (answers, speed, _) = RequestSchedule::new(policy, requests, settings)?
+        .shown(&phase)
+        .run(on_token)?;
     Ok((answers, speed))
 }
 
@@ -254,7 +256,7 @@ impl Session {
         &mut self,
         policy: impl Into<SampledModel<'a>>,
         request: &Request,
-        settings: &Settings,
+        settings: &GenerateSettings,
         on_token: &mut OnToken,
     ) -> Result<(Answer, Speed)> {
         let (policy, requests) = (policy.into(), std::slice::from_ref(request));
@@ -267,7 +269,7 @@ impl Session {
             cache.truncate(known);
         }
         let going_on = cache.is_some();
-        let schedule = Schedule::new(policy, requests, settings)?.going_on(cache);
+        let schedule = RequestSchedule::new(policy, requests, settings)?.going_on(cache);
         let (mut answers, mut speed, cache) = schedule.run(on_token)?;
         let answer = answers.pop().unwrap_or_default();
         if going_on {
@@ -280,7 +282,7 @@ impl Session {
     }
 }
 
-fn check(network: &Network, requests: &[Request], settings: &Settings) -> Result<()> {
+fn check(network: &Network, requests: &[Request], settings: &GenerateSettings) -> Result<()> {
     if !settings.temperature.is_finite() {
         return Err(Error::argument("the temperature is not finite").found(settings.temperature));
     }

@@ -145,5 +145,5 @@ fn encode(tensor: &Tensor, format: Format) -> Result<Weight> {
         DType::BF16 => update::with_bf16(&host, |v| quant::encode(v, dims, format, Dtype::Bf16))?,
         _ => update::with_slice(&host, |v| quant::encode(v, dims, format, Dtype::F32))?,
     };
-    Weight::coded_on(quantized?, tensor.device())
+    Weight::quantized_on(quantized?, tensor.device())
 }

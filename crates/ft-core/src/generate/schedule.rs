@@ -2,7 +2,7 @@
 //! together, and leave one by one. The answer to a request does not depend on the scheduling.
 
 use super::cache::{Layout, Run, Sequence};
-use super::decode::{Answer, NewTokens, Pass, Request, SampledModel, Settings, Speed, on_host, step};
+use super::decode::{Answer, GenerateSettings, NewTokens, Pass, Request, SampledModel, Speed, on_host, step};
 use super::graphs::Graphs;
 use super::prefix::Tree;
 use super::sampler::Sampler;
@@ -38,16 +38,16 @@ struct Row {
     bytes: u64,
 }
 
-enum Who {
+enum TokensOf {
     Node(usize),
     /// Index in `rows`.
     Row(usize),
 }
 
-pub struct Schedule<'a> {
+pub struct RequestSchedule<'a> {
     policy: SampledModel<'a>,
     requests: &'a [Request],
-    settings: &'a Settings,
+    settings: &'a GenerateSettings,
     sampler: Sampler,
     layout: Layout,
     graphs: Option<Graphs>,
@@ -71,8 +71,8 @@ pub struct Schedule<'a> {
 /// Callback for every token as it is sampled: index of the request, id.
 pub type OnToken<'a> = dyn FnMut(usize, u32) -> Result<()> + 'a;
 
-impl<'a> Schedule<'a> {
-    pub fn new(policy: SampledModel<'a>, requests: &'a [Request], settings: &'a Settings) -> Result<Self> {
+impl<'a> RequestSchedule<'a> {
+    pub fn new(policy: SampledModel<'a>, requests: &'a [Request], settings: &'a GenerateSettings) -> Result<Self> {
         let limits = &settings.limits;
         let prompts: Vec<&[u32]> = requests.iter().map(|r| &r.prompt[..]).collect();
         let tree = if limits.share_prefixes {
@@ -230,7 +230,7 @@ impl<'a> Schedule<'a> {
     fn read(&mut self, on_token: &mut OnToken) -> Result<bool> {
         let started = Instant::now();
         let mut left = self.settings.limits.prefill_tokens.max(1);
-        let (mut parts, mut who): (Vec<NewTokens<'a>>, Vec<Who>) = (Vec::new(), Vec::new());
+        let (mut parts, mut who): (Vec<NewTokens<'a>>, Vec<TokensOf>) = (Vec::new(), Vec::new());
         for n in 0..self.nodes.len() {
             let node = &self.tree.nodes[n];
             if let PrefixState::Planned = self.nodes[n]
@@ -250,7 +250,7 @@ impl<'a> Schedule<'a> {
                     tokens,
                     logits: false,
                 });
-                who.push(Who::Node(n));
+                who.push(TokensOf::Node(n));
             }
         }
         for r in 0..self.rows.len() {
@@ -271,7 +271,7 @@ impl<'a> Schedule<'a> {
                 sequence,
                 tokens,
             });
-            who.push(Who::Row(r));
+            who.push(TokensOf::Row(r));
         }
         if parts.is_empty() {
             return Ok(false);
@@ -287,7 +287,7 @@ impl<'a> Schedule<'a> {
         let mut ready = Vec::new();
         for (part, who) in parts.into_iter().zip(who) {
             match who {
-                Who::Node(n) => {
+                TokensOf::Node(n) => {
                     let done = part.sequence.len() == self.tree.nodes[n].end;
                     self.nodes[n] = if done {
                         PrefixState::Read(part.sequence.freeze())
@@ -295,7 +295,7 @@ impl<'a> Schedule<'a> {
                         PrefixState::Reading(part.sequence)
                     };
                 }
-                Who::Row(r) => {
+                TokensOf::Row(r) => {
                     self.rows[r].sequence = Some(part.sequence);
                     if part.logits {
                         ready.push(r);

@@ -112,14 +112,14 @@ pub(super) fn argmax(logits: &[f32]) -> u32 {
     (0..logits.len()).fold(0, |best, i| if logits[i] > logits[best] { i } else { best }) as u32
 }
 
-pub(super) fn settings(n: usize) -> Settings {
-    Settings {
+pub(super) fn settings(n: usize) -> GenerateSettings {
+    GenerateSettings {
         max_new_tokens: n,
         ..Settings::default()
     }
 }
 
-fn run(network: &Network, prompts: &[Vec<u32>], settings: &Settings) -> Vec<Vec<u32>> {
+fn run(network: &Network, prompts: &[Vec<u32>], settings: &GenerateSettings) -> Vec<Vec<u32>> {
     generate(network, prompts, settings, &mut |_, _| Ok(())).unwrap()
 }
 
@@ -148,7 +148,7 @@ fn rows_end_at_their_stop_id_while_others_go_on() {
     // The stop id is one that row 0 generates in the middle.
     let stop = free[0][6];
     let mut heard = vec![Vec::new(); 4];
-    let settings = Settings {
+    let settings = GenerateSettings {
         stop_ids: vec![stop],
         ..settings(16)
     };
@@ -168,7 +168,7 @@ fn rows_end_at_their_stop_id_while_others_go_on() {
 #[test]
 fn sampled_rows_do_not_depend_on_their_neighbours_leaving() {
     let network = network(spec(), Dtype::F32);
-    let warm = Settings {
+    let warm = GenerateSettings {
         temperature: 1.3,
         top_k: Some(20),
         top_p: Some(0.9),
@@ -182,7 +182,7 @@ fn sampled_rows_do_not_depend_on_their_neighbours_leaving() {
         run(
             &network,
             &prompts(),
-            &Settings {
+            &GenerateSettings {
                 seed: 4,
                 ..warm.clone()
             }
@@ -192,7 +192,7 @@ fn sampled_rows_do_not_depend_on_their_neighbours_leaving() {
     let stopped = run(
         &network,
         &prompts(),
-        &Settings {
+        &GenerateSettings {
             stop_ids: vec![stop],
             ..warm
         },
@@ -230,7 +230,7 @@ fn rollouts_carry_the_stop_id_and_the_log_probability_of_every_id() {
     let free = run(&network, &prompts(), &settings(16));
     let stop = free[0][6];
     for (temperature, top_k) in [(0.0f32, None), (0.7, None), (1.5, Some(5))] {
-        let settings = Settings {
+        let settings = GenerateSettings {
             temperature,
             top_k,
             stop_ids: vec![stop],
@@ -284,8 +284,8 @@ pub(super) fn many(groups: usize) -> Vec<Request> {
     requests
 }
 
-pub(super) fn warm() -> Settings {
-    Settings {
+pub(super) fn warm() -> GenerateSettings {
+    GenerateSettings {
         temperature: 1.1,
         seed: 5,
         stop_ids: vec![7, 11],
@@ -298,7 +298,7 @@ fn no_limit_changes_an_answer() {
     let network = network(spec(), Dtype::F32);
     let requests = many(6);
     let with = |limits: Limits| {
-        let settings = Settings { limits, ..warm() };
+        let settings = GenerateSettings { limits, ..warm() };
         answer(&network, &requests, &settings, &mut |_, _| Ok(())).unwrap()
     };
     let (all, speed) = with(Limits::default());
@@ -338,7 +338,7 @@ fn no_limit_changes_an_answer() {
     let e = answer(
         &network,
         &requests,
-        &Settings {
+        &GenerateSettings {
             limits: Limits {
                 cache_bytes: row / 4,
                 ..Limits::default()
@@ -455,7 +455,7 @@ fn a_coded_copy_computes_with_decoded_weights_and_is_refreshed() {
     assert!(seen.windows(2).all(|w| w[0] != w[1]));
     assert_eq!(seen[4], fresh);
     // Rollouts return the log-probabilities of the copy.
-    let settings = Settings {
+    let settings = GenerateSettings {
         temperature: 1.0,
         ..settings(6)
     };

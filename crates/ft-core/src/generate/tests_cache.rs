@@ -96,7 +96,7 @@ fn a_smaller_cache_costs_little() {
             kv_cache: Some(stored),
             ..Limits::default()
         };
-        let settings = Settings { limits, ..settings(1) };
+        let settings = GenerateSettings { limits, ..settings(1) };
         let (answers, speed) = answer(&network, &requests, &settings, &mut |_, _| Ok(())).unwrap();
         (answers, speed.cache_bytes)
     };

@@ -41,7 +41,7 @@ fn network(mixer: Mixer) -> Network {
     network
 }
 
-fn run(network: &Network, prompts: &[Vec<u32>], settings: &Settings) -> Vec<Vec<u32>> {
+fn run(network: &Network, prompts: &[Vec<u32>], settings: &GenerateSettings) -> Vec<Vec<u32>> {
     generate(network, prompts, settings, &mut |_, _| Ok(())).unwrap()
 }
 
@@ -55,7 +55,7 @@ fn rows_together_are_rows_alone_and_recomputed() {
         let long: Vec<u32> = (0..80).map(|i| (i * i * 3 % 61) as u32).collect();
         prompts.extend([long.clone(), [&long[..40], &[7, 8, 9]].concat()]);
         let together = run(&network, &prompts, &settings(20));
-        let pieces = Settings {
+        let pieces = GenerateSettings {
             limits: Limits {
                 prefill_tokens: 9,
                 ..Limits::default()

@@ -11,7 +11,7 @@ use crate::ops::CpuBackend;
 use crate::ops::Dtype;
 use crate::ops::oracle::random;
 use crate::peft::{Adapter, Lora, Mask};
-use crate::quant::{Format, Storage};
+use crate::quant::{Format, StorageDtype};
 use crate::source::{Resident, policy};
 use candle_core::{DType, Device};
 use serde_json::{Map, Value};
@@ -23,9 +23,9 @@ fn quantized(format: Format, dtype: Dtype) -> Network {
     let spec = spec();
     let storage = |p: &crate::source::ParamInfo| {
         if policy::is_projection(p) {
-            Storage::Quantized(format, dtype)
+            StorageDtype::Quantized(format, dtype)
         } else {
-            Storage::Dense(dtype)
+            StorageDtype::Dense(dtype)
         }
     };
     let source =
@@ -183,7 +183,7 @@ fn same_bits(network: &Network, stored: KvDtype, name: &str) {
             same_bits: true,
             ..Limits::default()
         };
-        rollout(network, requests, &Settings { limits, ..warm() }).unwrap()
+        rollout(network, requests, &GenerateSettings { limits, ..warm() }).unwrap()
     };
     let all = with(&requests, 64, 1000, true);
     for (rows, prefill, share) in [(1, 1000, true), (2, 7, false), (11, 100, false), (64, 1, true)] {

@@ -1,6 +1,6 @@
 //! Writes a model directory as a GGUF file, some rows of a tensor in memory at a time.
 
-use super::names::{self, Order, Part, Planned};
+use super::names::{self, Order, PlannedTensor, TensorPart};
 use super::{arch, keys};
 use crate::base::{Error, Result};
 use crate::formats::config::Config;
@@ -55,7 +55,7 @@ impl FileType {
 
     /// The format of a tensor. Mixes as in llama.cpp: the output projection has 6 bits, and in `q4_k_m` also half of the
     /// values and of the down projections.
-    fn of(self, planned: &Planned, spec: &Spec) -> BlockType {
+    fn of(self, planned: &PlannedTensor, spec: &Spec) -> BlockType {
         let vector = planned.shape.len() < 2 || planned.exact;
         if vector {
             return BlockType::F32;
@@ -226,10 +226,10 @@ pub fn model(file: &ModelFile<'_>, out: &Path) -> Result<Written> {
         .iter()
         .map(|(name, values)| entry(name, vec![values.len()], BlockType::F32))
         .collect();
-    let of_planned = |p: &Planned| entry(&p.name, p.shape.clone(), file.file_type.of(p, &spec));
+    let of_planned = |p: &PlannedTensor| entry(&p.name, p.shape.clone(), file.file_type.of(p, &spec));
     entries.extend(planned.iter().map(of_planned));
     warnings.extend(without_k_format(file.file_type, &entries));
-    let by_name: BTreeMap<&str, &Planned> = planned.iter().map(|p| (p.name.as_str(), p)).collect();
+    let by_name: BTreeMap<&str, &PlannedTensor> = planned.iter().map(|p| (p.name.as_str(), p)).collect();
     let mut errors: BTreeMap<BlockType, Errors> = BTreeMap::new();
     let bytes = gguf::write(out, &all, &entries, |entry, sink| {
         let Some(planned) = by_name.get(entry.name.as_str()) else {
@@ -313,7 +313,7 @@ pub(super) fn scales(spec: &Spec, arch: &arch::Arch) -> Result<(f32, f32)> {
 }
 
 /// The values of a part in their order: rows that keep their order are read some at a time.
-fn each_piece(weights: &Weights, part: &Part, mut give: impl FnMut(Vec<f32>) -> Result<()>) -> Result<()> {
+fn each_piece(weights: &Weights, part: &TensorPart, mut give: impl FnMut(Vec<f32>) -> Result<()>) -> Result<()> {
     let ParamInfo { name, shape, .. } = &part.param;
     let columns = shape.last().copied().unwrap_or(1);
     let decoded = stored::values(weights, &part.param)?;

@@ -26,7 +26,7 @@ pub enum Order {
 
 /// Rows of a tensor.
 #[derive(Debug, Clone)]
-pub struct Part {
+pub struct TensorPart {
     /// The parameter with these rows.
     pub param: ParamInfo,
     /// Their order.
@@ -35,13 +35,13 @@ pub struct Part {
 
 /// A tensor of the file.
 #[derive(Debug, Clone)]
-pub struct Planned {
+pub struct PlannedTensor {
     /// Its name.
     pub name: String,
     /// Its shape.
     pub shape: Vec<usize>,
     /// Where its rows come from, one after another.
-    pub parts: Vec<Part>,
+    pub parts: Vec<TensorPart>,
     /// The values are factor · parameter + plus.
     pub factor: f32,
     /// See `factor`.
@@ -121,12 +121,12 @@ pub fn order(spec: &Spec, arch: &Arch, module: &str) -> Order {
 }
 
 /// All tensors, in the order of the layers. `Err`: a parameter without a name in the file.
-pub fn tensors(spec: &Spec, arch: &Arch, query_factor: f32) -> Result<Vec<Planned>, String> {
+pub fn tensors(spec: &Spec, arch: &Arch, query_factor: f32) -> Result<Vec<PlannedTensor>, String> {
     let mut all = Vec::new();
-    let plain = |name: &str, param: &ParamInfo| Planned {
+    let plain = |name: &str, param: &ParamInfo| PlannedTensor {
         name: name.into(),
         shape: param.shape.clone(),
-        parts: vec![Part {
+        parts: vec![TensorPart {
             param: param.clone(),
             order: Order::Same,
         }],
@@ -145,7 +145,7 @@ pub fn tensors(spec: &Spec, arch: &Arch, query_factor: f32) -> Result<Vec<Planne
                 plain("token_embd.weight", &param)
             }
             LM_HEAD => plain("output.weight", &param),
-            FINAL_NORM => Planned {
+            FINAL_NORM => PlannedTensor {
                 plus: shifted,
                 ..plain("output_norm.weight", &param)
             },
@@ -175,7 +175,7 @@ pub fn tensors(spec: &Spec, arch: &Arch, query_factor: f32) -> Result<Vec<Planne
             };
             if last == ROUTER_CORRECTION {
                 let name = format!("blk.{layer}.exp_probs_b.bias");
-                all.push(Planned {
+                all.push(PlannedTensor {
                     layer: Some(layer),
                     ..plain(&name, param)
                 });
@@ -189,8 +189,8 @@ pub fn tensors(spec: &Spec, arch: &Arch, query_factor: f32) -> Result<Vec<Planne
             };
             let plus = if norm && last == "weight" { shifted } else { 0.0 };
             let factor = if queries { query_factor } else { 1.0 };
-            all.push(Planned {
-                parts: vec![Part {
+            all.push(PlannedTensor {
+                parts: vec![TensorPart {
                     param: param.clone(),
                     order: order(spec, arch, module_name),
                 }],
@@ -207,7 +207,7 @@ pub fn tensors(spec: &Spec, arch: &Arch, query_factor: f32) -> Result<Vec<Planne
 }
 
 /// The matrices of all experts of a layer, `[E, ..]`, and their biases.
-fn experts(spec: &Spec, layer: usize, params: &[ParamInfo]) -> Vec<Planned> {
+fn experts(spec: &Spec, layer: usize, params: &[ParamInfo]) -> Vec<PlannedTensor> {
     let Some(experts) = spec.layers[layer].experts else {
         return Vec::new();
     };
@@ -224,12 +224,12 @@ fn experts(spec: &Spec, layer: usize, params: &[ParamInfo]) -> Vec<Planned> {
             };
             let parts: Vec<ParamInfo> = (0..experts.count).filter_map(of).collect();
             let Some(first) = parts.first() else { continue };
-            all.push(Planned {
+            all.push(PlannedTensor {
                 name: format!("blk.{layer}.{name}.{last}"),
                 shape: [&[experts.count], first.shape.as_slice()].concat(),
                 parts: parts
                     .into_iter()
-                    .map(|param| Part {
+                    .map(|param| TensorPart {
                         param,
                         order: Order::Same,
                     })
@@ -245,11 +245,11 @@ fn experts(spec: &Spec, layer: usize, params: &[ParamInfo]) -> Vec<Planned> {
 }
 
 /// The two tensors of `kv_b_proj`.
-fn latent(spec: &Spec, layer: usize, param: &ParamInfo, sizes: LatentSpec) -> [Planned; 2] {
-    let one = |name: &str, shape: [usize; 2], order| Planned {
+fn latent(spec: &Spec, layer: usize, param: &ParamInfo, sizes: LatentSpec) -> [PlannedTensor; 2] {
+    let one = |name: &str, shape: [usize; 2], order| PlannedTensor {
         name: format!("blk.{layer}.{name}.weight"),
         shape: vec![spec.heads, shape[0], shape[1]],
-        parts: vec![Part {
+        parts: vec![TensorPart {
             param: param.clone(),
             order,
         }],

@@ -219,6 +219,9 @@ pub fn choice(config: &AdapterConfig) -> TargetSelection<'_> {
 }
 
 /// The sites outside `modules_to_save` that `choose` selects by their names in the model that PEFT loads.
+///
+/// # Errors
+/// Any error of `choose`.
 pub fn chosen_by(
     config: &AdapterConfig,
     sites: &[Site],

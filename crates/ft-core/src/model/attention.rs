@@ -13,9 +13,10 @@ use super::contracts::{Context, GradSink, KvStore};
 use super::projections::{SavedLow, add_residual};
 use super::spec::{KeySource, LayerSpec};
 use crate::base::{Error, Result};
+use crate::ops::attention::{self, AttentionGradInputs};
 use crate::ops::glu::{self, Activation};
 use crate::ops::rope::Direction;
-use crate::ops::{attention, rope, update};
+use crate::ops::{rope, update};
 use crate::trace;
 use candle_core::Tensor;
 
@@ -258,7 +259,15 @@ impl Block {
             sink.take(sinks, attention::sinks::backward(&o, &lse, &d_o, &sinks.tensor)?)?;
         }
         let span = trace::span("attention backward");
-        let (dq, dk, dv) = ctx.attend_backward([&q, &k, &v, &o, &lse, &d_o], &self.attention_spec())?;
+        let inputs = AttentionGradInputs {
+            q: &q,
+            k: &k,
+            v: &v,
+            o: &o,
+            lse: &lse,
+            dout: &d_o,
+        };
+        let (dq, dk, dv) = ctx.attend_backward(inputs, &self.attention_spec())?;
         drop(span);
         drop((q, k, v, o, lse, d_o));
         let (mut dqk, mut dv) = match self.keys() {

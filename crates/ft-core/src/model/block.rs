@@ -266,17 +266,28 @@ impl Block {
                 self.attention_backward(x, saved, (dx1, d_shared), ctx, need_dx, sink)
             }
             (SavedMixer::DeltaNet(saved), Some(net), ..) => {
-                self.delta_net_backward(net, x, saved, dx1, ctx, need_dx, sink)
+                self.delta_net_backward(net, saved, MixerGradient { x, dx1, ctx, need_dx }, sink)
             }
             (SavedMixer::Latent(saved), _, Some(net), _) => {
-                self.latent_backward(net, x, saved, dx1, ctx, need_dx, sink)
+                self.latent_backward(net, saved, MixerGradient { x, dx1, ctx, need_dx }, sink)
             }
             (SavedMixer::ShortConv(saved), .., Some(net)) => {
-                self.short_conv_backward(net, x, saved, dx1, ctx, need_dx, sink)
+                self.short_conv_backward(net, saved, MixerGradient { x, dx1, ctx, need_dx }, sink)
             }
             _ => Err(Error::internal("the saved activations belong to another layer")),
         }
     }
+}
+
+/// What the backward pass of a mixer gets beside its saved activations.
+pub(super) struct MixerGradient<'a> {
+    /// The input of the layer, `[N, D]`.
+    pub x: &'a Tensor,
+    /// The gradient of x1 = x + mixer(x), `[N, D]`.
+    pub dx1: Tensor,
+    pub ctx: &'a Context<'a>,
+    /// The gradient of x is needed.
+    pub need_dx: bool,
 }
 
 impl Layer for Block {

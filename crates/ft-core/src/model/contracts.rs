@@ -9,7 +9,7 @@ use crate::base::ledger::{Allocation, Ledger, MemoryKind};
 use crate::base::means::NamedMeans;
 use crate::base::{Error, Result};
 use crate::data::Batch;
-use crate::ops::attention::{self, Spec};
+use crate::ops::attention::{self, AttentionGradInputs, Spec};
 use crate::ops::step_stats::StepStats;
 use crate::peft::Dropout;
 pub use crate::peft::{Gradient, Param};
@@ -149,11 +149,15 @@ impl Context<'_> {
         }
     }
 
-    /// dq, dk and dv, from q, k, v, o, lse and the gradient of o.
-    pub(super) fn attend_backward(&self, saved: [&Tensor; 6], spec: &Spec) -> Result<(Tensor, Tensor, Tensor)> {
-        match (self.sequence, saved) {
-            (Some(sequence), saved) => sequence.backward(saved, spec),
-            (None, [q, k, v, o, lse, dout]) => attention::backward(q, k, v, o, lse, dout, spec, self.documents),
+    /// dq, dk and dv.
+    pub(super) fn attend_backward(
+        &self,
+        saved: AttentionGradInputs<&Tensor>,
+        spec: &Spec,
+    ) -> Result<(Tensor, Tensor, Tensor)> {
+        match self.sequence {
+            Some(sequence) => sequence.backward(saved, spec),
+            None => attention::backward(saved, spec, self.documents),
         }
     }
 }

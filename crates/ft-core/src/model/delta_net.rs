@@ -9,7 +9,7 @@
 
 pub(super) mod memory;
 
-use super::block::Block;
+use super::block::{Block, MixerGradient};
 use super::contracts::{Context, GradSink, KvStore, Param, RecurrentState};
 use super::projections::{SavedLow, add_residual};
 use super::short_conv::continued;
@@ -200,17 +200,14 @@ impl Block {
         Ok(o)
     }
 
-    #[allow(clippy::too_many_arguments)]
     pub(super) fn delta_net_backward(
         &self,
         net: &DeltaNet,
-        x: &Tensor,
         saved: SavedDeltaNet,
-        dx1: Tensor,
-        ctx: &Context,
-        need_dx: bool,
+        gradient: MixerGradient,
         sink: &mut dyn GradSink,
     ) -> Result<Option<Tensor>> {
+        let MixerGradient { x, dx1, ctx, need_dx } = gradient;
         let SavedDeltaNet {
             qkv,
             z,

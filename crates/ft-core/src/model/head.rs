@@ -59,6 +59,9 @@ impl<'a> StreamedHead<'a> {
     }
 
     /// Returns the piece that starts at row `first`; valid until the next call.
+    ///
+    /// # Errors
+    /// A failed read of the weights.
     pub fn piece(&self, first: usize) -> Result<Tensor> {
         // The source reuses this memory for the following piece.
         self.lease.replace(None);
@@ -88,6 +91,9 @@ impl Head<'_> {
     }
 
     /// Logits `[N, V]` of hidden states `[N, D]`, before the soft cap.
+    ///
+    /// # Errors
+    /// A failed read of the weights; `h` has another width (`Shape`); not enough memory for all logits.
     pub fn logits(&self, h: &Tensor) -> Result<Tensor> {
         match &self.weight {
             HeadWeight::Whole(w) => w.forward(h, None),
@@ -105,6 +111,9 @@ impl Head<'_> {
 /// Building blocks of other objectives: log-probabilities, then the gradient of any function of them.
 impl Head<'_> {
     /// V.
+    ///
+    /// # Errors
+    /// The output head is quantized (`Unsupported`).
     pub fn vocab(&self) -> Result<usize> {
         match &self.weight {
             HeadWeight::Whole(w) => Ok(w.dense()?.dims2()?.0),

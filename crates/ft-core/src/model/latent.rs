@@ -13,13 +13,13 @@
 
 pub(super) mod memory;
 
-use super::block::Block;
+use super::block::{Block, MixerGradient};
 use super::contracts::{Context, GradSink, KvStore};
 use super::norm::Norm;
 use super::projections::{Projections, SavedLow, add_residual};
 use super::spec::LatentSpec;
 use crate::base::{Error, Result};
-use crate::ops::attention;
+use crate::ops::attention::{self, AttentionGradInputs};
 use crate::ops::latent::LatentHeads;
 use candle_core::Tensor;
 
@@ -178,17 +178,14 @@ impl Block {
         Ok((x1, saved))
     }
 
-    #[allow(clippy::too_many_arguments)]
     pub(super) fn latent_backward(
         &self,
         net: &Latent,
-        x: &Tensor,
         saved: SavedLatent,
-        dx1: Tensor,
-        ctx: &Context,
-        need_dx: bool,
+        gradient: MixerGradient,
         sink: &mut dyn GradSink,
     ) -> Result<Option<Tensor>> {
+        let MixerGradient { x, dx1, ctx, need_dx } = gradient;
         let SavedLatent {
             low_q,
             low_kv,
@@ -217,7 +214,15 @@ impl Block {
         let Some(d_values) = d_values else { return Ok(None) };
         let d_o = heads.fill(&d_values)?;
         drop(d_values);
-        let (dq, dk, dv) = ctx.attend_backward([&q, &k, &v, &o, &lse, &d_o], &self.attention_spec())?;
+        let inputs = AttentionGradInputs {
+            q: &q,
+            k: &k,
+            v: &v,
+            o: &o,
+            lse: &lse,
+            dout: &d_o,
+        };
+        let (dq, dk, dv) = ctx.attend_backward(inputs, &self.attention_spec())?;
         drop((q, k, v, o, lse, d_o));
         let d_queries = heads.queries_backward(&dq, (cos, sin))?;
         drop(dq);

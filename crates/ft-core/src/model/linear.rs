@@ -93,6 +93,9 @@ impl Linear {
     }
 
     /// `x` `[N, I]` to `[N, O]`.
+    ///
+    /// # Errors
+    /// `x` has another width (`Shape`); any error of an observer of the pass.
     pub fn forward(&self, x: &Tensor, ctx: &Context) -> Result<Tensor> {
         ctx.seen(&self.name, x)?;
         let _span = trace::weight("linear", &self.name);

@@ -14,6 +14,7 @@ pub mod head;
 pub mod latent;
 pub mod linear;
 pub mod mlp;
+mod named_sums;
 pub mod network;
 mod noise;
 pub mod norm;
@@ -35,6 +36,7 @@ pub use contracts::{
 };
 pub use experts::expert_words;
 pub use head::Head;
+pub use named_sums::NamedSums;
 pub use network::{Adapters, Network, TrainableNetwork};
 pub use noise::EmbeddingNoise;
 pub use routers::{RouterLosses, Routers};

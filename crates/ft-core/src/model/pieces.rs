@@ -1,9 +1,9 @@
 //! Splits the tokens into pieces for the parts without attention, and accumulates the gradients of the pieces.
 
 use super::contracts::{GradSink, GradSinkMemory, Param};
+use super::named_sums::NamedSums;
 use crate::base::Result;
 use crate::base::ledger::{Allocation, Ledger};
-use crate::ops::update;
 use candle_core::Tensor;
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -16,6 +16,9 @@ pub fn pieces(tokens: usize, most: Option<usize>) -> Vec<Range<usize>> {
 }
 
 /// The rows of a piece, `[N, C]` to `[n, C]`; a view without a copy.
+///
+/// # Errors
+/// The piece is not inside of `x`.
 pub fn rows(x: &Tensor, piece: &Range<usize>) -> Result<Tensor> {
     Ok(x.narrow(0, piece.start, piece.len())?)
 }
@@ -23,8 +26,7 @@ pub fn rows(x: &Tensor, piece: &Range<usize>) -> Result<Tensor> {
 /// Accumulates gradients over the pieces; `finish` passes the sums on.
 pub struct GradientSums<'a> {
     sink: &'a mut dyn GradSink,
-    sums: BTreeMap<String, (Param, Tensor)>,
-    order: Vec<String>,
+    sums: NamedSums,
 }
 
 impl<'a> GradientSums<'a> {
@@ -32,19 +34,17 @@ impl<'a> GradientSums<'a> {
     pub fn new(sink: &'a mut dyn GradSink) -> Self {
         Self {
             sink,
-            sums: BTreeMap::new(),
-            order: Vec::new(),
+            sums: NamedSums::default(),
         }
     }
 
     /// Passes the sums to `sink` in the order of the first piece. No weight is used after this.
-    pub fn finish(mut self) -> Result<()> {
-        for name in &self.order {
-            if let Some((param, sum)) = self.sums.remove(name) {
-                self.sink.take(&param, sum)?;
-            }
-        }
-        Ok(())
+    ///
+    /// # Errors
+    /// Any error of the sink.
+    pub fn finish(self) -> Result<()> {
+        let mut sums = self.sums.into_order();
+        sums.try_for_each(|(param, sum)| self.sink.take(&param, sum))
     }
 }
 
@@ -54,18 +54,11 @@ impl GradSink for GradientSums<'_> {
     }
 
     fn take(&mut self, param: &Param, gradient: Tensor) -> Result<()> {
-        match self.sums.get(&*param.name) {
-            Some((_, sum)) => update::add_assign(sum, &gradient),
-            None => {
-                self.order.push(param.name.to_string());
-                self.sums.insert(param.name.to_string(), (param.clone(), gradient));
-                Ok(())
-            }
-        }
+        self.sums.add(param, gradient)
     }
 
     fn sum(&self, name: &str) -> Option<Tensor> {
-        self.sums.get(name).map(|(_, sum)| sum.clone())
+        self.sums.get(name).cloned()
     }
 }
 

@@ -31,15 +31,15 @@ pub struct Projections {
 pub(super) type LayerPairs = Vec<Option<Arc<PairStack>>>;
 
 /// What the backward pass of the LoRA pairs reuses.
-pub(super) struct Low {
+pub(super) struct SavedPairs {
     /// `[N, T]`
     u: Tensor,
     /// For each pair: g `[O]` and the output `[N, O]` if it is DoRA.
     dora: Vec<Option<(Tensor, Tensor)>>,
 }
 
-/// `Low`, if the pairs were computed together.
-pub(super) type SavedLow = Option<Low>;
+/// `SavedPairs`, if the pairs were computed together.
+pub(super) type SavedLow = Option<SavedPairs>;
 
 /// Computes x + `scale` · y, `[N, D]` each: in `y`, unless it is an output that was saved.
 pub(super) fn add_residual(y: Tensor, x: &Tensor, low: &SavedLow, scale: f32) -> Result<Tensor> {
@@ -212,7 +212,7 @@ impl Projections {
             };
             parts = self.widths.iter().map(part).collect::<Result<_>>()?;
         }
-        Ok((parts, low.map(|(_, u, dora)| Low { u, dora })))
+        Ok((parts, low.map(|(_, u, dora)| SavedPairs { u, dora })))
     }
 
     /// As `forward`, for a single linear: `[N, O]`.
@@ -284,7 +284,7 @@ impl Projections {
         let low = match (adapters_x, saved) {
             (_, Some(low)) => Some(low),
             (Some(x), None) if self.members().any(|(l, _)| l.dora().is_some()) => self.forward(x, ctx)?.1,
-            (Some(x), None) => Some(Low {
+            (Some(x), None) => Some(SavedPairs {
                 u: self.down(pairs, x, ctx)?,
                 dora: Vec::new(),
             }),
@@ -315,11 +315,11 @@ impl Projections {
                 linear.own_gradients(x, dy, sink)?;
                 *dy = adapters::scale_columns(dy, &g)?;
             }
-            pairs.back_down(i, dy, &du)?;
+            pairs.up_backward(i, dy, &du)?;
             i += 1;
         }
         let dx = if need_dx {
-            Some(self.back_up(pairs, &du, ctx)?)
+            Some(self.down_backward(pairs, &du, ctx)?)
         } else {
             None
         };
@@ -328,9 +328,9 @@ impl Projections {
     }
 
     /// ∂x through the pairs, `[N, I]`.
-    fn back_up(&self, pairs: &PairStack, du: &Tensor, ctx: &Context) -> Result<Tensor> {
+    fn down_backward(&self, pairs: &PairStack, du: &Tensor, ctx: &Context) -> Result<Tensor> {
         if !self.drops(ctx) {
-            return pairs.back_up(du);
+            return pairs.down_backward(du);
         }
         let mut total: Option<Tensor> = None;
         for (i, (_, lora)) in self.members().enumerate() {

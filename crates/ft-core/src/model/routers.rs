@@ -208,7 +208,7 @@ impl RouterTally {
 
     /// What the metrics need, as numbers: share, balance loss, z-loss, then for each layer its index, the number of its
     /// experts, their tokens, the entropy, N, and the visited groups (-1: a router of one level).
-    pub fn numbers(&self) -> Vec<f64> {
+    pub fn to_wire(&self) -> Vec<f64> {
         let values = self.values();
         let mut out = vec![self.share, values.balance, values.z];
         for (index, layer) in &self.layers {
@@ -279,7 +279,7 @@ impl Routers {
 
     /// Adds a micro-batch.
     pub fn add(&self, tally: &RouterTally) {
-        self.add_numbers(&tally.numbers());
+        self.add_numbers(&tally.to_wire());
     }
 
     /// Adds a micro-batch, as `RouterTally::numbers` describes it; nothing if there are no numbers.

@@ -16,7 +16,7 @@ use super::spec::{Mixer, Spec};
 use crate::base::{Error, Result};
 use crate::comm::Collective;
 use crate::data::Batch;
-use crate::ops::attention::{self, KEY_CHUNK, Spec as Heads};
+use crate::ops::attention::{self, AttentionGradInputs, KEY_CHUNK, Spec as Heads};
 use crate::ops::update;
 use candle_core::{Device, Tensor};
 use std::ops::Range;
@@ -263,7 +263,7 @@ impl<'a> Sequence<'a> {
             let (queries, keys) = self.own_documents(spec);
             return attention::forward(q, &k, &v, spec, &queries, &keys);
         }
-        let [queries, keys, values] = [Of::Queries, Of::Keys, Of::Keys];
+        let [queries, keys, values] = [ColumnsOf::Queries, ColumnsOf::Keys, ColumnsOf::Keys];
         let mut all = self.to_heads(FORWARD, &[(q, queries), (k, keys), (v, values)], spec)?;
         let share = share(spec, self.index(), self.config.ranks);
         let (v, k, q) = (all.pop(), all.pop(), all.pop());
@@ -272,7 +272,7 @@ impl<'a> Sequence<'a> {
         };
         let (o, lse) = attention::forward(&q, &k, &v, &share.spec, self.tokens.documents, self.tokens.documents)?;
         drop((q, k, v));
-        let mut own = self.to_tokens(FORWARD + 1, [(o, Of::Queries), (lse, Of::Sums)], spec)?;
+        let mut own = self.to_tokens(FORWARD + 1, [(o, ColumnsOf::Queries), (lse, ColumnsOf::Sums)], spec)?;
         match (own.pop(), own.pop()) {
             (Some(lse), Some(o)) => Ok((o, lse)),
             _ => Err(Error::internal("attention has an output and its sums")),
@@ -280,32 +280,38 @@ impl<'a> Sequence<'a> {
     }
 
     /// dq, dk and dv of the tokens of this rank, in the shapes of `forward`.
-    pub(super) fn backward(&self, saved: [&Tensor; 6], spec: &Heads) -> Result<(Tensor, Tensor, Tensor)> {
-        let [q, k, v, o, lse, dout] = saved;
+    pub(super) fn backward(
+        &self,
+        saved: AttentionGradInputs<&Tensor>,
+        spec: &Heads,
+    ) -> Result<(Tensor, Tensor, Tensor)> {
+        let AttentionGradInputs { q, k, v, o, lse, dout } = saved;
         if !self.config.by_heads(spec.heads) {
             let (k, v) = self.keys_values(k, v, spec)?;
             let (queries, keys) = self.own_documents(spec);
-            let (dq, dk, dv) = attention::backward_after(q, &k, &v, o, lse, dout, spec, &queries, &keys)?;
+            let saved = AttentionGradInputs { k: &k, v: &v, ..saved };
+            let (dq, dk, dv) = attention::backward_after(saved, spec, &queries, &keys)?;
             drop((k, v));
             let (dk, dv) = self.key_gradients(dk, dv, spec)?;
             return Ok((dq, dk, dv));
         }
         let all = [
-            (q, Of::Queries),
-            (k, Of::Keys),
-            (v, Of::Keys),
-            (o, Of::Queries),
-            (lse, Of::Sums),
-            (dout, Of::Queries),
+            (q, ColumnsOf::Queries),
+            (k, ColumnsOf::Keys),
+            (v, ColumnsOf::Keys),
+            (o, ColumnsOf::Queries),
+            (lse, ColumnsOf::Sums),
+            (dout, ColumnsOf::Queries),
         ];
         let all = self.to_heads(BACKWARD, &all, spec)?;
         let [q, k, v, o, lse, dout] = &all[..] else {
             return Err(Error::internal("the backward pass of attention needs six tensors"));
         };
         let share = share(spec, self.index(), self.config.ranks);
-        let (dq, dk, dv) = attention::backward(q, k, v, o, lse, dout, &share.spec, self.tokens.documents)?;
+        let saved = AttentionGradInputs { q, k, v, o, lse, dout };
+        let (dq, dk, dv) = attention::backward(saved, &share.spec, self.tokens.documents)?;
         drop(all);
-        let gradients = [(dq, Of::Queries), (dk, Of::Keys), (dv, Of::Keys)];
+        let gradients = [(dq, ColumnsOf::Queries), (dk, ColumnsOf::Keys), (dv, ColumnsOf::Keys)];
         let mut own = self.to_tokens(BACKWARD + 1, gradients, spec)?;
         match (own.pop(), own.pop(), own.pop()) {
             (Some(dv), Some(dk), Some(dq)) => Ok((dq, dk, dv)),
@@ -314,7 +320,7 @@ impl<'a> Sequence<'a> {
     }
 
     /// From tensors of the own tokens with all heads to tensors of all tokens with the own heads.
-    fn to_heads(&self, key: u64, tensors: &[(&Tensor, Of)], spec: &Heads) -> Result<Vec<Tensor>> {
+    fn to_heads(&self, key: u64, tensors: &[(&Tensor, ColumnsOf)], spec: &Heads) -> Result<Vec<Tensor>> {
         let ranks = self.config.ranks;
         let shares: Vec<Share> = (0..ranks).map(|rank| share(spec, rank, ranks)).collect();
         let mut parts: Lists = vec![Vec::new(); ranks];
@@ -331,7 +337,7 @@ impl<'a> Sequence<'a> {
             })?;
         }
         let mine = &shares[self.index()];
-        let width = |of: &Of| of.heads(mine).len() * of.sizes(spec).1;
+        let width = |of: &ColumnsOf| of.heads(mine).len() * of.sizes(spec).1;
         let row: usize = tensors.iter().map(|(_, of)| width(of)).sum();
         let lengths = (0..ranks).map(|rank| self.tokens.of(rank).len() * row).collect();
         let lists = self.exchange(key, parts, lengths)?;
@@ -349,7 +355,7 @@ impl<'a> Sequence<'a> {
                 rest = after;
             }
         }
-        let tensor = |(values, (_, of)): (Vec<f32>, &(&Tensor, Of))| {
+        let tensor = |(values, (_, of)): (Vec<f32>, &(&Tensor, ColumnsOf))| {
             Ok(Tensor::from_vec(values, (tokens, width(of)), &Device::Cpu)?)
         };
         all.into_iter().zip(tensors).map(tensor).collect()
@@ -357,11 +363,16 @@ impl<'a> Sequence<'a> {
 
     /// From tensors of all tokens with the own heads to tensors of the own tokens with all heads. What several ranks have of
     /// a key head is added in the order of the ranks.
-    fn to_tokens<const T: usize>(&self, key: u64, tensors: [(Tensor, Of); T], spec: &Heads) -> Result<Vec<Tensor>> {
+    fn to_tokens<const T: usize>(
+        &self,
+        key: u64,
+        tensors: [(Tensor, ColumnsOf); T],
+        spec: &Heads,
+    ) -> Result<Vec<Tensor>> {
         let (ranks, own) = (self.config.ranks, self.own().len());
         let shares: Vec<Share> = (0..ranks).map(|rank| share(spec, rank, ranks)).collect();
-        let kinds: Vec<Of> = tensors.iter().map(|(_, of)| *of).collect();
-        let width = |of: &Of, share: &Share| of.heads(share).len() * of.sizes(spec).1;
+        let kinds: Vec<ColumnsOf> = tensors.iter().map(|(_, of)| *of).collect();
+        let width = |of: &ColumnsOf, share: &Share| of.heads(share).len() * of.sizes(spec).1;
         let mut parts: Lists = vec![Vec::new(); ranks];
         for (tensor, of) in tensors {
             let width = width(&of, &shares[self.index()]);
@@ -391,14 +402,14 @@ impl<'a> Sequence<'a> {
                     for (head, piece) in of.heads(share).iter().zip(&mut pieces) {
                         let to = &mut row[head * e..(head + 1) * e];
                         match of {
-                            Of::Keys => to.iter_mut().zip(piece).for_each(|(sum, x)| *sum += x),
-                            Of::Queries | Of::Sums => to.copy_from_slice(piece),
+                            ColumnsOf::Keys => to.iter_mut().zip(piece).for_each(|(sum, x)| *sum += x),
+                            ColumnsOf::Queries | ColumnsOf::Sums => to.copy_from_slice(piece),
                         }
                     }
                 }
             }
         }
-        let tensor = |(values, of): (Vec<f32>, &Of)| {
+        let tensor = |(values, of): (Vec<f32>, &ColumnsOf)| {
             let (heads, e) = of.sizes(spec);
             Ok(Tensor::from_vec(values, (own, heads * e), &Device::Cpu)?)
         };
@@ -514,7 +525,7 @@ const BACKWARD: u64 = FORWARD + 2;
 
 /// What the columns of a tensor are.
 #[derive(Clone, Copy)]
-enum Of {
+enum ColumnsOf {
     /// E columns for each query head.
     Queries,
     /// E columns for each key head.
@@ -523,20 +534,20 @@ enum Of {
     Sums,
 }
 
-impl Of {
+impl ColumnsOf {
     /// All heads, and the columns of each.
     fn sizes(self, spec: &Heads) -> (usize, usize) {
         match self {
-            Of::Queries => (spec.heads, spec.head_dim),
-            Of::Keys => (spec.kv_heads, spec.head_dim),
-            Of::Sums => (spec.heads, 1),
+            ColumnsOf::Queries => (spec.heads, spec.head_dim),
+            ColumnsOf::Keys => (spec.kv_heads, spec.head_dim),
+            ColumnsOf::Sums => (spec.heads, 1),
         }
     }
 
     fn heads(self, share: &Share) -> &[usize] {
         match self {
-            Of::Queries | Of::Sums => &share.queries,
-            Of::Keys => &share.keys,
+            ColumnsOf::Queries | ColumnsOf::Sums => &share.queries,
+            ColumnsOf::Keys => &share.keys,
         }
     }
 }

@@ -11,7 +11,7 @@
 
 pub(super) mod memory;
 
-use super::block::Block;
+use super::block::{Block, MixerGradient};
 use super::contracts::{Context, GradSink, KvStore, Param, RecurrentState};
 use super::projections::{SavedLow, add_residual};
 use crate::base::{Error, Result};
@@ -170,17 +170,14 @@ impl Block {
         Ok(mixed)
     }
 
-    #[allow(clippy::too_many_arguments)]
     pub(super) fn short_conv_backward(
         &self,
         net: &ShortConv,
-        x: &Tensor,
         saved: SavedShortConv,
-        dx1: Tensor,
-        ctx: &Context,
-        need_dx: bool,
+        gradient: MixerGradient,
         sink: &mut dyn GradSink,
     ) -> Result<Option<Tensor>> {
+        let MixerGradient { x, dx1, ctx, need_dx } = gradient;
         let SavedShortConv {
             b,
             c,

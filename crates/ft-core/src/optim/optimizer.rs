@@ -56,24 +56,7 @@ pub struct SavedState<'a> {
 struct UpdateTensors {
     /// The weight, or a copy of its active elements.
     weight: Tensor,
-    low: Option<Tensor>,
-    rounding: Rounding,
-}
-
-enum Rounding {
-    Whole,
-    Halves,
-    Stochastic(Rng),
-}
-
-impl UpdateTensors {
-    fn precision(&self) -> Precision<'_> {
-        match (&self.rounding, &self.low) {
-            (Rounding::Halves, Some(low)) => Precision::Halves(low),
-            (Rounding::Stochastic(rng), _) => Precision::Stochastic(*rng),
-            _ => Precision::Whole,
-        }
-    }
+    precision: Precision<Tensor>,
 }
 
 impl Optimizer {
@@ -128,7 +111,10 @@ impl Optimizer {
 
     /// Drops the moments of all parameters that `keep` rejects. The low bits of their fp32 masters are kept, and moved
     /// to the host if they are on a GPU.
-    pub fn retire_all_but(&mut self, keep: impl Fn(&str) -> bool) -> Result<()> {
+    ///
+    /// # Errors
+    /// Not enough memory on the host.
+    pub fn drop_moments_except(&mut self, keep: impl Fn(&str) -> bool) -> Result<()> {
         self.states.retain(|name, _| keep(name));
         for (_, low) in self.low.iter_mut().filter(|(name, _)| !keep(name)) {
             *low = low.to_device(&Device::Cpu)?;
@@ -176,7 +162,7 @@ impl Optimizer {
             let vector = crate::source::is_vector(u.name, u.weight.rank());
             items.push(ParameterStep {
                 weight: &tensors.weight,
-                precision: tensors.precision(),
+                precision: tensors.precision.as_ref(),
                 gradient: u.gradient,
                 first: state.first.as_ref(),
                 second: state.second.as_ref(),
@@ -204,6 +190,9 @@ impl Optimizer {
     }
 
     /// A stateless update by `lr` against the gradient or its sign, without decay or clipping; `gate` can disable it.
+    ///
+    /// # Errors
+    /// The gradient has not the shape of the weight (`Shape`).
     pub fn descend(
         &mut self,
         name: &str,
@@ -216,7 +205,7 @@ impl Optimizer {
         let tensors = self.tensors_for(name, weight, None)?;
         let item = ParameterStep {
             weight,
-            precision: tensors.precision(),
+            precision: tensors.precision.as_ref(),
             gradient,
             first: None,
             second: None,
@@ -240,14 +229,14 @@ impl Optimizer {
             Some(subset) => index_subset::gather(t, subset),
             None => Ok(t.clone()),
         };
-        let (low, rounding) = match (weight.dtype(), self.settings.master) {
-            (DType::F32, _) => (None, Rounding::Whole),
+        let precision = match (weight.dtype(), self.settings.master) {
+            (DType::F32, _) => Precision::Whole,
             (DType::BF16 | DType::F16, Master::Stochastic) => {
                 // A weight that is updated twice in a step (a correction in two micro-batches) uses new random numbers.
                 let times = self.rounded.entry(name.to_string()).or_insert(0);
                 *times += 1;
                 let key = [self.now, *times, mask::hash(name)];
-                (None, Rounding::Stochastic(Rng::new(self.seed, Stream::Rounding, &key)))
+                Precision::Stochastic(Rng::new(self.seed, Stream::Rounding, &key))
             }
             (DType::BF16 | DType::F16, Master::F32) => {
                 let low = match self.low.remove(name) {
@@ -256,7 +245,7 @@ impl Optimizer {
                 };
                 let part = take(&low)?;
                 self.low.insert(name.to_string(), low);
-                (Some(part), Rounding::Halves)
+                Precision::Master(part)
             }
             (other, _) => {
                 return Err(Error::unsupported("weight type cannot be trained")
@@ -266,16 +255,15 @@ impl Optimizer {
         };
         Ok(UpdateTensors {
             weight: take(weight)?,
-            low,
-            rounding,
+            precision,
         })
     }
 
     fn put_back(&self, u: &Update, tensors: &UpdateTensors) -> Result<()> {
         let Some(subset) = &u.subset else { return Ok(()) };
         index_subset::scatter(u.weight, &tensors.weight, subset)?;
-        match (self.low.get(u.name), &tensors.low) {
-            (Some(whole), Some(low)) => index_subset::scatter(whole, low, subset),
+        match (self.low.get(u.name), &tensors.precision) {
+            (Some(whole), Precision::Master(low)) => index_subset::scatter(whole, low, subset),
             _ => Ok(()),
         }
     }
@@ -292,6 +280,9 @@ impl Optimizer {
     }
 
     /// Sets a weight to exact f32 values from `exact`, or to an average of such values.
+    ///
+    /// # Errors
+    /// Another number of values than the weight has elements (`Shape`).
     pub fn restore_weight(&mut self, name: &str, weight: &Tensor, values: &[f32]) -> Result<()> {
         if values.len() != weight.elem_count() {
             return Err(Error::shape("the saved weight has a different size").at(name));
@@ -319,6 +310,9 @@ impl Optimizer {
     }
 
     /// Restores the state of a parameter from `saved`. `part_of` as there.
+    ///
+    /// # Errors
+    /// The parts of a state are incomplete, or one of them is unknown (`Format`).
     pub fn restore_state(
         &mut self,
         name: &str,

@@ -119,11 +119,11 @@ impl AdapterMethod for Adalora {
             let u = linear::forward(&x, &self.a.tensor, None)?;
             let h = adapters::scale_columns(&u, &self.e.tensor)?;
             update::scale_assign(&h, self.scale)?;
-            let f32 = self.a.tensor.dtype();
+            let dtype = self.a.tensor.dtype();
             let e = adapters::sum_products(&dh, &u)?.reshape(self.e.tensor.shape())?;
             for (part, gradient) in [
-                (&self.a, linear::grad_weight(&du, &x, f32)?),
-                (&self.b, linear::grad_weight(back.dy, &h, f32)?),
+                (&self.a, linear::grad_weight(&du, &x, dtype)?),
+                (&self.b, linear::grad_weight(back.dy, &h, dtype)?),
                 (&self.e, e),
             ] {
                 gradients.push(Gradient {

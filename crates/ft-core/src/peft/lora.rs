@@ -116,9 +116,9 @@ impl Lora {
     pub fn add_to(&self, y: &Tensor, x: &Tensor, dropout: Option<Dropout>) -> Result<()> {
         let low = self.low();
         let u = low.down(&self.mask.dropped(x, dropout)?)?;
-        low.add_up(y, &u)?;
+        low.up_add(y, &u)?;
         if let Some(start) = self.start_low() {
-            start.add_up(y, &start.down(x)?)?;
+            start.up_add(y, &start.down(x)?)?;
         }
         Ok(())
     }
@@ -153,7 +153,7 @@ impl Lora {
         dropout: Option<Dropout>,
     ) -> Result<Option<LoraGrads>> {
         let low = self.low();
-        let du = low.back_down(dy)?;
+        let du = low.up_backward(dy)?;
         let grads = x.map(|x| self.of_pair(x, dy, &du, dropout)).transpose()?;
         let Some(dx) = dx else { return Ok(grads) };
         if self.mask.drops(dropout) {
@@ -161,10 +161,10 @@ impl Lora {
             self.mask.assign(&through, dropout)?;
             update::add_assign(dx, &through)?;
         } else {
-            low.add_back_up(dx, &du)?;
+            low.down_backward_add(dx, &du)?;
         }
         if let Some(start) = self.start_low() {
-            start.add_back_up(dx, &start.back_down(dy)?)?;
+            start.down_backward_add(dx, &start.up_backward(dy)?)?;
         }
         Ok(grads)
     }

@@ -15,7 +15,7 @@ use std::sync::Arc;
 
 /// Names as in PEFT.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Schedule {
+pub struct RankSchedule {
     /// Final mean rank; if it equals the rank of the adapters, ranks never shrink.
     pub target_r: usize,
     /// Steps before the first pruning.
@@ -58,7 +58,7 @@ const KEPT: &str = "#kept";
 /// Scores the singular values of all AdaLoRA adapters of a model, and prunes the lowest ones.
 pub struct RankAllocator {
     /// When and how far ranks shrink.
-    pub schedule: Schedule,
+    pub schedule: RankSchedule,
     triplets: Vec<Triplet>,
     moments: BTreeMap<Arc<str>, Moments>,
     /// By module: the singular values that the last allocation kept.
@@ -67,7 +67,7 @@ pub struct RankAllocator {
 
 impl RankAllocator {
     /// The allocator for these adapters, by module name.
-    pub fn new<'a>(adapters: impl Iterator<Item = (&'a String, &'a Adalora)>, schedule: Schedule) -> Self {
+    pub fn new<'a>(adapters: impl Iterator<Item = (&'a String, &'a Adalora)>, schedule: RankSchedule) -> Self {
         let triplet = |(module, k): (&String, &Adalora)| Triplet {
             module: module.clone(),
             a: k.a.clone(),

@@ -159,6 +159,9 @@ pub fn matching(sites: &[Site], choice: &TargetSelection) -> Result<Vec<Site>> {
 }
 
 /// The `rank_pattern` or `alpha_pattern` value of a module: of the first key that matches the end of its path.
+///
+/// # Errors
+/// A pattern is not a regular expression.
 pub fn of_pattern<'a, T>(patterns: &'a [(String, T)], module: &str) -> Result<Option<&'a T>> {
     for (pattern, value) in patterns {
         if Ending::new(pattern)?.matches(module)? {

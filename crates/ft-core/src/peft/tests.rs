@@ -46,14 +46,14 @@ impl Frozen for Plain {
 
     fn forward_with(&self, x: &Tensor, low: LowRank<'_>) -> Result<Tensor> {
         let y = self.forward(x)?;
-        low.add_up(&y, &low.down(x)?)?;
+        low.up_add(&y, &low.down(x)?)?;
         Ok(y)
     }
 
     fn backward_with(&self, dy: &Tensor, dx: Dx<'_>, low: LowRank<'_>) -> Result<(Tensor, Tensor)> {
         let dx = self.backward(dy, dx)?.unwrap();
-        let du = low.back_down(dy)?;
-        low.add_back_up(&dx, &du)?;
+        let du = low.up_backward(dy)?;
+        low.down_backward_add(&dx, &du)?;
         Ok((dx, du))
     }
 

@@ -61,7 +61,7 @@ impl QMatrix {
     /// Copies the weight to `device`.
     pub fn to_device(&self, device: &Device) -> Result<DeviceQMatrix> {
         let (tensors, offset) = (self.tensors(device)?, self.nested_offset());
-        DeviceQMatrix::new(self.format(), self.dims(), self.decoded(), tensors, offset)
+        DeviceQMatrix::new(self.format(), self.dims(), self.dequantized_dtype(), tensors, offset)
     }
 }
 
@@ -174,7 +174,7 @@ impl DeviceQMatrix {
     }
 
     /// Returns the type of the dequantized values.
-    pub fn decoded(&self) -> Dtype {
+    pub fn dequantized_dtype(&self) -> Dtype {
         self.decoded
     }
 

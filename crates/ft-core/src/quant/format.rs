@@ -2,6 +2,9 @@
 
 use crate::ops::Dtype;
 use crate::ops::quantized::{BLOCK, CodeType, NESTED, ScaledKind};
+
+/// The part of a quantized weight with its quantized data; the other parts are scales.
+pub const QDATA: &str = "codes";
 use std::fmt;
 
 /// The quantization format of a weight `[O, I]`.
@@ -50,25 +53,25 @@ pub struct ScaledFormat {
 
 /// The storage type of a parameter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Storage {
+pub enum StorageDtype {
     /// Not quantized.
     Dense(Dtype),
     /// Quantized; products use the dequantized values in this type.
     Quantized(Format, Dtype),
 }
 
-impl Storage {
+impl StorageDtype {
     /// True for a quantized type.
     pub fn is_quantized(self) -> bool {
-        matches!(self, Storage::Quantized(..))
+        matches!(self, StorageDtype::Quantized(..))
     }
 
     /// Returns the bytes of a parameter of this shape.
     pub fn bytes(self, shape: &[usize]) -> u64 {
         let elements: usize = shape.iter().product();
         match (self, shape) {
-            (Storage::Quantized(format, _), [rows, columns]) => format.bytes(*rows, *columns),
-            (Storage::Dense(dtype) | Storage::Quantized(_, dtype), _) => dtype.bytes() * elements as u64,
+            (StorageDtype::Quantized(format, _), [rows, columns]) => format.bytes(*rows, *columns),
+            (StorageDtype::Dense(dtype) | StorageDtype::Quantized(_, dtype), _) => dtype.bytes() * elements as u64,
         }
     }
 }
@@ -149,15 +152,15 @@ impl Format {
         let groups = rows * columns.div_ceil(self.group(columns));
         let blocks = (rows * columns).div_ceil(BLOCK);
         match self {
-            Format::Bf16 => vec![("codes", rows * self.stride(columns))],
-            Format::Int8 { .. } => vec![("codes", rows * self.stride(columns)), ("scales", 4 * groups)],
-            Format::Int4 { .. } => vec![("codes", rows * self.stride(columns)), ("scales", 4 * groups)],
+            Format::Bf16 => vec![(QDATA, rows * self.stride(columns))],
+            Format::Int8 { .. } => vec![(QDATA, rows * self.stride(columns)), ("scales", 4 * groups)],
+            Format::Int4 { .. } => vec![(QDATA, rows * self.stride(columns)), ("scales", 4 * groups)],
             Format::Nf4 { double: false } | Format::Fp4 { double: false } => {
-                vec![("codes", (rows * columns).div_ceil(2)), ("absmax", 4 * blocks)]
+                vec![(QDATA, (rows * columns).div_ceil(2)), ("absmax", 4 * blocks)]
             }
             Format::Scaled(scaled) => {
                 let mut parts = vec![
-                    ("codes", rows * self.stride(columns)),
+                    (QDATA, rows * self.stride(columns)),
                     ("scales", scaled.kind.scale.bytes() * groups),
                 ];
                 parts.extend(scaled.zeros.then_some(("zeros", groups)));
@@ -165,7 +168,7 @@ impl Format {
                 parts
             }
             Format::Nf4 { double: true } | Format::Fp4 { double: true } => vec![
-                ("codes", (rows * columns).div_ceil(2)),
+                (QDATA, (rows * columns).div_ceil(2)),
                 ("absmax", blocks),
                 ("nested_absmax", 4 * blocks.div_ceil(NESTED)),
                 ("nested_offset", 4),

@@ -14,7 +14,7 @@ mod weight;
 
 pub use device::DeviceQMatrix;
 pub use encode::{Value, encode};
-pub use format::{Format, ScaledFormat, Storage};
+pub use format::{Format, QDATA, ScaledFormat, StorageDtype};
 pub use qmatrix::{MatrixPart, QMatrix};
 /// Returns the 16 levels of NF4, and the table of 256 values that quantizes its absmax.
 pub fn tables() -> ([f32; 16], [f32; 256]) {

@@ -1,7 +1,7 @@
 //! A quantized weight.
 
 use super::dynamic;
-use super::format::{Format, ScaledFormat};
+use super::format::{Format, QDATA, ScaledFormat};
 use crate::base::{Error, Result};
 use crate::ops::Dtype;
 use crate::ops::quantized::{Absmax, CodeType, FP4_TABLE, NF4_TABLE, ProductType, QData, QMatrixView, ScaledData};
@@ -79,7 +79,7 @@ impl QMatrix {
 
     /// Returns the type of the dequantized values: for a bf16 model they are rounded to bf16, for an f32 model they
     /// are not.
-    pub fn decoded(&self) -> Dtype {
+    pub fn dequantized_dtype(&self) -> Dtype {
         self.decoded
     }
 
@@ -178,7 +178,7 @@ impl QMatrix {
             bytes: Cow::Borrowed(bytes),
         };
         let floats = |v: &[f32]| v.iter().flat_map(|x| x.to_le_bytes()).collect();
-        let mut parts = vec![borrowed("codes", self.codes.as_slice())];
+        let mut parts = vec![borrowed(QDATA, self.codes.as_slice())];
         match &self.scales {
             BlockScales::None => {}
             BlockScales::F32(v) if matches!(self.format, Format::Int8 { .. }) => parts.push(owned("scales", floats(v))),

@@ -58,7 +58,10 @@ impl From<QMatrix> for Weight {
 
 impl Weight {
     /// Returns the quantized weight on the device of its products: unchanged on the CPU, else a copy on `device`.
-    pub fn coded_on(quantized: QMatrix, device: &Device) -> Result<Self> {
+    ///
+    /// # Errors
+    /// Not enough memory on the device.
+    pub fn quantized_on(quantized: QMatrix, device: &Device) -> Result<Self> {
         if device.is_cpu() {
             Ok(quantized.into())
         } else {
@@ -131,6 +134,9 @@ impl Weight {
     }
 
     /// Returns rows `first..first + n` in f32, `[n, I]`.
+    ///
+    /// # Errors
+    /// The rows are outside of the weight (`Shape`).
     pub fn rows(&self, first: usize, n: usize) -> Result<Vec<f32>> {
         match self {
             Weight::Dense(tensor) => update::to_f32_vec(&tensor.narrow(0, first, n)?),
@@ -160,7 +166,7 @@ impl Weight {
         match self {
             Weight::Dense(tensor) => tensor.dtype() == DType::BF16,
             Weight::Prepacked(_) => true,
-            Weight::Quantized(quantized) => quantized.decoded() == Dtype::Bf16,
+            Weight::Quantized(quantized) => quantized.dequantized_dtype() == Dtype::Bf16,
             Weight::DeviceQuantized(placed) => placed.codes().decoded == Dtype::Bf16,
         }
     }
@@ -176,6 +182,9 @@ impl Weight {
     }
 
     /// Computes `x·Wᵀ + bias`, `[N, O]` f32, from `x [N, I]` f32 and `bias [O]`.
+    ///
+    /// # Errors
+    /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
     pub fn forward(&self, x: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
         match self {
             Weight::Dense(tensor) => linear::forward(x, tensor, bias),
@@ -186,6 +195,9 @@ impl Weight {
     }
 
     /// Computes `y [N, O] += x·Wᵀ`. `y` must not share storage with `x`.
+    ///
+    /// # Errors
+    /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
     pub fn forward_add(&self, y: &Tensor, x: &Tensor) -> Result<()> {
         match self {
             Weight::Dense(tensor) => linear::forward_add(y, x, tensor),
@@ -196,6 +208,9 @@ impl Weight {
     }
 
     /// Computes `dx = dy·W`, `[N, I]` f32, from `dy [N, O]` f32.
+    ///
+    /// # Errors
+    /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
     pub fn backward_input(&self, dy: &Tensor) -> Result<Tensor> {
         match self {
             Weight::Dense(tensor) => linear::backward_input(dy, tensor),
@@ -206,6 +221,9 @@ impl Weight {
     }
 
     /// Computes `dx [N, I] += dy·W`. `dx` must not share storage with `dy`.
+    ///
+    /// # Errors
+    /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
     pub fn backward_input_add(&self, dx: &Tensor, dy: &Tensor) -> Result<()> {
         match self {
             Weight::Dense(tensor) => linear::backward_input_add(dx, dy, tensor),
@@ -226,6 +244,9 @@ impl Weight {
     }
 
     /// As `forward`, with a LoRA pair: `[N, O]`.
+    ///
+    /// # Errors
+    /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
     pub fn forward_with(&self, x: &Tensor, bias: Option<&Tensor>, low: LowRank<'_>) -> Result<Tensor> {
         if let Some(base) = self.base() {
             return Ok(low_rank::forward(x, base, bias, low)?.0);
@@ -239,14 +260,17 @@ impl Weight {
 
     /// Computes `dy·W` plus the gradient through the LoRA pair, `[N, I]`, added to `sum` if given, and `∂u` of the
     /// pair, `[N, R]`. `sum` must not share storage with `dy`.
+    ///
+    /// # Errors
+    /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
     pub fn backward_with(&self, dy: &Tensor, sum: Option<&Tensor>, low: LowRank<'_>) -> Result<(Tensor, Tensor)> {
         if let Some(base) = self.base() {
             return low_rank::backward(dy, base, sum, low);
         }
-        let du = low.back_down(dy)?;
+        let du = low.up_backward(dy)?;
         let dx = match sum {
             Some(sum) => {
-                low.add_back_up(sum, &du)?;
+                low.down_backward_add(sum, &du)?;
                 sum.clone()
             }
             None => linear::backward_input(&du, low.a)?,
@@ -270,6 +294,9 @@ impl Weight {
     }
 
     /// Computes `sum [O, I] += dyᵀ·x`; otherwise as `grad`.
+    ///
+    /// # Errors
+    /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
     pub fn grad_add(&self, sum: &Tensor, dy: &Tensor, x: &Tensor) -> Result<()> {
         linear::grad_weight_add(sum, dy, x, self.product_type())
     }
@@ -277,22 +304,34 @@ impl Weight {
 
 /// Computes `x·wᵀ + bias`, `[N, O]` f32, from `x [N, I]` f32, `w [O, I]`, `bias [O]` f32 or bf16. W is dequantized
 /// while it is packed: no full dequantized copy exists.
+///
+/// # Errors
+/// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
 pub fn forward(x: &Tensor, w: &QMatrix, bias: Option<&Tensor>) -> Result<Tensor> {
     quantized::forward(x, w.view(), bias)
 }
 
 /// Computes `y [N, O] += x·wᵀ`, both f32. `y` must not share storage with `x`.
+///
+/// # Errors
+/// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
 pub fn forward_add(y: &Tensor, x: &Tensor, w: &QMatrix) -> Result<()> {
     quantized::forward_add(y, x, w.view())
 }
 
 /// Computes `dx = dy·w`, `[N, I]` f32, from `dy [N, O]` f32 and `w [O, I]`, with the same dequantized values as
 /// `forward`.
+///
+/// # Errors
+/// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
 pub fn backward_input(dy: &Tensor, w: &QMatrix) -> Result<Tensor> {
     quantized::backward_input(dy, w.view())
 }
 
 /// Computes `dx [N, I] += dy·w`. `dx` must not share storage with `dy`.
+///
+/// # Errors
+/// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
 pub fn backward_input_add(dx: &Tensor, dy: &Tensor, w: &QMatrix) -> Result<()> {
     quantized::backward_input_add(dx, dy, w.view())
 }

@@ -44,7 +44,7 @@ named!(
 
 /// The numbers of the loss, named as in TRL.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Settings {
+pub struct GrpoSettings {
     /// How tokens and completions are averaged.
     pub loss_type: GrpoLoss,
     /// The level of the ratio.
@@ -95,7 +95,7 @@ pub struct CompletionLoss {
     pub clipped_high: f64,
 }
 
-impl Settings {
+impl GrpoSettings {
     /// Contribution of a completion of `tokens` tokens to the divisor of the window's loss.
     pub fn weight(&self, tokens: usize) -> usize {
         match self.loss_type {
@@ -200,7 +200,7 @@ struct Surrogate {
 /// The objective of the stage `grpo`. A document of a batch is a prompt and an answer (the targets).
 pub struct Grpo {
     /// The numbers of the loss.
-    pub settings: Settings,
+    pub settings: GrpoSettings,
     /// Computes log-probabilities from hidden states.
     pub policy: PolicyHead,
     means: NamedMeans,
@@ -208,7 +208,7 @@ pub struct Grpo {
 
 impl Grpo {
     /// The objective with these settings.
-    pub fn new(settings: Settings, policy: PolicyHead) -> Self {
+    pub fn new(settings: GrpoSettings, policy: PolicyHead) -> Self {
         Self {
             settings,
             policy,

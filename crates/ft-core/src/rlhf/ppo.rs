@@ -15,7 +15,7 @@ use candle_core::{DType, Device, Tensor};
 
 /// The numbers of the loss, named as in TRL.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Settings {
+pub struct PpoSettings {
     /// The ratio is clipped to 1 ± this.
     pub cliprange: f64,
     /// Largest change of a value from that of the rollout.
@@ -60,7 +60,7 @@ pub struct CompletionSums {
     pub clipped_values: f64,
 }
 
-impl Settings {
+impl PpoSettings {
     /// The sums of this completion.
     pub fn part(&self, c: &Completion) -> CompletionSums {
         let mut part = CompletionSums::default();
@@ -101,6 +101,9 @@ pub struct ValueHead {
 
 impl ValueHead {
     /// A head of zeros for hidden states of this width.
+    ///
+    /// # Errors
+    /// Not enough memory on the device.
     pub fn new(width: usize, device: &Device) -> Result<Self> {
         let param = |name: &str, tensor| Param {
             name: format!("objective.value.{name}").into(),
@@ -128,6 +131,9 @@ impl ValueHead {
     }
 
     /// Maps `h` `[N, D]` to values `[N]`.
+    ///
+    /// # Errors
+    /// `h` has another width than the head (`Shape`).
     pub fn values(&self, h: &Tensor) -> Result<Vec<f32>> {
         let h = h.to_dtype(DType::F32)?;
         let values = h.broadcast_mul(&self.weight.tensor)?.sum(1)?;
@@ -153,7 +159,7 @@ impl ValueHead {
 /// The objective of the stage `ppo`. A document of a batch is a prompt and an answer (the targets).
 pub struct Ppo {
     /// The numbers of the loss.
-    pub settings: Settings,
+    pub settings: PpoSettings,
     /// Computes log-probabilities from hidden states.
     pub policy: PolicyHead,
     /// Computes values from hidden states.
@@ -163,7 +169,7 @@ pub struct Ppo {
 
 impl Ppo {
     /// The objective with these settings.
-    pub fn new(settings: Settings, policy: PolicyHead, head: ValueHead) -> Self {
+    pub fn new(settings: PpoSettings, policy: PolicyHead, head: ValueHead) -> Self {
         Self {
             settings,
             policy,

@@ -7,14 +7,14 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 /// What is brought at a time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Part {
+pub(super) enum LayerPart {
     /// A layer without its routed experts.
     Dense(usize),
     /// A routed expert of a layer.
     Expert(usize, usize),
 }
 
-impl Part {
+impl LayerPart {
     /// The part of a parameter; `None`: it is outside the layers.
     pub fn of(p: &ParamInfo) -> Option<Self> {
         match (p.group, p.expert()) {
@@ -66,7 +66,7 @@ impl ExpertReads {
 #[derive(Default)]
 pub(super) struct Expected {
     /// In the order in which they are fetched.
-    next: Mutex<VecDeque<Part>>,
+    next: Mutex<VecDeque<LayerPart>>,
     of: AtomicU64,
     brought: AtomicU64,
     bytes: AtomicU64,
@@ -74,7 +74,7 @@ pub(super) struct Expected {
 
 impl Expected {
     /// The layer needs these, of `count` experts. Returns the first one.
-    pub fn set(&self, experts: impl Iterator<Item = Part>, count: usize) -> Option<Part> {
+    pub fn set(&self, experts: impl Iterator<Item = LayerPart>, count: usize) -> Option<LayerPart> {
         self.of.fetch_add(count as u64, Relaxed);
         let mut next = lock(&self.next);
         *next = experts.collect();
@@ -82,7 +82,7 @@ impl Expected {
     }
 
     /// `part` is fetched now. Returns the one that is fetched after it.
-    pub fn after(&self, part: Part) -> Option<Part> {
+    pub fn after(&self, part: LayerPart) -> Option<LayerPart> {
         let mut next = lock(&self.next);
         let at = next.iter().position(|p| *p == part)?;
         next.drain(..=at);
@@ -127,7 +127,7 @@ mod tests {
     #[test]
     fn each_fetch_says_what_follows_and_what_was_skipped_is_gone() {
         let expected = Expected::default();
-        let part = |e| Part::Expert(1, e);
+        let part = |e| LayerPart::Expert(1, e);
         assert_eq!(expected.set([2, 5, 7].map(part).into_iter(), 8), Some(part(2)));
         assert_eq!(expected.after(part(5)), Some(part(7)));
         assert_eq!(expected.after(part(2)), None);

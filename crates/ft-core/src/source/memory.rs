@@ -4,7 +4,7 @@
 use super::sharded::{Division, is_in_parts, own_experts, part_bytes};
 use super::{ParamInfo, Placement, SLOTS, StoragePolicy};
 use crate::base::ledger::{Allocation, Ledger, MemoryKind};
-use crate::quant::Storage;
+use crate::quant::StorageDtype;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Settings on which the memory of a weight depends.
@@ -62,8 +62,8 @@ impl WeightMemory<'_> {
         }
         let storage = self.storage.of(p);
         let read = match storage {
-            Storage::Quantized(..) => self.file_bytes * p.elements() as u64,
-            Storage::Dense(_) => 0,
+            StorageDtype::Quantized(..) => self.file_bytes * p.elements() as u64,
+            StorageDtype::Dense(_) => 0,
         };
         let read = l.alloc(self.staging(), read);
         let bytes = storage.bytes(&p.shape);

@@ -4,7 +4,7 @@ use super::{Group, ParamInfo, Sublayer};
 use crate::base::{Error, Result};
 use crate::ops::Dtype;
 use crate::ops::quantized::Products;
-use crate::quant::{Format, Storage};
+use crate::quant::{Format, StorageDtype};
 use ft_base::named;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -133,10 +133,10 @@ impl StoragePolicy {
     }
 
     /// The storage of this parameter while it is frozen.
-    pub fn of(&self, param: &ParamInfo) -> Storage {
+    pub fn of(&self, param: &ParamInfo) -> StorageDtype {
         match self.quantized.get(&param.name) {
-            Some(format) => Storage::Quantized(*format, self.dtype),
-            None => Storage::Dense(self.dtype),
+            Some(format) => StorageDtype::Quantized(*format, self.dtype),
+            None => StorageDtype::Dense(self.dtype),
         }
     }
 

@@ -12,7 +12,7 @@ use crate::formats::weights::Weights;
 use crate::ops::Dtype;
 use crate::ops::prepacked::{Orders, Prepacked};
 use crate::ops::transfer::CopyTimes;
-use crate::quant::{Storage, Weight};
+use crate::quant::{StorageDtype, Weight};
 use candle_core::Tensor;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -41,7 +41,7 @@ impl PackedCopies {
     /// Bytes of the packed copies of a parameter in `storage`.
     pub fn bytes(&self, p: &ParamInfo, storage: &StoragePolicy) -> u64 {
         match p.shape[..] {
-            [rows, columns] if self.covers(p) && storage.of(p) == Storage::Dense(Dtype::Bf16) => {
+            [rows, columns] if self.covers(p) && storage.of(p) == StorageDtype::Dense(Dtype::Bf16) => {
                 Prepacked::bytes((rows, columns), self.orders, self.rank(&p.name))
             }
             _ => 0,
@@ -174,12 +174,12 @@ impl TrainableStore for Prepacking {
     }
 
     fn deactivate(&self, keep: &dyn Fn(&str) -> bool, low: &mut dyn MasterLowBits) -> Result<Vec<Requantized>> {
-        let recoded = self.below.deactivate(keep, low)?;
+        let requantized = self.below.deactivate(keep, low)?;
         let active = std::mem::take(&mut self.state().active);
         let (kept, leaving): (BTreeSet<String>, BTreeSet<String>) = active.into_iter().partition(|name| keep(name));
         self.state().active = kept;
         self.forget(&leaving.iter().map(String::as_str).collect::<Vec<_>>());
-        Ok(recoded)
+        Ok(requantized)
     }
 
     fn requantize(&self, name: &str, values: &[f32]) -> Result<()> {

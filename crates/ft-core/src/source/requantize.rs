@@ -109,11 +109,11 @@ pub(super) fn requantize(
         .collect();
     let (lost, all) = sums.iter().fold((0.0, 0.0), |(a, b), (x, y)| (a + x, b + y));
     let error = if all > 0.0 { (lost / all).sqrt() } else { 0.0 };
-    let recoded = Requantized {
+    let requantized = Requantized {
         name: p.name.clone(),
         error,
     };
-    Ok((quantized, recoded))
+    Ok((quantized, requantized))
 }
 
 /// Errors: the parameter is not a matrix; the values cannot be quantized.

@@ -12,7 +12,7 @@ use crate::formats::weights::Weights;
 use crate::ops::Dtype;
 use crate::ops::transfer::CopyTimes;
 use crate::ops::{step, update};
-use crate::quant::{self, Format, Storage, Weight};
+use crate::quant::{self, Format, StorageDtype, Weight};
 use candle_core::{DType, Device, Tensor};
 use half::{bf16, f16};
 use rayon::prelude::*;
@@ -48,7 +48,7 @@ impl Resident {
     pub fn load(
         params: Vec<ParamInfo>,
         weights: &Weights,
-        storage: impl Fn(&ParamInfo) -> Storage,
+        storage: impl Fn(&ParamInfo) -> StorageDtype,
         device: &Device,
     ) -> Result<Self> {
         check_names(&params, weights)?;
@@ -76,16 +76,19 @@ impl Resident {
         dtype: Dtype,
         device: &Device,
     ) -> Result<Self> {
-        Self::random_stored(params, seed, std, norm, |_| Storage::Dense(dtype), device)
+        Self::random_stored(params, seed, std, norm, |_| StorageDtype::Dense(dtype), device)
     }
 
     /// As `random`, each parameter in the storage that `storage` returns for it.
+    ///
+    /// # Errors
+    /// A shape that the format cannot store (`Shape`); not enough memory on the device.
     pub fn random_stored(
         params: Vec<ParamInfo>,
         seed: u64,
         std: f32,
         norm: f32,
-        storage: impl Fn(&ParamInfo) -> Storage,
+        storage: impl Fn(&ParamInfo) -> StorageDtype,
         device: &Device,
     ) -> Result<Self> {
         let mut index = 0;
@@ -93,10 +96,10 @@ impl Resident {
             index += 1;
             let random = RandomWeights { seed, std, norm };
             match storage(p) {
-                Storage::Dense(dtype) => Ok(draw_tensor(p, index, dtype, random)?.to_device(device)?.into()),
-                Storage::Quantized(format, decoded) => {
+                StorageDtype::Dense(dtype) => Ok(draw_tensor(p, index, dtype, random)?.to_device(device)?.into()),
+                StorageDtype::Quantized(format, decoded) => {
                     let values = draw(p, index, 0..p.elements(), random);
-                    code(&values, p, format, decoded, device)
+                    quantized_on_device(&values, p, format, decoded, device)
                 }
             }
         })
@@ -115,8 +118,10 @@ impl Resident {
             let weight = make(p)?;
             phase.add(p.elements() as u64);
             match &weight {
-                Weight::Quantized(c) => drop(quantized.insert(p.name.clone(), (c.format(), c.decoded()))),
-                Weight::DeviceQuantized(c) => drop(quantized.insert(p.name.clone(), (c.format(), c.decoded()))),
+                Weight::Quantized(c) => drop(quantized.insert(p.name.clone(), (c.format(), c.dequantized_dtype()))),
+                Weight::DeviceQuantized(c) => {
+                    drop(quantized.insert(p.name.clone(), (c.format(), c.dequantized_dtype())))
+                }
                 Weight::Dense(_) | Weight::Prepacked(_) => {}
             }
             made.entry(p.group).or_default().insert(p.name.clone(), weight);
@@ -145,7 +150,10 @@ impl Resident {
     }
 
     /// Holds quantized data in tensors, ready for an upload; this source then does not compute with it.
-    pub fn ready_to_travel(mut self) -> Result<Self> {
+    ///
+    /// # Errors
+    /// Not enough memory.
+    pub fn with_quantized_tensors(mut self) -> Result<Self> {
         self.placed = true;
         for p in self.params() {
             if let (_, codes @ Weight::Quantized(_)) = self.fetch(p.group)?.weight(&p.name)? {
@@ -256,18 +264,20 @@ pub(super) fn send(tensor: &Tensor, sink: &mut NumbersSink) -> Result<()> {
 ///
 /// # Errors
 /// As reading; quantized data of a parameter that is not a matrix.
-pub fn read(weights: &Weights, p: &ParamInfo, storage: Storage, device: &Device) -> Result<Weight> {
+pub fn read(weights: &Weights, p: &ParamInfo, storage: StorageDtype, device: &Device) -> Result<Weight> {
     if let Some((layout, format)) = stored::find(weights, &p.name)? {
-        let (Storage::Dense(decoded) | Storage::Quantized(_, decoded)) = storage;
-        return Weight::coded_on(stored::read(weights, p, layout, format, decoded)?, device);
+        let (StorageDtype::Dense(decoded) | StorageDtype::Quantized(_, decoded)) = storage;
+        return Weight::quantized_on(stored::read(weights, p, layout, format, decoded)?, device);
     }
     match storage {
-        Storage::Dense(dtype) => Ok(read_dense(weights, p, dtype, device)?.into()),
+        StorageDtype::Dense(dtype) => Ok(read_dense(weights, p, dtype, device)?.into()),
         // Reading bf16 halves the temporary memory; the quantized data is the same.
-        Storage::Quantized(format, decoded) if weights.info(&p.name).is_some_and(|i| i.dtype == StoredDtype::Bf16) => {
-            code(&bf16s(weights, p)?, p, format, decoded, device)
+        StorageDtype::Quantized(format, decoded)
+            if weights.info(&p.name).is_some_and(|i| i.dtype == StoredDtype::Bf16) =>
+        {
+            quantized_on_device(&bf16s(weights, p)?, p, format, decoded, device)
         }
-        Storage::Quantized(format, decoded) => code(&f32s(weights, p)?, p, format, decoded, device),
+        StorageDtype::Quantized(format, decoded) => quantized_on_device(&f32s(weights, p)?, p, format, decoded, device),
     }
 }
 
@@ -340,14 +350,14 @@ fn not_finite(weights: &Weights, p: &ParamInfo) -> Error {
     .hint("the file is damaged, or it was saved by a diverged training run: download the model again")
 }
 
-fn code<V: quant::Value>(
+fn quantized_on_device<V: quant::Value>(
     values: &[V],
     p: &ParamInfo,
     format: Format,
     decoded: Dtype,
     device: &Device,
 ) -> Result<Weight> {
-    Weight::coded_on(encode(values, p, format, decoded)?, device)
+    Weight::quantized_on(encode(values, p, format, decoded)?, device)
 }
 
 /// Checks that the files have exactly the parameters of the model.
@@ -490,7 +500,7 @@ impl TrainableStore for Resident {
 
     fn deactivate(&self, keep: &dyn Fn(&str) -> bool, low: &mut dyn MasterLowBits) -> Result<Vec<Requantized>> {
         let leaving: Vec<Arc<str>> = lock(&self.active).iter().filter(|n| !keep(n)).cloned().collect();
-        let mut recoded = Vec::new();
+        let mut requantized = Vec::new();
         for p in self.quantized_when_frozen(leaving.iter().map(|n| &**n)) {
             // Kept on the host, beside the quantized data.
             let low = low.take_low(&p.name).map(|low| low.to_device(&Device::Cpu));
@@ -500,12 +510,12 @@ impl TrainableStore for Resident {
             };
             let (format, dtype) = self.quantized[&p.name];
             let (codes, error) = requantize(&exact.values()?, p, format, dtype)?;
-            self.replace(p, Weight::coded_on(codes, &self.device)?)?;
+            self.replace(p, Weight::quantized_on(codes, &self.device)?)?;
             lock(&self.trained).insert(p.name.clone(), exact);
             lock(&self.active).remove(&p.name);
-            recoded.push(error);
+            requantized.push(error);
         }
-        Ok(recoded)
+        Ok(requantized)
     }
 
     fn read(&self, name: &str, sink: &mut NumbersSink) -> Result<()> {
@@ -524,7 +534,7 @@ impl TrainableStore for Resident {
         saved.require(name, &[p.elements()])?;
         let values = saved.read_f32(name)?;
         if let Some(&(format, dtype)) = self.quantized.get(name) {
-            self.replace(p, code(&values, p, format, dtype, &self.device)?)?;
+            self.replace(p, quantized_on_device(&values, p, format, dtype, &self.device)?)?;
             let exact = Exact::new(values, &p.shape, dtype, &Device::Cpu)?;
             lock(&self.trained).insert(p.name.clone(), exact);
             return Ok(());
@@ -545,7 +555,7 @@ impl TrainableStore for Resident {
     fn requantize(&self, name: &str, values: &[f32]) -> Result<()> {
         let p = self.param(name)?;
         let &(format, dtype) = self.quantized.get(name).ok_or_else(|| not_quantized(name))?;
-        self.replace(p, code(values, p, format, dtype, &self.device)?)
+        self.replace(p, quantized_on_device(values, p, format, dtype, &self.device)?)
     }
 
     fn upload_times(&self) -> Result<Option<CopyTimes>> {

@@ -23,7 +23,7 @@ use crate::formats::StoredDtype;
 use crate::formats::weights::Weights;
 use crate::formats::writer::{TensorPlan, Values, write_file};
 use crate::ops::Dtype;
-use crate::quant::{self, Format, QMatrix};
+use crate::quant::{self, Format, QDATA, QMatrix};
 use serde_json::{Value, json};
 use std::path::Path;
 
@@ -110,11 +110,11 @@ pub fn tensors(layout: Layout, format: Format, name: &str, (rows, columns): (usi
         let Some(tensor) = tensor else { continue };
         let groups = columns.div_ceil(format.group(columns));
         all.push(match (part, format) {
-            ("codes", Format::Nf4 { .. } | Format::Fp4 { .. }) if layout == Layout::Bitsandbytes => {
+            (QDATA, Format::Nf4 { .. } | Format::Fp4 { .. }) if layout == Layout::Bitsandbytes => {
                 plan(tensor, StoredDtype::U8, &[bytes, 1])
             }
-            ("codes", Format::Nf4 { .. }) => plan(tensor, StoredDtype::U8, &[bytes]),
-            ("codes", _) => plan(tensor, StoredDtype::U8, &[rows, format.stride(columns)]),
+            (QDATA, Format::Nf4 { .. }) => plan(tensor, StoredDtype::U8, &[bytes]),
+            (QDATA, _) => plan(tensor, StoredDtype::U8, &[rows, format.stride(columns)]),
             ("scales", Format::Int4 { .. }) => plan(tensor, StoredDtype::U32, &[rows, groups]),
             ("scales", _) => plan(tensor, StoredDtype::F32, &[rows, groups]),
             ("absmax", Format::Nf4 { double: true } | Format::Fp4 { double: true }) => {
@@ -145,7 +145,7 @@ pub fn tensors(layout: Layout, format: Format, name: &str, (rows, columns): (usi
 /// Name of the tensor of a part; `None` for the offset of bitsandbytes, which is in the JSON.
 fn tensor_name(layout: Layout, name: &str, part: &str) -> Option<String> {
     match (layout, part) {
-        (Layout::Bitsandbytes, "codes") => Some(name.to_string()),
+        (Layout::Bitsandbytes, QDATA) => Some(name.to_string()),
         (Layout::Bitsandbytes, "nested_offset") => None,
         _ => Some(format!("{name}.{part}")),
     }
@@ -190,7 +190,7 @@ fn dtype_name(dtype: Dtype) -> &'static str {
 /// The quantization state of a weight, as bitsandbytes expects it.
 fn state(quantized: &QMatrix) -> Value {
     let (rows, columns) = quantized.dims();
-    let dtype = dtype_name(quantized.decoded());
+    let dtype = dtype_name(quantized.dequantized_dtype());
     let mut state = json!({"quant_type": "nf4", "blocksize": 64, "dtype": dtype, "shape": [rows, columns]});
     if let Some(offset) = quantized.parts().into_iter().find(|p| p.name == "nested_offset") {
         let offset = offset.bytes.as_ref().try_into().map_or(0.0, f32::from_le_bytes);

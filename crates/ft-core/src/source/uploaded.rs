@@ -4,7 +4,7 @@
 
 mod order;
 
-use super::experts::{Expected, ExpertReads, Part};
+use super::experts::{Expected, ExpertReads, LayerPart};
 use super::requantize::Exact;
 use super::resident::send;
 use super::sharded::Sharded;
@@ -36,11 +36,11 @@ pub struct Uploaded {
     active: Mutex<Vec<Arc<str>>>,
     /// On the host: low 16 bits of the masters of inactive weights (i16 `[n]`), if `host` does not store them.
     low: Mutex<BTreeMap<String, Tensor>>,
-    slots: Mutex<Slots<Part, Content>>,
-    experts: Mutex<Slots<Part, Content>>,
+    slots: Mutex<Slots<LayerPart, Content>>,
+    experts: Mutex<Slots<LayerPart, Content>>,
     expected: Expected,
     /// The names of the parameters of each part.
-    parts: BTreeMap<Part, Vec<Arc<str>>>,
+    parts: BTreeMap<LayerPart, Vec<Arc<str>>>,
     /// Order in which layers are fetched from `host`.
     order: Mutex<Order>,
 }
@@ -69,11 +69,11 @@ impl Uploaded {
         let always_on_device: Vec<Arc<str>> = always.map(|p| p.name.clone()).collect();
         let params = host.params();
         let names = |all: Vec<usize>| all.into_iter().map(|i| params[i].name.clone()).collect();
-        let mut parts: BTreeMap<Part, Vec<Arc<str>>> = BTreeMap::new();
-        for (part, all) in Part::all(params) {
+        let mut parts: BTreeMap<LayerPart, Vec<Arc<str>>> = BTreeMap::new();
+        for (part, all) in LayerPart::all(params) {
             // Which experts a rank needs, the others do not know, so layers are collected as a whole.
             let part = match part {
-                Part::Expert(layer, _) if host.sharded().is_some() => Part::Dense(layer),
+                LayerPart::Expert(layer, _) if host.sharded().is_some() => LayerPart::Dense(layer),
                 part => part,
             };
             parts.entry(part).or_default().extend(names(all));
@@ -108,15 +108,15 @@ impl Uploaded {
         self.copier.receive(self.copier.send(&host, HostMemory::Temporary)?)
     }
 
-    fn start(&self, part: Part) -> Result<Content> {
+    fn start(&self, part: LayerPart) -> Result<Content> {
         let names = self.parts.get(&part);
         let names = names.ok_or_else(|| Error::new(format!("the model has no {part:?}")))?;
         let host = match part {
-            Part::Dense(layer) => self.host.fetch_dense(layer)?,
-            Part::Expert(layer, expert) => self.host.fetch_expert(layer, expert)?,
+            LayerPart::Dense(layer) => self.host.fetch_dense(layer)?,
+            LayerPart::Expert(layer, expert) => self.host.fetch_expert(layer, expert)?,
         };
         let content = self.send_all(&host, names, self.memory)?;
-        if matches!(part, Part::Expert(..)) {
+        if matches!(part, LayerPart::Expert(..)) {
             let on_device = lock(&self.on_device);
             let sent = names.iter().filter(|name| !on_device.contains_key(*name));
             let bytes = sent.map(|name| Ok(host.weight(name)?.1.bytes())).sum::<Result<u64>>()?;
@@ -124,7 +124,7 @@ impl Uploaded {
         }
         // The source can read the next layer into the buffer when the copies no longer read it.
         drop(host);
-        if let Part::Dense(layer) = part
+        if let LayerPart::Dense(layer) = part
             && let Some(next) = lock(&self.order).follow(layer)
         {
             self.host.prefetch(Group::Layer(next));
@@ -155,7 +155,7 @@ impl Uploaded {
                         .map(|t| self.copier.send(t, HostMemory::Temporary))
                         .collect::<Result<_>>()?;
                     let (format, dims) = (codes.format(), codes.dims());
-                    let (decoded, offset) = (codes.decoded(), codes.nested_offset());
+                    let (decoded, offset) = (codes.dequantized_dtype(), codes.nested_offset());
                     let assemble = move |here| DeviceQMatrix::new(format, dims, decoded, here, offset);
                     Transfer::Quantized(Box::new(assemble), sent)
                 }
@@ -188,10 +188,10 @@ impl Uploaded {
         Ok(Arc::new(weights))
     }
 
-    fn slots_of(&self, part: Part) -> &Mutex<Slots<Part, Content>> {
+    fn slots_of(&self, part: LayerPart) -> &Mutex<Slots<LayerPart, Content>> {
         match part {
-            Part::Dense(_) => &self.slots,
-            Part::Expert(..) => &self.experts,
+            LayerPart::Dense(_) => &self.slots,
+            LayerPart::Expert(..) => &self.experts,
         }
     }
 
@@ -202,8 +202,8 @@ impl Uploaded {
     }
 
     /// The weights of a part: uploaded now, if that was not started before.
-    fn part(&self, part: Part) -> Result<Arc<GroupWeights>> {
-        if let (true, Part::Dense(layer)) = (self.works_alone(), part) {
+    fn part(&self, part: LayerPart) -> Result<Arc<GroupWeights>> {
+        if let (true, LayerPart::Dense(layer)) = (self.works_alone(), part) {
             let host = self.host.fetch_dense(layer)?;
             let names: Vec<Arc<str>> = host.iter().map(|(name, _)| name.clone()).collect();
             return self.receive(self.send_all(&host, &names, self.memory)?);
@@ -217,7 +217,7 @@ impl Uploaded {
         Ok(weights)
     }
 
-    fn prefetch_part(&self, part: Part) {
+    fn prefetch_part(&self, part: LayerPart) {
         if self.works_alone() {
             return;
         }
@@ -227,11 +227,11 @@ impl Uploaded {
         }
     }
 
-    fn take(&self, part: Part) -> Option<Content> {
+    fn take(&self, part: LayerPart) -> Option<Content> {
         lock(self.slots_of(part)).take(part)
     }
 
-    fn put(&self, part: Part, content: Content, prefetched: bool) {
+    fn put(&self, part: LayerPart, content: Content, prefetched: bool) {
         lock(self.slots_of(part)).put(part, content, prefetched);
     }
 
@@ -320,7 +320,7 @@ impl WeightSource for Uploaded {
             }
             return Ok(Arc::new(weights));
         };
-        if !self.parts.contains_key(&Part::Expert(layer, 0)) {
+        if !self.parts.contains_key(&LayerPart::Expert(layer, 0)) {
             return self.fetch_dense(layer);
         }
         // With all its experts: not in the slots, and a host that reads from the disk has it in new memory.
@@ -331,19 +331,19 @@ impl WeightSource for Uploaded {
 
     fn prefetch(&self, group: Group) {
         if let Group::Layer(layer) = group {
-            self.prefetch_part(Part::Dense(layer));
+            self.prefetch_part(LayerPart::Dense(layer));
         }
     }
 
     fn fetch_dense(&self, layer: usize) -> Result<Arc<GroupWeights>> {
-        self.part(Part::Dense(layer))
+        self.part(LayerPart::Dense(layer))
     }
 
     fn fetch_expert(&self, layer: usize, expert: usize) -> Result<Arc<GroupWeights>> {
         if !self.streams_experts() {
             return self.fetch_dense(layer);
         }
-        let part = Part::Expert(layer, expert);
+        let part = LayerPart::Expert(layer, expert);
         let weights = self.part(part)?;
         if let Some(next) = self.expected.after(part) {
             self.prefetch_part(next);
@@ -362,8 +362,8 @@ impl WeightSource for Uploaded {
         self.host.expect_experts(layer, experts);
         let all = self
             .parts
-            .range(Part::Expert(layer, 0)..=Part::Expert(layer, usize::MAX));
-        let parts = experts.iter().map(|&e| Part::Expert(layer, e));
+            .range(LayerPart::Expert(layer, 0)..=LayerPart::Expert(layer, usize::MAX));
+        let parts = experts.iter().map(|&e| LayerPart::Expert(layer, e));
         if let Some(first) = self.expected.set(parts, all.count()) {
             self.prefetch_part(first);
         }
@@ -484,7 +484,7 @@ impl TrainableStore for Uploaded {
             }
         }
         let mut low_bits = DeviceLowBits::new(low, self.copier.device());
-        let recoded = self.host.deactivate(keep, &mut low_bits)?;
+        let requantized = self.host.deactivate(keep, &mut low_bits)?;
         for name in &leaving {
             // Left by a source that keeps its weights: there is no other copy.
             if let Some(half) = low_bits.take_low(name) {
@@ -497,7 +497,7 @@ impl TrainableStore for Uploaded {
         }
         self.forget();
         low_bits.done()?;
-        Ok(recoded)
+        Ok(requantized)
     }
 
     fn read(&self, name: &str, sink: &mut NumbersSink) -> Result<()> {

@@ -126,11 +126,11 @@ fn not_text(value: &Value, name: &str) -> Error {
 /// A text with places for values: `Context: {context}`; `{{` and `}}` are braces.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct TextTemplate {
-    parts: Vec<Part>,
+    parts: Vec<TemplatePart>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-enum Part {
+enum TemplatePart {
     Text(String),
     Place(ColumnPath),
 }
@@ -167,15 +167,15 @@ impl TextTemplate {
                     if name.trim().is_empty() {
                         return Err(fault("the template has a place without a name".into()));
                     }
-                    parts.push(Part::Text(std::mem::take(&mut text)));
-                    parts.push(Part::Place(ColumnPath::new(&name)));
+                    parts.push(TemplatePart::Text(std::mem::take(&mut text)));
+                    parts.push(TemplatePart::Place(ColumnPath::new(&name)));
                 }
                 c => text.push(c),
             }
         }
-        parts.push(Part::Text(text));
-        parts.retain(|part| *part != Part::Text(String::new()));
-        if !parts.iter().any(|part| matches!(part, Part::Place(_))) {
+        parts.push(TemplatePart::Text(text));
+        parts.retain(|part| *part != TemplatePart::Text(String::new()));
+        if !parts.iter().any(|part| matches!(part, TemplatePart::Place(_))) {
             return Err(fault("the template has no place for a column".into()));
         }
         Ok(Self { parts })
@@ -183,8 +183,8 @@ impl TextTemplate {
 
     pub(crate) fn places(&self) -> impl Iterator<Item = &ColumnPath> {
         self.parts.iter().filter_map(|part| match part {
-            Part::Place(path) => Some(path),
-            Part::Text(_) => None,
+            TemplatePart::Place(path) => Some(path),
+            TemplatePart::Text(_) => None,
         })
     }
 
@@ -193,8 +193,8 @@ impl TextTemplate {
         let mut out = String::new();
         for part in &self.parts {
             match part {
-                Part::Text(text) => out.push_str(text),
-                Part::Place(path) => match path.find(fields) {
+                TemplatePart::Text(text) => out.push_str(text),
+                TemplatePart::Place(path) => match path.find(fields) {
                     Found::Value(value) => out.push_str(&as_text(value, path.text())?),
                     Found::Nothing => {}
                     Found::Missing => return Err(missing(path, fields)),

@@ -82,7 +82,7 @@ fn pair(fields: &Map<String, Value>, layout: &Layout) -> Result<Judgment> {
     let before = before(fields, layout)?;
     let lists = is_turns(chosen);
     let sides = match before {
-        Before::Turns(prompt) => {
+        PromptPart::Turns(prompt) => {
             let sides = [
                 answer_turns(fields, "chosen", FORMAT)?,
                 answer_turns(fields, "rejected", FORMAT)?,
@@ -91,7 +91,7 @@ fn pair(fields: &Map<String, Value>, layout: &Layout) -> Result<Judgment> {
             let prompt = with_system(prompt, fields, layout)?.0;
             chats(prompt, sides, fields)?
         }
-        Before::Text(text) if layout.renders() || lists => {
+        PromptPart::Text(text) if layout.renders() || lists => {
             let sides = [
                 answer_turns(fields, "chosen", FORMAT)?,
                 answer_turns(fields, "rejected", FORMAT)?,
@@ -104,7 +104,7 @@ fn pair(fields: &Map<String, Value>, layout: &Layout) -> Result<Judgment> {
             let prompt = with_system(prompt, fields, layout)?.0;
             chats(prompt, sides, fields)?
         }
-        Before::Text(prompt) => {
+        PromptPart::Text(prompt) => {
             without_system(fields, layout)?;
             Sides::Text {
                 prompt,
@@ -114,7 +114,7 @@ fn pair(fields: &Map<String, Value>, layout: &Layout) -> Result<Judgment> {
                 ],
             }
         }
-        Before::Implied if lists => {
+        PromptPart::Implied if lists => {
             let sides = [turns(fields, "chosen", FORMAT)?, turns(fields, "rejected", FORMAT)?];
             let (prompt, sides) = implied(sides);
             if prompt.is_empty() {
@@ -123,7 +123,7 @@ fn pair(fields: &Map<String, Value>, layout: &Layout) -> Result<Judgment> {
             let prompt = with_system(prompt, fields, layout)?.0;
             chats(prompt, sides, fields)?
         }
-        Before::Implied => {
+        PromptPart::Implied => {
             refuse_leftover(fields, layout)?;
             without_system(fields, layout)?;
             let (chosen, rejected) = (string(chosen, "chosen")?, string(rejected, "rejected")?);
@@ -156,46 +156,46 @@ fn judged(fields: &Map<String, Value>, layout: &Layout, answer: &str) -> Result<
         chats(prompt, [answer_turns(fields, answer, RowFormat::Preference)?], fields)
     };
     let sides = match before(fields, layout)? {
-        Before::Turns(prompt) => turns(prompt)?,
-        Before::Text(prompt) if layout.renders() => turns(vec![chat::message("user", &prompt)])?,
-        Before::Text(_) if is_turns(completion) => {
+        PromptPart::Turns(prompt) => turns(prompt)?,
+        PromptPart::Text(prompt) if layout.renders() => turns(vec![chat::message("user", &prompt)])?,
+        PromptPart::Text(_) if is_turns(completion) => {
             return Err(Error::format(format!("the prompt and `{answer}` have different types"))
                 .found(format!("a string and {}", kind(completion)))
                 .expected("two strings or two lists of messages"));
         }
-        Before::Text(prompt) => {
+        PromptPart::Text(prompt) => {
             without_system(fields, layout)?;
             Sides::Text {
                 prompt,
                 completions: [string(completion, answer)?.to_string()],
             }
         }
-        Before::Implied => return Err(missing(fields, "prompt", RowFormat::Preference).expected(SHAPE)),
+        PromptPart::Implied => return Err(missing(fields, "prompt", RowFormat::Preference).expected(SHAPE)),
     };
     Ok(Judgment::Judged { sides, label })
 }
 
 /// The prompt part of a row.
-enum Before {
+enum PromptPart {
     Text(String),
     Turns(Vec<Value>),
     /// No column: the answers begin with the prompt.
     Implied,
 }
 
-fn before(fields: &Map<String, Value>, layout: &Layout) -> Result<Before> {
+fn before(fields: &Map<String, Value>, layout: &Layout) -> Result<PromptPart> {
     let name = match (&layout.prompt, &layout.list) {
         (Some(prompt), _) => prompt,
         (None, Some(list)) => list,
-        (None, None) => return Ok(Before::Implied),
+        (None, None) => return Ok(PromptPart::Implied),
     };
     let whole = |name| fields.get(name).is_some_and(is_turns);
     match fields.get(name.as_str()).filter(|v| !v.is_null()) {
         // Whole conversations need no prompt, even if other rows of the file have one.
-        None if whole("chosen") && whole("rejected") => Ok(Before::Implied),
-        Some(value) if is_turns(value) => Ok(Before::Turns(turns(fields, name, RowFormat::Preference)?)),
+        None if whole("chosen") && whole("rejected") => Ok(PromptPart::Implied),
+        Some(value) if is_turns(value) => Ok(PromptPart::Turns(turns(fields, name, RowFormat::Preference)?)),
         _ if layout.prompt.is_none() => Err(missing(fields, name, RowFormat::Preference).expected(SHAPE)),
-        _ => Ok(Before::Text(rows::prompt_text(fields, layout)?)),
+        _ => Ok(PromptPart::Text(rows::prompt_text(fields, layout)?)),
     }
 }
 

@@ -20,6 +20,8 @@ use std::sync::Arc;
 
 /// Largest row in bytes: a longer one is a file without line breaks, not a row.
 pub(crate) const MAX_ROW_BYTES: usize = 64 << 20;
+/// Largest nesting depth of lists and structs in the columns of a table.
+const MAX_DEPTH: usize = 64;
 
 named!(
     /// The part of a text file (`.txt`, `.md`) that is a row.

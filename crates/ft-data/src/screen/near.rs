@@ -7,7 +7,7 @@
 //!
 //! Memory for a row that is kept: 240 bytes of signature, 20 entries of about 14 bytes in the bands.
 
-use super::parts::{Part, fnv, mixed, words};
+use super::parts::{RowText, fnv, mixed, words};
 use std::collections::HashMap;
 
 /// Words of a sequence.
@@ -24,7 +24,7 @@ pub(super) struct Signature {
 }
 
 impl Signature {
-    pub(super) fn of(parts: &[Part]) -> Self {
+    pub(super) fn of(parts: &[RowText]) -> Self {
         // Equal answers with different labels are different rows.
         let label = parts.iter().find(|p| p.role == "label").map_or(0, |p| fnv(&p.text));
         let mut out = Self {

@@ -5,7 +5,7 @@
 //! A sequence that more than half of the evaluation rows contain is an instruction of the benchmark, and is ignored; so
 //! are system messages and tools. Memory: about 25 bytes for each word of the evaluation files.
 
-use super::parts::{Part, mixed, shown, words};
+use super::parts::{RowText, mixed, shown, words};
 use crate::TextUnit;
 use crate::read::{self, RowPosition};
 use ft_base::{Error, Result};
@@ -113,7 +113,7 @@ impl Overlap {
     }
 
     /// The first shared sequence of these parts: its evaluation row, and its words.
-    pub(super) fn find(&self, parts: &[Part]) -> Option<(&RowPosition, String)> {
+    pub(super) fn find(&self, parts: &[RowText]) -> Option<(&RowPosition, String)> {
         for part in parts.iter().filter(|p| !p.is_frame()) {
             let words = words(&part.text);
             for &length in self.lengths.iter().filter(|l| **l <= words.len()) {

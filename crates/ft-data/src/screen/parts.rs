@@ -6,12 +6,12 @@ use crate::read::Row;
 use serde_json::Value;
 
 /// A text and its role: `user`, `assistant`, `chosen`, `text`, ...
-pub(super) struct Part {
+pub(super) struct RowText {
     pub role: String,
     pub text: String,
 }
 
-impl Part {
+impl RowText {
     /// True for texts that many rows share: they say nothing about the row.
     pub(super) fn is_frame(&self) -> bool {
         matches!(self.role.as_str(), "system" | "developer" | "tools" | "label")
@@ -19,7 +19,7 @@ impl Part {
 }
 
 /// The parts of a row, in the order of the layout's roles.
-pub(super) fn of(row: &Row, layout: &Layout) -> Vec<Part> {
+pub(super) fn of(row: &Row, layout: &Layout) -> Vec<RowText> {
     let mut out = Vec::new();
     for (role, columns) in layout.roles() {
         if role == "margin" {
@@ -44,7 +44,7 @@ fn role_name(role: &str) -> &str {
     }
 }
 
-fn push(out: &mut Vec<Part>, role: &str, value: &Value) {
+fn push(out: &mut Vec<RowText>, role: &str, value: &Value) {
     match value {
         // Columns of csv and parquet may hold messages as JSON text.
         Value::String(text) if text.trim_start().starts_with("[{") => match serde_json::from_str::<Value>(text) {
@@ -65,7 +65,7 @@ fn push(out: &mut Vec<Part>, role: &str, value: &Value) {
                 for key in ["content", "value", "tool_calls"] {
                     message.get(key).into_iter().for_each(|v| leaves(v, &mut text));
                 }
-                out.push(Part {
+                out.push(RowText {
                     role: role.to_string(),
                     text,
                 });
@@ -75,8 +75,8 @@ fn push(out: &mut Vec<Part>, role: &str, value: &Value) {
     }
 }
 
-fn part(role: &str, text: &str) -> Part {
-    Part {
+fn part(role: &str, text: &str) -> RowText {
+    RowText {
         role: role.to_string(),
         text: text.to_string(),
     }
@@ -103,7 +103,7 @@ fn leaves(value: &Value, out: &mut String) {
 }
 
 /// Hash of all parts.
-pub(super) fn hash(parts: &[Part]) -> [u8; 16] {
+pub(super) fn hash(parts: &[RowText]) -> [u8; 16] {
     let mut hasher = blake3::Hasher::new();
     for part in parts {
         for text in [&part.role, &part.text] {

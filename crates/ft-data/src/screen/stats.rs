@@ -75,8 +75,8 @@ pub fn language(text: &str) -> Option<&'static str> {
 /// Role, characters and language of a text.
 pub(super) type Measured = (String, u32, Option<&'static str>);
 
-pub(super) fn measure(parts: Vec<parts::Part>) -> Vec<Measured> {
-    let one = |part: parts::Part| {
+pub(super) fn measure(parts: Vec<parts::RowText>) -> Vec<Measured> {
+    let one = |part: parts::RowText| {
         let length = u32::try_from(part.text.chars().count()).unwrap_or(u32::MAX);
         (part.role, length, language(&part.text))
     };

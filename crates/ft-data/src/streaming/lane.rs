@@ -94,7 +94,7 @@ fn read_ahead(sources: Vec<Source>, order: StreamSpec, keys: Vec<u64>, skip: u64
             (0..parts.len()).collect()
         };
         let mut left = skip;
-        for Part { source, files, first } in order.into_iter().map(|part| &parts[part]) {
+        for SourcePart { source, files, first } in order.into_iter().map(|part| &parts[part]) {
             let mut file = *first;
             let read = source::limited(source, files, &mut |index, row| {
                 file = first + index;
@@ -116,14 +116,14 @@ fn read_ahead(sources: Vec<Source>, order: StreamSpec, keys: Vec<u64>, skip: u64
 }
 
 /// Files that are read one after another: one file, or all files of a source with a limit.
-struct Part<'a> {
+struct SourcePart<'a> {
     source: &'a Source,
     files: &'a [String],
     /// Index of the first file over all sources.
     first: usize,
 }
 
-fn parts(sources: &[Source]) -> Vec<Part<'_>> {
+fn parts(sources: &[Source]) -> Vec<SourcePart<'_>> {
     let mut out = Vec::new();
     let mut first = 0;
     for source in sources {
@@ -132,7 +132,7 @@ fn parts(sources: &[Source]) -> Vec<Part<'_>> {
             None => 1,
         };
         for files in source.files.chunks(together) {
-            out.push(Part { source, files, first });
+            out.push(SourcePart { source, files, first });
             first += files.len();
         }
     }

@@ -1,8 +1,8 @@
 //! Writes the files of a dataset, part by part; continues after the last complete part.
 
 use super::{
-    CHUNKS, Chunk, ENTRY_BYTES, Entry, FORMAT, FileReading, Finished, INDEX, PAIR_BYTES, PAIRS, Part, ROWS, Request,
-    TOKEN_BYTES, TOKENS, TRAINED, TokenFile,
+    CHUNKS, CachePart, Chunk, ENTRY_BYTES, Entry, FORMAT, FileReading, Finished, INDEX, PAIR_BYTES, PAIRS, ROWS,
+    Request, TOKEN_BYTES, TOKENS, TRAINED, TokenFile,
 };
 use super::{chunks, example, hash, pairs};
 use crate::batch::Example;
@@ -26,7 +26,7 @@ struct Builder {
     pairs: Option<AppendFile>,
     chunks: AppendFile,
     /// Bytes that are not in a complete part yet.
-    new: Part,
+    new: CachePart,
     end: Chunk,
     all: Vec<Chunk>,
     hasher: blake3::Hasher,
@@ -112,7 +112,7 @@ impl Builder {
             index: AppendFile::continue_at(&path(INDEX), end.rows * ENTRY_BYTES as u64)?,
             pairs: pairs.transpose()?,
             chunks: AppendFile::continue_at(&path(CHUNKS), lines)?,
-            new: Part::default(),
+            new: CachePart::default(),
             end,
             all: found,
             hasher,
@@ -137,7 +137,7 @@ impl Builder {
         // The line comes after the bytes for which it vouches.
         self.chunks.write(line(&self.end).as_bytes())?;
         self.all.push(self.end.clone());
-        self.new = Part::default();
+        self.new = CachePart::default();
         Ok(())
     }
 }
@@ -148,7 +148,7 @@ fn line(chunk: &Chunk) -> String {
 
 /// Adds the rows of a part, which starts at token `first`, to a fingerprint, except those that are placed last. Returns
 /// whether its preferences have margins.
-fn hash_part([tokens, index, sides]: &Part, first: u64, hasher: &mut blake3::Hasher) -> Option<bool> {
+fn hash_part([tokens, index, sides]: &CachePart, first: u64, hasher: &mut blake3::Hasher) -> Option<bool> {
     let mut buffer = Vec::new();
     let mut sides = sides.as_chunks().0.iter().map(pairs::of);
     let mut margins = None;
@@ -211,7 +211,7 @@ impl Sink for Builder {
         self.clean &= clean;
         if !self.clean {
             // The load will fail: its rows are only checked.
-            self.new = Part::default();
+            self.new = CachePart::default();
             return Ok(());
         }
         self.end.read = rows;

@@ -191,7 +191,7 @@ pub(super) struct TokenFile {
 }
 
 /// The bytes of a part of the files: tokens, index, pairs.
-type Part = [Vec<u8>; 3];
+type CachePart = [Vec<u8>; 3];
 
 impl TokenFile {
     fn open(dir: &Path, has_pairs: bool) -> Result<Self> {
@@ -250,7 +250,7 @@ impl TokenFile {
     }
 
     /// The bytes between the ends of two parts.
-    fn part(&self, from: &Chunk, to: &Chunk) -> std::io::Result<Part> {
+    fn part(&self, from: &Chunk, to: &Chunk) -> std::io::Result<CachePart> {
         let rows = (to.rows - from.rows) as usize;
         let mut out = [
             vec![0; ((to.tokens - from.tokens) * TOKEN_BYTES) as usize],
@@ -291,7 +291,7 @@ fn example(bytes: &[u8]) -> Example {
     }
 }
 
-fn hash(part: &Part) -> String {
+fn hash(part: &CachePart) -> String {
     let mut hasher = blake3::Hasher::new();
     part.iter().for_each(|bytes| {
         hasher.update(bytes);

@@ -1,6 +1,7 @@
 //! Names of tensors in `adapter_model.safetensors`.
 
 use super::AdapterKind;
+use crate::weights::{LANGUAGE_MODEL, TEXT_ONLY};
 
 /// What PEFT writes before the name of a module.
 pub const PREFIX: &str = "base_model.model.";
@@ -58,17 +59,16 @@ pub enum Key {
     Whole(String),
 }
 
-/// Where the language model of a multimodal model is: the names of transformers 5, then those of transformers 4, and the
-/// names of a text-only model.
-const LANGUAGE_MODEL: [(&str, &str); 3] = [
-    ("model.language_model.", "model."),
-    ("language_model.model.", "model."),
+/// Prefixes in a multimodal and in a text-only model. The head is a module itself, so it has no dot.
+const PREFIXES: [(&str, &str); 3] = [
+    (LANGUAGE_MODEL[0][0], TEXT_ONLY[0]),
+    (LANGUAGE_MODEL[1][0], TEXT_ONLY[0]),
     ("language_model.lm_head", "lm_head"),
 ];
 
 /// The name in a multimodal model of a module, or of something below it, of its language model.
 pub fn wrapped(name: &str) -> String {
-    let (outer, inner) = LANGUAGE_MODEL[0];
+    let (outer, inner) = PREFIXES[0];
     match name.strip_prefix(inner) {
         Some(rest) => format!("{outer}{rest}"),
         None => name.to_string(),
@@ -77,7 +77,7 @@ pub fn wrapped(name: &str) -> String {
 
 /// The inverse of `wrapped`.
 pub fn unwrapped(name: &str) -> String {
-    let mut pairs = LANGUAGE_MODEL.iter();
+    let mut pairs = PREFIXES.iter();
     let found = pairs.find_map(|(outer, inner)| Some(format!("{inner}{}", name.strip_prefix(outer)?)));
     found.unwrap_or_else(|| name.to_string())
 }

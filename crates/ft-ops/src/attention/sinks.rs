@@ -102,7 +102,7 @@ pub fn backward(o: &Tensor, lse: &Tensor, dout: &Tensor, sinks: &Tensor) -> Resu
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Spec, backward as attention_backward, forward as attention_forward};
+    use super::super::{AttentionGradInputs, Spec, backward as attention_backward, forward as attention_forward};
     use super::*;
     use crate::oracle::{assert_close, assert_same_on_any_threads, random};
     use candle_core::{D, Device, Var};
@@ -170,7 +170,15 @@ mod tests {
         assert_close(&o, &want, 1e-5);
         let ds = backward(&o, &lse, &dout, &sinks).unwrap();
         assert_close(&ds, grads.get(&sinks).unwrap(), 1e-5);
-        let (dq, dk, dv) = attention_backward(&q, &k, &v, &o, &lse, &dout, &SPEC, &DOCUMENTS).unwrap();
+        let inputs = AttentionGradInputs {
+            q: &q,
+            k: &k,
+            v: &v,
+            o: &o,
+            lse: &lse,
+            dout: &dout,
+        };
+        let (dq, dk, dv) = attention_backward(inputs, &SPEC, &DOCUMENTS).unwrap();
         assert_close(&dq, grads.get(&q).unwrap(), 1e-5);
         assert_close(&dk, grads.get(&k).unwrap(), 1e-5);
         assert_close(&dv, grads.get(&v).unwrap(), 1e-5);

@@ -18,6 +18,10 @@ fn spec(heads: usize, kv_heads: usize, head_dim: usize) -> Spec {
     }
 }
 
+fn grad_inputs([q, k, v, o, lse, dout]: [&Tensor; 6]) -> AttentionGradInputs<&Tensor> {
+    AttentionGradInputs { q, k, v, o, lse, dout }
+}
+
 /// Returns 0 if query i of `queries` attends to key j of `keys`, else a number far below every score.
 fn mask(queries: usize, keys: usize, window: Option<usize>) -> Tensor {
     let data: Vec<f32> = (0..queries * keys)
@@ -153,8 +157,14 @@ fn matches_autograd() {
             let (o, lse) = forward_on(backend, &q, &k, &v, &spec, &documents, &documents).unwrap();
             assert_close(&o, &want, tolerance);
             assert_close(&lse, &want_lse, tolerance);
-            let (dq, dk, dv) =
-                backward_on(backend, [&q, &k, &v, &o, &lse, &dout], &spec, &documents, &documents).unwrap();
+            let (dq, dk, dv) = backward_on(
+                backend,
+                grad_inputs([&q, &k, &v, &o, &lse, &dout]),
+                &spec,
+                &documents,
+                &documents,
+            )
+            .unwrap();
             assert_close(&dv, grads.get(&v).unwrap(), tolerance);
             if n > 1 {
                 assert_close(&dq, grads.get(&q).unwrap(), tolerance);
@@ -194,7 +204,8 @@ fn queries_after_cached_keys_are_aligned_at_the_end() {
             let (o, lse) = forward_on(backend, &q, &k, &v, &spec, &qd, &kd).unwrap();
             assert_close(&o, &want, tolerance(backend, &spec));
             assert_close(&lse, &want_lse, tolerance(backend, &spec));
-            let (dq, dk, dv) = backward_on(backend, [&q, &k, &v, &o, &lse, &dout], &spec, &qd, &kd).unwrap();
+            let (dq, dk, dv) =
+                backward_on(backend, grad_inputs([&q, &k, &v, &o, &lse, &dout]), &spec, &qd, &kd).unwrap();
             assert_close(&dv, grads.get(&v).unwrap(), tolerance(backend, &spec));
             for (found, var) in [(&dq, &q), (&dk, &k)] {
                 if spec.window == Some(1) {
@@ -252,8 +263,14 @@ fn bit_equal_on_any_number_of_threads() {
             };
             assert_same_on_any_threads(|| {
                 let (o, lse) = forward_on(backend, &q, &k, &v, &spec, &documents, &documents).unwrap();
-                let (dq, dk, dv) =
-                    backward_on(backend, [&q, &k, &v, &o, &lse, &dout], &spec, &documents, &documents).unwrap();
+                let (dq, dk, dv) = backward_on(
+                    backend,
+                    grad_inputs([&q, &k, &v, &o, &lse, &dout]),
+                    &spec,
+                    &documents,
+                    &documents,
+                )
+                .unwrap();
                 vec![o, lse, dq, dk, dv]
             });
         }

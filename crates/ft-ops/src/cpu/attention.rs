@@ -155,28 +155,33 @@ fn tasks(spec: &Spec, q_documents: &[usize], k_documents: &[usize]) -> Vec<Task>
     tasks
 }
 
-#[allow(clippy::too_many_arguments)]
+/// What is computed, on which backend.
+#[derive(Clone, Copy)]
+pub(crate) struct ForwardJob<'a> {
+    pub backend: CpuBackend,
+    pub spec: &'a Spec,
+    pub q: &'a [f32],
+    pub k: &'a [f32],
+    pub v: &'a [f32],
+}
+
 pub(crate) fn forward(
-    backend: CpuBackend,
-    q: &[f32],
-    k: &[f32],
-    v: &[f32],
-    spec: &Spec,
+    job: &ForwardJob<'_>,
     q_documents: &[usize],
     k_documents: &[usize],
     o: &mut [f32],
     lse: &mut [f32],
 ) {
     let (o, lse) = (Shared::new(o), Shared::new(lse));
-    let tasks = tasks(spec, q_documents, k_documents);
+    let tasks = tasks(job.spec, q_documents, k_documents);
     tasks
         .into_par_iter()
         .with_max_len(1)
-        .for_each(|task| run(backend, q, k, v, spec, &task, o, lse));
+        .for_each(|task| run(job, &task, o, lse));
 }
 
-#[allow(clippy::too_many_arguments)]
-fn run(backend: CpuBackend, q: &[f32], k: &[f32], v: &[f32], spec: &Spec, task: &Task, o: Shared, lse: Shared) {
+fn run(job: &ForwardJob<'_>, task: &Task, o: Shared, lse: Shared) {
+    let ForwardJob { backend, spec, q, k, v } = *job;
     let e = spec.head_dim;
     let (q_width, k_width) = (spec.heads * e, spec.kv_heads * e);
     let gemm = TaskGemm::new(backend, spec.rounding());

@@ -5,7 +5,7 @@ use super::math::{add_slice, dot, exp, fma, tanh, vectorized};
 use super::product::task_gemm::{OutputTile, PACK_UNIT, PackedOperand, Side, TaskGemm, cache_friendly_stride};
 use super::product::{CpuBackend, Matrix};
 use super::{Shared, with_scratch};
-use crate::attention::Spec;
+use crate::attention::{AttentionGradInputs, Spec};
 use rayon::prelude::*;
 
 /// With fewer tasks than this the query heads of a key head are split into parts, each with its own dk and dv.
@@ -20,20 +20,10 @@ pub(crate) fn parts(heads: usize, kv_heads: usize, documents: usize) -> usize {
         .unwrap_or(group)
 }
 
-/// The inputs of the backward pass.
-pub(crate) struct BackwardInputs<'a> {
-    pub q: &'a [f32],
-    pub k: &'a [f32],
-    pub v: &'a [f32],
-    pub o: &'a [f32],
-    pub lse: &'a [f32],
-    pub dout: &'a [f32],
-}
-
 /// Computes dq, dk, dv. The queries of a document are aligned with its last keys.
 pub(crate) fn backward(
     backend: CpuBackend,
-    saved: &BackwardInputs<'_>,
+    saved: &AttentionGradInputs<&[f32]>,
     spec: &Spec,
     q_documents: &[usize],
     k_documents: &[usize],
@@ -60,11 +50,15 @@ pub(crate) fn backward(
         dv: Shared::new(&mut dv),
         parts,
     };
+    let job = BackwardJob {
+        gemm: TaskGemm::new(backend, spec.rounding()),
+        saved,
+        spec,
+        out,
+    };
     tasks.into_par_iter().with_max_len(1).for_each(|(document, part)| {
-        let gemm = TaskGemm::new(backend, spec.rounding());
         for first in (0..document.blocks()).step_by(BLOCKS) {
-            let blocks = document.run(first, BLOCKS, spec.window, PACK_UNIT);
-            run(gemm, saved, spec, blocks, part, &out);
+            job.run(document.run(first, BLOCKS, spec.window, PACK_UNIT), part);
         }
     });
     if parts > 1 {
@@ -74,6 +68,7 @@ pub(crate) fn backward(
     (dq, dk, dv)
 }
 
+/// The gradients.
 #[derive(Clone, Copy)]
 struct Out {
     dq: Shared,
@@ -93,38 +88,120 @@ struct Keys<'a> {
     values: PackedOperand<'a>,
 }
 
-/// Runs a few blocks, for the query heads of one part of a key head.
-fn run(
+/// What all tasks share.
+struct BackwardJob<'a> {
     gemm: TaskGemm,
-    saved: &BackwardInputs<'_>,
-    spec: &Spec,
-    blocks: impl Iterator<Item = QueryBlock> + Clone,
+    saved: &'a AttentionGradInputs<&'a [f32]>,
+    spec: &'a Spec,
+    out: Out,
+}
+
+/// The heads of a block: a query head, and the part of a key head to which it belongs.
+#[derive(Clone, Copy)]
+struct QueryHead {
+    head: usize,
     part: usize,
-    out: &Out,
-) {
-    let e = spec.head_dim;
-    let k_width = spec.kv_heads * e;
-    let (low, keys) = keys_of(blocks.clone());
-    let longest = blocks.clone().map(|b| b.keys).max().unwrap_or(0);
-    let lens = key_lens(gemm, e, keys);
-    with_scratch(scratch(gemm, e, keys, longest), |scratch| {
-        let mut scratch = Cutter(scratch);
-        let at = low * k_width + part / out.parts * e;
-        let [scores, dq, values] = lens.map(|len| scratch.take(len));
-        let k_inner = |values| Matrix::k_inner(values, k_width);
-        let keys = Keys {
-            low,
-            scores: gemm.pack_operand(Side::B, k_inner(&saved.k[at..]), (keys, e), scores),
-            dq: gemm.pack_operand(Side::B, Matrix::k_outer(&saved.k[at..], k_width), (e, keys), dq),
-            values: gemm.pack_operand(Side::B, k_inner(&saved.v[at..]), (keys, e), values),
-        };
-        let heads = spec.heads / spec.kv_heads / out.parts;
-        for head in part * heads..(part + 1) * heads {
-            for b in blocks.clone() {
-                block_backward(gemm, saved, spec, b, head, part, &keys, out, &mut *scratch.0);
+}
+
+impl BackwardJob<'_> {
+    /// Runs a few blocks, for the query heads of one part of a key head.
+    fn run(&self, blocks: impl Iterator<Item = QueryBlock> + Clone, part: usize) {
+        let BackwardJob { gemm, saved, spec, out } = *self;
+        let e = spec.head_dim;
+        let k_width = spec.kv_heads * e;
+        let (low, keys) = keys_of(blocks.clone());
+        let longest = blocks.clone().map(|b| b.keys).max().unwrap_or(0);
+        let lens = key_lens(gemm, e, keys);
+        with_scratch(scratch(gemm, e, keys, longest), |scratch| {
+            let mut scratch = Cutter(scratch);
+            let at = low * k_width + part / out.parts * e;
+            let [scores, dq, values] = lens.map(|len| scratch.take(len));
+            let k_inner = |values| Matrix::k_inner(values, k_width);
+            let keys = Keys {
+                low,
+                scores: gemm.pack_operand(Side::B, k_inner(&saved.k[at..]), (keys, e), scores),
+                dq: gemm.pack_operand(Side::B, Matrix::k_outer(&saved.k[at..], k_width), (e, keys), dq),
+                values: gemm.pack_operand(Side::B, k_inner(&saved.v[at..]), (keys, e), values),
+            };
+            let heads = spec.heads / spec.kv_heads / out.parts;
+            for head in part * heads..(part + 1) * heads {
+                for b in blocks.clone() {
+                    self.block(b, QueryHead { head, part }, &keys, &mut *scratch.0);
+                }
             }
+        });
+    }
+
+    fn block(&self, b: QueryBlock, QueryHead { head, part }: QueryHead, keys: &Keys<'_>, scratch: &mut [f32]) {
+        let BackwardJob { gemm, saved, spec, out } = *self;
+        let (heads, e) = (spec.heads, spec.head_dim);
+        let q_width = heads * e;
+        let part_width = spec.kv_heads * e * out.parts;
+        let at_q = b.query * q_width + head * e;
+        let at_part = b.key * part_width + part * e;
+        let (first, stride) = (b.key - keys.low, cache_friendly_stride(b.keys));
+        let mut scratch = Cutter(scratch);
+        let [rows, columns, p, ds, packed] = block_lens(gemm, e, b.keys).map(|len| scratch.take(len));
+        // Computes `scores [queries, keys]` = rows of a head · packed keys.
+        let mut score = |scores: &mut [f32], from: &[f32], keys: PackedOperand| {
+            let from = Matrix::k_inner(&from[at_q..], q_width);
+            let a = gemm.pack_operand(Side::A, from, (b.queries, e), rows);
+            let to = OutputTile {
+                c: Shared::new(scores),
+                at: 0,
+                stride,
+                add: false,
+            };
+            // SAFETY: the scores belong to this task alone.
+            unsafe { gemm.multiply((b.queries, b.keys, e), to, &a, &keys) }
+        };
+        score(p, saved.q, keys.scores.part(first, 0));
+        score(ds, saved.dout, keys.values.part(first, 0));
+        let pairs = p.chunks_exact_mut(stride).zip(ds.chunks_exact_mut(stride));
+        for (i, (p, ds)) in pairs.enumerate().take(b.queries) {
+            let seen = b.visible(i, spec.window);
+            for row in [&mut *p, &mut *ds] {
+                row[..seen.start].fill(0.0);
+                row[seen.end..b.keys].fill(0.0);
+            }
+            let at = at_q + i * q_width;
+            let delta = dot_rows(&saved.dout[at..][..e], &saved.o[at..][..e]);
+            let lse = saved.lse[(b.query + i) * heads + head];
+            let cap = spec.softcap.unwrap_or(0.0);
+            softmax_backward(&mut p[seen.clone()], &mut ds[seen], lse, delta, spec.scale, cap);
         }
-    });
+        let a = gemm.pack_operand(
+            Side::ScratchA,
+            Matrix::k_inner(&*ds, stride),
+            (b.queries, b.keys),
+            &mut *packed,
+        );
+        let to = OutputTile {
+            c: out.dq,
+            at: at_q,
+            stride: q_width,
+            add: false,
+        };
+        // SAFETY: these rows of this head belong to this task alone.
+        unsafe { gemm.multiply((b.queries, e, b.keys), to, &a, &keys.dq.part(0, first)) };
+        // Computes `dst [keys, E] += scores [queries, keys]ᵀ · rows of a head`.
+        let mut add = |dst: Shared, scores: &[f32], from: &[f32]| {
+            let from = Matrix::k_outer(&from[at_q..], q_width);
+            let rows = gemm.pack_operand(Side::B, from, (e, b.queries), columns);
+            let transposed = Matrix::k_outer(scores, stride);
+            let a = gemm.pack_operand(Side::ScratchA, transposed, (b.keys, b.queries), &mut *packed);
+            let to = OutputTile {
+                c: dst,
+                at: at_part,
+                stride: part_width,
+                add: true,
+            };
+            // SAFETY: the columns of this part belong to this task alone.
+            unsafe { gemm.multiply((b.keys, e, b.queries), to, &a, &rows) };
+        };
+        add(out.dk, ds, saved.q);
+        add(out.dv, p, saved.dout);
+    }
 }
 
 /// Returns the scratch elements of a task: its run of blocks attends to `keys` keys, each block to at most `longest`.
@@ -148,87 +225,6 @@ fn block_lens(gemm: TaskGemm, e: usize, keys: usize) -> [usize; 5] {
         gemm.packed_len(Side::ScratchA, QUERIES, keys)
             .max(gemm.packed_len(Side::ScratchA, keys, QUERIES)),
     ]
-}
-
-#[allow(clippy::too_many_arguments)]
-fn block_backward(
-    gemm: TaskGemm,
-    saved: &BackwardInputs<'_>,
-    spec: &Spec,
-    b: QueryBlock,
-    head: usize,
-    part: usize,
-    keys: &Keys<'_>,
-    out: &Out,
-    scratch: &mut [f32],
-) {
-    let (heads, e) = (spec.heads, spec.head_dim);
-    let q_width = heads * e;
-    let part_width = spec.kv_heads * e * out.parts;
-    let at_q = b.query * q_width + head * e;
-    let at_part = b.key * part_width + part * e;
-    let (first, stride) = (b.key - keys.low, cache_friendly_stride(b.keys));
-    let mut scratch = Cutter(scratch);
-    let [rows, columns, p, ds, packed] = block_lens(gemm, e, b.keys).map(|len| scratch.take(len));
-    // Computes `scores [queries, keys]` = rows of a head · packed keys.
-    let mut score = |scores: &mut [f32], from: &[f32], keys: PackedOperand| {
-        let from = Matrix::k_inner(&from[at_q..], q_width);
-        let a = gemm.pack_operand(Side::A, from, (b.queries, e), rows);
-        let to = OutputTile {
-            c: Shared::new(scores),
-            at: 0,
-            stride,
-            add: false,
-        };
-        // SAFETY: the scores belong to this task alone.
-        unsafe { gemm.multiply((b.queries, b.keys, e), to, &a, &keys) }
-    };
-    score(p, saved.q, keys.scores.part(first, 0));
-    score(ds, saved.dout, keys.values.part(first, 0));
-    let pairs = p.chunks_exact_mut(stride).zip(ds.chunks_exact_mut(stride));
-    for (i, (p, ds)) in pairs.enumerate().take(b.queries) {
-        let seen = b.visible(i, spec.window);
-        for row in [&mut *p, &mut *ds] {
-            row[..seen.start].fill(0.0);
-            row[seen.end..b.keys].fill(0.0);
-        }
-        let at = at_q + i * q_width;
-        let delta = dot_rows(&saved.dout[at..][..e], &saved.o[at..][..e]);
-        let lse = saved.lse[(b.query + i) * heads + head];
-        let cap = spec.softcap.unwrap_or(0.0);
-        softmax_backward(&mut p[seen.clone()], &mut ds[seen], lse, delta, spec.scale, cap);
-    }
-    let a = gemm.pack_operand(
-        Side::ScratchA,
-        Matrix::k_inner(&*ds, stride),
-        (b.queries, b.keys),
-        &mut *packed,
-    );
-    let to = OutputTile {
-        c: out.dq,
-        at: at_q,
-        stride: q_width,
-        add: false,
-    };
-    // SAFETY: these rows of this head belong to this task alone.
-    unsafe { gemm.multiply((b.queries, e, b.keys), to, &a, &keys.dq.part(0, first)) };
-    // Computes `dst [keys, E] += scores [queries, keys]ᵀ · rows of a head`.
-    let mut add = |dst: Shared, scores: &[f32], from: &[f32]| {
-        let from = Matrix::k_outer(&from[at_q..], q_width);
-        let rows = gemm.pack_operand(Side::B, from, (e, b.queries), columns);
-        let transposed = Matrix::k_outer(scores, stride);
-        let a = gemm.pack_operand(Side::ScratchA, transposed, (b.keys, b.queries), &mut *packed);
-        let to = OutputTile {
-            c: dst,
-            at: at_part,
-            stride: part_width,
-            add: true,
-        };
-        // SAFETY: the columns of this part belong to this task alone.
-        unsafe { gemm.multiply((b.keys, e, b.queries), to, &a, &rows) };
-    };
-    add(out.dk, ds, saved.q);
-    add(out.dv, p, saved.dout);
 }
 
 /// Sums the parts of each key head, in order: `[N, K, parts, E]` to `[N, K, E]`.

@@ -250,6 +250,16 @@ pub(crate) fn scale(row: &mut [f32], factor: f32) {
     row.iter_mut().for_each(|x| *x *= factor);
 }
 
+/// A value head in a chunk.
+#[derive(Clone, Copy)]
+pub(crate) struct HeadChunk<'a> {
+    pub x: &'a Slices<'a>,
+    pub heads: &'a DeltaHeads,
+    pub head: usize,
+    pub c: Chunk,
+    pub d: &'a Decays,
+}
+
 /// Memory of a value head in a chunk.
 pub(crate) struct Work<'a> {
     /// A without β, then P, `[c, c]`.
@@ -268,18 +278,8 @@ impl Work<'_> {
     }
 
     /// Computes A, K S and D from the state `[P, Q]`.
-    #[allow(clippy::too_many_arguments)]
-    pub(crate) fn deltas(
-        &mut self,
-        x: &Slices,
-        heads: &DeltaHeads,
-        head: usize,
-        c: Chunk,
-        d: &Decays,
-        (k, kk): (&[f32], &[f32]),
-        state: &[f32],
-        products: &mut Products,
-    ) {
+    pub(crate) fn deltas(&mut self, of: &HeadChunk, (k, kk): (&[f32], &[f32]), state: &[f32], products: &mut Products) {
+        let HeadChunk { x, heads, head, c, d } = *of;
         let (n, p, q) = (c.tokens, heads.key_dim, heads.value_dim);
         products.product(
             (n, q, p),
@@ -301,15 +301,9 @@ impl Work<'_> {
     }
 
     /// The state after the chunk.
-    pub(crate) fn update(
-        &mut self,
-        heads: &DeltaHeads,
-        n: usize,
-        d: &Decays,
-        k: &[f32],
-        state: &mut [f32],
-        products: &mut Products,
-    ) {
+    pub(crate) fn update(&mut self, of: &HeadChunk, k: &[f32], state: &mut [f32], products: &mut Products) {
+        let HeadChunk { heads, c, d, .. } = *of;
+        let n = c.tokens;
         let (p, q) = (heads.key_dim, heads.value_dim);
         self.spare[..n * q].copy_from_slice(&self.delta[..n * q]);
         for (row, decay) in self.spare.chunks_exact_mut(q).zip(&d.to_end).take(n) {
@@ -397,7 +391,9 @@ fn run(
             for (j, state) in states.chunks_exact_mut(p * q).enumerate() {
                 let (head, n) = (key_head * group + j, c.tokens);
                 let d = Decays::new(x, heads, head, c);
-                work.deltas(x, heads, head, c, &d, (keys.k, keys.kk), state, &mut products);
+                let d = &d;
+                let of = HeadChunk { x, heads, head, c, d };
+                work.deltas(&of, (keys.k, keys.kk), state, &mut products);
                 // e^γ Q S
                 let (stride, at) = (heads.value_heads * q, (c.first * heads.value_heads + head) * q);
                 let rows = Matrix::k_inner(&*keys.q, p);
@@ -406,7 +402,7 @@ fn run(
                     // SAFETY: these rows of this head belong to this task alone.
                     scale(unsafe { o.part(at + i * stride, q) }, d.from_start[i]);
                 }
-                decayed(keys.qk, &d, n, true, work.triangle);
+                decayed(keys.qk, d, n, true, work.triangle);
                 let p_rows = Matrix::k_inner(&*work.triangle, n);
                 products.strided(
                     (n, q, n),
@@ -415,7 +411,7 @@ fn run(
                     p_rows,
                     Matrix::k_outer(&*work.delta, q),
                 );
-                work.update(heads, n, &d, keys.k, state, &mut products);
+                work.update(&of, keys.k, state, &mut products);
             }
         }
     });

@@ -3,8 +3,8 @@
 
 use super::attention::Cutter;
 use super::delta_rule::{
-    CHUNK, Chunk, Decays, Keys, Products, Slices, Work, chunks, decayed, gates, packed_lens, scale, solve_transposed,
-    tasks,
+    CHUNK, Chunk, Decays, HeadChunk, Keys, Products, Slices, Work, chunks, decayed, gates, packed_lens, scale,
+    solve_transposed, tasks,
 };
 use super::math::{add_slice, dot, fma, vectorized};
 use super::product::task_gemm::TaskGemm;
@@ -72,6 +72,16 @@ pub(crate) fn scratch(gemm: TaskGemm, heads: &DeltaHeads, longest: usize) -> usi
 struct Gates {
     sums: [f64; CHUNK],
     beta: [f64; CHUNK],
+}
+
+/// A value head in a chunk, as its forward pass left it.
+#[derive(Clone, Copy)]
+struct ForwardChunk<'a> {
+    of: HeadChunk<'a>,
+    keys: &'a Keys<'a>,
+    work: &'a Work<'a>,
+    /// Before the chunk, `[P, Q]`.
+    state: &'a [f32],
 }
 
 /// Writes the gradients of qkv, a and b; returns those of A_log and dt_bias.
@@ -156,8 +166,10 @@ fn run(
             for (j, state) in after.chunks_exact_mut(p * q).enumerate() {
                 let head = key_head * group + j;
                 let d = Decays::new(x, heads, head, c);
-                work.deltas(x, heads, head, c, &d, (keys.k, keys.kk), state, &mut products);
-                work.update(heads, c.tokens, &d, keys.k, state, &mut products);
+                let d = &d;
+                let of = HeadChunk { x, heads, head, c, d };
+                work.deltas(&of, (keys.k, keys.kk), state, &mut products);
+                work.update(&of, keys.k, state, &mut products);
             }
         }
         d_state[..per_chunk].fill(0.0);
@@ -169,30 +181,18 @@ fn run(
             for (j, (state, d_state)) in own.zip(d_state.chunks_exact_mut(p * q)).enumerate() {
                 let head = key_head * group + j;
                 let d = Decays::new(x, heads, head, c);
-                work.deltas(x, heads, head, c, &d, (keys.k, keys.kk), state, &mut products);
+                let d = &d;
+                let of = HeadChunk { x, heads, head, c, d };
+                work.deltas(&of, (keys.k, keys.kk), state, &mut products);
                 let at = ((c.first * heads.value_heads + head) * q, heads.value_heads * q);
-                let mut gates = g.outputs(
-                    heads,
-                    c.tokens,
-                    &d,
-                    &keys,
-                    &work,
-                    (state, d_state),
-                    (d_o, at),
-                    &mut products,
-                );
-                g.updates(
-                    x,
-                    heads,
-                    (head, c),
-                    &d,
-                    &keys,
-                    &work,
-                    (state, d_state),
-                    &mut gates,
-                    &mut products,
-                    to[0],
-                );
+                let forward = ForwardChunk {
+                    of,
+                    keys: &keys,
+                    work: &work,
+                    state,
+                };
+                let mut gates = g.outputs(&forward, d_state, (d_o, at), &mut products);
+                g.updates(&forward, d_state, &mut gates, &mut products, to[0]);
                 let mut sum = 0.0;
                 for t in (0..c.tokens).rev() {
                     sum += gates.sums[t];
@@ -213,19 +213,16 @@ fn run(
 impl Gradients<'_> {
     /// Through `O = e^γ Q S + P D` and `S' = e^γ_c S + (e^(γ_c - γ) K)ᵀ D`. Leaves the gradient of D in `delta`, and in
     /// `d_state` that part of the gradient of S.
-    #[allow(clippy::too_many_arguments)]
     fn outputs(
         &mut self,
-        heads: &DeltaHeads,
-        n: usize,
-        d: &Decays,
-        keys: &Keys,
-        work: &Work,
-        (state, d_state): (&[f32], &mut [f32]),
+        forward: &ForwardChunk,
+        d_state: &mut [f32],
         (d_o, (at, stride)): (&[f32], (usize, usize)),
         products: &mut Products,
     ) -> Gates {
-        let (p, q) = (heads.key_dim, heads.value_dim);
+        let ForwardChunk { of, keys, work, state } = *forward;
+        let HeadChunk { heads, c, d, .. } = of;
+        let (n, p, q) = (c.tokens, heads.key_dim, heads.value_dim);
         let mut gates = Gates {
             sums: [0.0; CHUNK],
             beta: [0.0; CHUNK],
@@ -289,20 +286,16 @@ impl Gradients<'_> {
     }
 
     /// Through `(I + A) D = β (V - e^γ K S)`. Writes the gradient of v.
-    #[allow(clippy::too_many_arguments)]
     fn updates(
         &mut self,
-        x: &Slices,
-        heads: &DeltaHeads,
-        (head, c): (usize, Chunk),
-        d: &Decays,
-        keys: &Keys,
-        work: &Work,
-        (state, d_state): (&[f32], &mut [f32]),
+        forward: &ForwardChunk,
+        d_state: &mut [f32],
         gates: &mut Gates,
         products: &mut Products,
         to: Shared,
     ) {
+        let ForwardChunk { of, keys, work, state } = *forward;
+        let HeadChunk { x, heads, head, c, d } = of;
         let (n, p, q, width) = (c.tokens, heads.key_dim, heads.value_dim, heads.channels());
         solve_transposed(work.triangle, &d.beta, self.delta, n, q);
         let deltas = Matrix::k_inner(&*work.delta, q);

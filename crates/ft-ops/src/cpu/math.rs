@@ -33,8 +33,8 @@ pub(crate) fn fma<const FMA: bool>(a: f32, b: f32, c: f32) -> f32 {
     if FMA { a.mul_add(b, c) } else { a * b + c }
 }
 
-// Adding and then subtracting this constant rounds to an integer; after the addition it is in the low bits.
-const ROUND: f32 = 12_582_912.0;
+/// Adding and then subtracting this constant rounds to an integer; after the addition it is in the low bits.
+pub(crate) const ROUND: f32 = 12_582_912.0;
 // ln 2 in two parts; the first has few bits, so that n * LN2_HI is exact for |n| < 2^9.
 const LN2_HI: f32 = 0.693_359_4;
 const LN2_LO: f32 = -2.121_944_4e-4;

@@ -32,15 +32,15 @@ pub(crate) fn apply(
             let angles = cos.chunks_exact(half).zip(sin.chunks_exact(half));
             for ((y, x), (cos, sin)) in tokens.zip(angles) {
                 match pairing {
-                    Pairing::Halves => turn(x, cos, sin, sign, head, y),
-                    Pairing::Neighbors => turn_neighbors(x, cos, sin, sign, head, y),
+                    Pairing::Halves => rotate(x, cos, sin, sign, head, y),
+                    Pairing::Neighbors => rotate_neighbors(x, cos, sin, sign, head, y),
                 }
             }
         });
 }
 
 #[inline(always)]
-fn turn_body<const FMA: bool>(x: &[f32], cos: &[f32], sin: &[f32], sign: f32, head: usize, y: &mut [f32]) {
+fn rotate_body<const FMA: bool>(x: &[f32], cos: &[f32], sin: &[f32], sign: f32, head: usize, y: &mut [f32]) {
     let half = cos.len();
     for (y, x) in y.chunks_exact_mut(head).zip(x.chunks_exact(head)) {
         let (a, rest) = x.split_at(half);
@@ -56,11 +56,11 @@ fn turn_body<const FMA: bool>(x: &[f32], cos: &[f32], sin: &[f32], sign: f32, he
     }
 }
 vectorized!(
-    fn turn(x: &[f32], cos: &[f32], sin: &[f32], sign: f32, head: usize, y: &mut [f32]) = turn_body
+    fn rotate(x: &[f32], cos: &[f32], sin: &[f32], sign: f32, head: usize, y: &mut [f32]) = rotate_body
 );
 
 #[inline(always)]
-fn turn_neighbors_body<const FMA: bool>(x: &[f32], cos: &[f32], sin: &[f32], sign: f32, head: usize, y: &mut [f32]) {
+fn rotate_neighbors_body<const FMA: bool>(x: &[f32], cos: &[f32], sin: &[f32], sign: f32, head: usize, y: &mut [f32]) {
     for (y, x) in y.chunks_exact_mut(head).zip(x.chunks_exact(head)) {
         let (x, rest) = x.split_at(2 * cos.len());
         let (y, copied) = y.split_at_mut(2 * cos.len());
@@ -73,5 +73,5 @@ fn turn_neighbors_body<const FMA: bool>(x: &[f32], cos: &[f32], sin: &[f32], sig
     }
 }
 vectorized!(
-    fn turn_neighbors(x: &[f32], cos: &[f32], sin: &[f32], sign: f32, head: usize, y: &mut [f32]) = turn_neighbors_body
+    fn rotate_neighbors(x: &[f32], cos: &[f32], sin: &[f32], sign: f32, head: usize, y: &mut [f32]) = rotate_neighbors_body
 );

@@ -70,12 +70,12 @@ fn weight(item: &ParameterStep, gradient: u64) -> Result<[Arg; 4]> {
     let kind = FloatType::of(item.weight, "a weight")?;
     let (low, key, random) = match item.precision {
         Precision::Whole => (0, 0, false),
-        Precision::Halves(low) if low.elem_count() == item.weight.elem_count() => (
+        Precision::Master(low) if low.elem_count() == item.weight.elem_count() => (
             address_of(low, "the low 16 bits of a master weight", DType::I16)?,
             0,
             false,
         ),
-        Precision::Halves(_) => return Err(wrong("tensors of different sizes")),
+        Precision::Master(_) => return Err(wrong("tensors of different sizes")),
         Precision::Stochastic(rng) => (0, rng.key(), true),
     };
     if (kind == FloatType::F32) != matches!(item.precision, Precision::Whole) {

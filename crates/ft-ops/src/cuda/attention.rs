@@ -4,7 +4,7 @@
 //! f32 kernels, with heads of up to 512. Shapes and letters as in `ops::attention`.
 
 use super::{Arg, FloatType, Gpu, Grid, address, address_of, aligned, elementwise, narrow};
-use crate::attention::Spec;
+use crate::attention::{AttentionGradInputs, Spec};
 use crate::attention_schedule::{AttentionTile, Documents, Visited};
 use candle_core::cuda::DeviceId;
 use candle_core::cuda::cudarc::driver::DeviceRepr;
@@ -315,17 +315,12 @@ pub(crate) fn forward(
 
 /// Returns dq, dk, dv of the types of q, k, v. Queries and keys are the same tokens; the caller checked shapes and
 /// offsets.
-#[allow(clippy::too_many_arguments)]
 pub(crate) fn backward(
-    q: &Tensor,
-    k: &Tensor,
-    v: &Tensor,
-    o: &Tensor,
-    lse: &Tensor,
-    dout: &Tensor,
+    inputs: AttentionGradInputs<&Tensor>,
     spec: &Spec,
     documents: &[usize],
 ) -> Result<(Tensor, Tensor, Tensor)> {
+    let AttentionGradInputs { q, k, v, o, lse, dout } = inputs;
     let gpu = Gpu::of(q, "the queries")?;
     let kind = FloatType::of(q, "the queries")?;
     let dout = &elementwise::cast(dout, kind)?;
@@ -338,7 +333,15 @@ pub(crate) fn backward(
     ];
     if kind.is_short() && !on_tensor_cores(spec, kind, &inputs) {
         let [q, k, v, o, dout] = [q, k, v, o, dout].map(|t| elementwise::cast(t, FloatType::F32));
-        let (dq, dk, dv) = backward(&q?, &k?, &v?, &o?, lse, &dout?, spec, documents)?;
+        let inputs = AttentionGradInputs {
+            q: &q?,
+            k: &k?,
+            v: &v?,
+            o: &o?,
+            lse,
+            dout: &dout?,
+        };
+        let (dq, dk, dv) = backward(inputs, spec, documents)?;
         let [dq, dk, dv] = [dq, dk, dv].map(|t| elementwise::cast(&t, kind));
         return Ok((dq?, dk?, dv?));
     }

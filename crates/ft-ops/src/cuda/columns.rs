@@ -7,6 +7,7 @@ use ft_base::Result;
 /// Same values as in `cuda/columns.cu`.
 const ACROSS: usize = 32;
 const DOWN: usize = 8;
+/// Elements that a thread reads at a time.
 const PACK: usize = 4;
 /// Number of blocks that keeps a large GPU busy.
 const BLOCKS: usize = 1024;

@@ -125,13 +125,13 @@ struct ChunkAddresses<'a> {
 }
 
 /// Rows of the head: the address of the first, and their number.
-type Part = (u64, usize);
+type HeadPart = (u64, usize);
 
 impl ChunkAddresses<'_> {
     /// Calls `f` for every piece of the head and every group of tokens: first token, number of tokens, first row of
     /// the piece, and the piece. The work that `f` queues completes before the memory of the piece is reused,
     /// because it is freed on this stream.
-    fn each(&self, head: &Pieces, mut f: impl FnMut(usize, usize, usize, Part) -> Result<()>) -> Result<()> {
+    fn each(&self, head: &Pieces, mut f: impl FnMut(usize, usize, usize, HeadPart) -> Result<()>) -> Result<()> {
         head.each(|first, part| {
             let part = cast(part, self.kind)?;
             let from = address(&part, "a part of the head")?;
@@ -152,7 +152,7 @@ impl ChunkAddresses<'_> {
     }
 
     /// Computes the logits of some tokens for a piece of the head.
-    fn product(&self, start: usize, tokens: usize, (head, width): Part) -> Result<()> {
+    fn product(&self, start: usize, tokens: usize, (head, width): HeadPart) -> Result<()> {
         let head = Matrix::new(head, self.kind, self.d).t();
         let logits = Matrix::new(self.logits, FloatType::F32, self.stride);
         // SAFETY: [tokens, D] · [D, width] into rows of `stride` elements.
@@ -186,7 +186,7 @@ impl ChunkAddresses<'_> {
         ])
     }
 
-    fn survey(&self, start: usize, tokens: usize, first: usize, part: Part) -> Result<()> {
+    fn survey(&self, start: usize, tokens: usize, first: usize, part: HeadPart) -> Result<()> {
         self.product(start, tokens, part)?;
         let args = self.args(start, first, part.1)?;
         let args: Vec<Arg> = args.into_iter().chain([Arg::F32(self.smoothing)]).collect();
@@ -247,7 +247,7 @@ impl ChunkAddresses<'_> {
         start: usize,
         tokens: usize,
         first: usize,
-        part: Part,
+        part: HeadPart,
         (scale, weights): (f32, u64),
         dh: u64,
     ) -> Result<()> {

@@ -10,11 +10,11 @@ use crate::delta_rule::{
 use candle_core::{DType, Tensor};
 use ft_base::{Error, Result};
 
+/// Threads of a block, and columns of a state of a block of a scan, as in `cuda/delta_rule.cuh`.
 const THREADS: u32 = 256;
-/// Columns of a state of a block of a scan.
 const SLICE: usize = 32;
 
-/// Distances of the rows of keys and of triangles in shared memory.
+/// Distances of the rows of keys and of triangles in shared memory, as in `cuda/delta_rule.cuh`.
 const WIDE: usize = KEY + 4;
 const NARROW: usize = CHUNK + 8;
 /// Bytes of shared memory of a scan, of the kernel before it,
@@ -39,7 +39,7 @@ struct Launch<'a> {
 }
 
 /// Value heads of a launch: the first one, and how many.
-type Part = (usize, usize);
+type ValueHeads = (usize, usize);
 
 impl<'a> Launch<'a> {
     fn new(x: &'a DeltaInputs<'a>, heads: &'a DeltaHeads, documents: &[usize]) -> Result<Self> {
@@ -100,7 +100,7 @@ impl<'a> Launch<'a> {
         (module, name): (&'static str, &'static str),
         grid: Grid,
         tensors: &[Arg],
-        (first, count): Part,
+        (first, count): ValueHeads,
     ) -> Result<()> {
         let mut args = Vec::with_capacity(24);
         args.push(self.activation(self.x.qkv)?);
@@ -115,7 +115,7 @@ impl<'a> Launch<'a> {
     }
 
     /// Returns what the scans need of each chunk for these heads.
-    fn prepare(&self, part: Part) -> Result<Tensor> {
+    fn prepare(&self, part: ValueHeads) -> Result<Tensor> {
         let prepared = self.gpu.empty((self.chunks(), part.1 * PREPARED), DType::F32)?;
         let grid = Grid {
             blocks: (self.chunks(), part.1),
@@ -130,7 +130,13 @@ impl<'a> Launch<'a> {
     }
 
     /// `tensors`: of the kernel, after the spans and `prepared`.
-    fn scan(&self, kernel: (&'static str, &'static str), prepared: &Tensor, tensors: &[Arg], part: Part) -> Result<()> {
+    fn scan(
+        &self,
+        kernel: (&'static str, &'static str),
+        prepared: &Tensor,
+        tensors: &[Arg],
+        part: ValueHeads,
+    ) -> Result<()> {
         let grid = Grid {
             blocks: (self.documents * part.1, self.heads.value_dim.div_ceil(SLICE)),
             threads: (THREADS, 1),

@@ -33,7 +33,7 @@ pub(crate) struct DistillJob<'a> {
 
 /// The results of the trained tokens, and the gradients that were requested.
 #[derive(Default)]
-pub(crate) struct Found {
+pub(crate) struct DistillResult {
     pub divergence: Vec<f32>,
     pub cross_entropy: Vec<f32>,
     /// 1 where the target has the largest logit.
@@ -42,13 +42,13 @@ pub(crate) struct Found {
     pub dw: Option<Tensor>,
 }
 
-pub(crate) fn run(job: &DistillJob) -> Result<Found> {
+pub(crate) fn run(job: &DistillJob) -> Result<DistillResult> {
     let (h, options) = (job.student.h, job.options);
     let gpu = Gpu::of(h, "the hidden states")?;
     let kind = FloatType::of(h, "the hidden states")?;
     let ((n, d), v) = (h.dims2()?, job.student.sizes()?.0);
     let parts = job.student.in_parts() || matches!(job.teacher, Teacher::Live(side) if side.in_parts());
-    let mut found = Found {
+    let mut found = DistillResult {
         dh: options.need_dh.then(|| gpu.zeros((n, d), kind.dtype())).transpose()?,
         dw: options.need_dw.then(|| gpu.zeros((v, d), DType::F32)).transpose()?,
         ..Found::default()
@@ -111,16 +111,27 @@ struct Stored {
 impl Stored {
     fn new(gpu: &Gpu, top: &TopK, first: usize, count: usize) -> Result<Self> {
         let bits = |all: &[f32]| all.iter().map(|x| x.to_bits()).collect::<Vec<u32>>();
-        let part = first * top.k..(first + count) * top.k;
+        let top = top.tokens(first, count);
         Ok(Self {
             k: top.k,
-            ids: gpu.upload_u32(&top.ids[part.clone()])?,
-            log_probs: gpu.upload_u32(&bits(&top.log_probs[part]))?,
-            rest: gpu.upload_u32(&bits(&top.rest[first..][..count]))?,
+            ids: gpu.upload_u32(top.ids)?,
+            log_probs: gpu.upload_u32(&bits(top.log_probs))?,
+            rest: gpu.upload_u32(&bits(top.rest))?,
             picked: gpu.empty(count * top.k, DType::F32)?,
             slopes: gpu.empty(count, DType::F32)?,
         })
     }
+}
+
+/// The logits of a model over a piece, and where their sums over the common ids go.
+struct SoftSurvey {
+    logits: u64,
+    /// Elements between two rows of logits.
+    stride: usize,
+    cap: Arg,
+    sums: Arg,
+    /// Ids of a stored teacher: how many, and the addresses of the ids and of the logits at them.
+    stored: (usize, Arg, Arg),
 }
 
 /// A group of tokens on the way through all pieces.
@@ -172,7 +183,7 @@ impl<'a> Group<'a> {
     }
 
     /// Returns the divergence, the cross-entropy and the hit of each row, `[3 · count]`, and adds the gradients.
-    fn run(mut self, found: &Found) -> Result<Tensor> {
+    fn run(mut self, found: &DistillResult) -> Result<Tensor> {
         let v = self.job.student.sizes()?.0;
         self.each(v, Self::survey)?;
         if self.stored.is_some() {
@@ -302,52 +313,45 @@ impl<'a> Group<'a> {
             Some(s) => (s.k, Self::at(&s.ids, start * s.k)?, Self::at(&s.picked, start * s.k)?),
             None => (0, Arg::Address(0), Arg::Address(0)),
         };
-        let soft = self.soft(start)?;
-        self.soft_survey(
+        let survey = SoftSurvey {
             logits,
-            soft,
-            tokens.1,
-            piece,
-            self.own.stride,
-            Self::cap(self.job.student),
-            (k, ids, picked),
-        )
+            stride: self.own.stride,
+            cap: Self::cap(self.job.student),
+            sums: self.soft(start)?,
+            stored: (k, ids, picked),
+        };
+        self.soft_survey(survey, tokens.1, piece)
     }
 
     fn survey_teacher(&mut self, tokens: (usize, usize), piece: (usize, usize)) -> Result<()> {
         let gpu = self.gpu;
         let other = self.teacher()?;
         let (logits, stride) = (other.product(gpu, tokens, piece, false)?, other.stride);
-        let none = (0, Arg::Address(0), Arg::Address(0));
-        self.soft_survey(
+        let survey = SoftSurvey {
             logits,
-            self.their_soft(tokens.0)?,
-            tokens.1,
-            piece,
             stride,
-            self.their_cap(),
-            none,
-        )
+            cap: self.their_cap(),
+            sums: self.their_soft(tokens.0)?,
+            stored: (0, Arg::Address(0), Arg::Address(0)),
+        };
+        self.soft_survey(survey, tokens.1, piece)
     }
 
-    #[allow(clippy::too_many_arguments)]
-    fn soft_survey(
-        &self,
-        logits: u64,
-        soft: Arg,
-        tokens: usize,
-        piece: (usize, usize),
-        stride: usize,
-        cap: Arg,
-        (k, ids, picked): (usize, Arg, Arg),
-    ) -> Result<()> {
+    fn soft_survey(&self, survey: SoftSurvey, tokens: usize, piece: (usize, usize)) -> Result<()> {
+        let SoftSurvey {
+            logits,
+            stride,
+            cap,
+            sums,
+            stored: (k, ids, picked),
+        } = survey;
         let known = self.known(piece);
         if known == 0 {
             return Ok(());
         }
         let args = [
             Arg::Address(logits),
-            soft,
+            sums,
             Arg::small(known, "a piece of the vocabulary")?,
             Arg::size(stride),
             Arg::size(piece.0),

@@ -139,7 +139,13 @@ pub(super) fn forward_into(gpu: &Gpu, y: &Tensor, x: &Tensor, w: &QTensors, add:
         // SAFETY: the part is [count, K].
         unsafe { product(gpu, operand, &x, (part, count), &sums)? };
         let across = Some(&scales.narrow(0, first, count)?).map(|s| address(s, "the scales of a weight"));
-        scaled(gpu, operand, &x, &sums, across.transpose()?, y, (first, count), add)?;
+        let product = ScaledSums {
+            operand,
+            rows: &x,
+            columns: across.transpose()?,
+            sums: &sums,
+        };
+        product.write(gpu, y, (first, count), add)?;
     }
     Ok(())
 }
@@ -176,39 +182,47 @@ pub(super) fn backward_into(gpu: &Gpu, dx: &Tensor, dy: &Tensor, w: &QTensors, a
         unsafe { gpu.launch("eight_bit", name, grid, &args)? };
         // SAFETY: the part is [width, K].
         unsafe { product(gpu, operand, &dy, (to, width), &sums)? };
-        scaled(gpu, operand, &dy, &sums, None, dx, (from, width), add)?;
+        let product = ScaledSums {
+            operand,
+            rows: &dy,
+            columns: None,
+            sums: &sums,
+        };
+        product.write(gpu, dx, (from, width), add)?;
     }
     Ok(())
 }
 
-/// Writes the scaled sums `[N, count]` to columns `first..first + count` of `to`.
-#[allow(clippy::too_many_arguments)]
-fn scaled(
-    gpu: &Gpu,
+/// The sums of a product `[N, count]`, and the scales that its operands have.
+struct ScaledSums<'a> {
     operand: Operand,
-    a: &Quantized,
-    sums: &Tensor,
-    across: Option<u64>,
-    to: &Tensor,
-    (first, count): (usize, usize),
-    add: bool,
-) -> Result<()> {
-    let (rows, columns) = to.dims2()?;
-    let kind = FloatType::of(to, "a product")?;
-    let to = Matrix::new(address(to, "a product")?, kind, columns);
-    let args = [
-        Arg::Address(address(sums, "the sums of a product")?),
-        Arg::Address(address(&a.scales, "the scales of a product")?),
-        Arg::Address(across.unwrap_or(0)),
-        Arg::size(rows),
-        Arg::small(count, "a row of a product")?,
-        Arg::Address(to.address + (first * kind.bytes()) as u64),
-        Arg::size(columns),
-        Arg::I32(add as i32),
-    ];
-    let name = ["scaled_", operand.sums().1, "_", kind.name()];
-    // SAFETY: the sums are [rows, count]; the columns lie inside of the result.
-    unsafe { gpu.launch("eight_bit", name, Grid::stride(rows * count / kind.pack()), &args) }
+    /// With a scale for each row of the product.
+    rows: &'a Quantized,
+    /// Address of a scale for each column.
+    columns: Option<u64>,
+    sums: &'a Tensor,
+}
+
+impl ScaledSums<'_> {
+    /// Writes the product to columns `first..first + count` of `to`, or adds it.
+    fn write(&self, gpu: &Gpu, to: &Tensor, (first, count): (usize, usize), add: bool) -> Result<()> {
+        let (rows, columns) = to.dims2()?;
+        let kind = FloatType::of(to, "a product")?;
+        let to = Matrix::new(address(to, "a product")?, kind, columns);
+        let args = [
+            Arg::Address(address(self.sums, "the sums of a product")?),
+            Arg::Address(address(&self.rows.scales, "the scales of a product")?),
+            Arg::Address(self.columns.unwrap_or(0)),
+            Arg::size(rows),
+            Arg::small(count, "a row of a product")?,
+            Arg::Address(to.address + (first * kind.bytes()) as u64),
+            Arg::size(columns),
+            Arg::I32(add as i32),
+        ];
+        let name = ["scaled_", self.operand.sums().1, "_", kind.name()];
+        // SAFETY: the sums are [rows, count]; the columns lie inside of the result.
+        unsafe { gpu.launch("eight_bit", name, Grid::stride(rows * count / kind.pack()), &args) }
+    }
 }
 
 /// The cuBLASLt handle of a GPU, made once. Handles live as long as the process.

@@ -38,9 +38,9 @@ pub(crate) fn keep(tensor: &Tensor) {
 }
 
 /// candle's guard, whose type it does not export.
-pub(crate) type Kept = Box<dyn Any>;
+pub(crate) type KeptStrides = Box<dyn Any>;
 
-pub(crate) fn keep_strides(device: &Device) -> Option<Kept> {
+pub(crate) fn keep_strides(device: &Device) -> Option<KeptStrides> {
     match device {
         Device::Cuda(device) => Some(Box::new(device.enable_cuda_graph_htod_cache())),
         _ => None,

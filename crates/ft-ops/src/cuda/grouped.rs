@@ -3,7 +3,7 @@
 //! Letters: R rows of all groups, K and N columns of x and y.
 
 use super::{Arg, FloatType, Gpu, Grid, address, address_of, aligned, quantized};
-use crate::grouped::{GroupWeight, Groups};
+use crate::grouped::{DEVICE_COLUMNS as COLUMNS, GroupWeight, Groups};
 use crate::quantized::{FEW, Products, QTensors, TILE};
 use candle_core::{DType, Tensor};
 use ft_base::{Error, Result};
@@ -11,7 +11,6 @@ use ft_base::{Error, Result};
 /// Same values as in `cuda/grouped.cu`.
 const ROWS: usize = 128;
 const F32_ROWS: usize = 64;
-const COLUMNS: usize = 128;
 const THREADS: u32 = 128;
 const STAGES: usize = 3;
 const ROWS_OF_EXPERTS: &str = "the rows of experts";

@@ -7,8 +7,9 @@ use candle_core::cuda::cudarc::driver::DeviceRepr;
 use candle_core::{DType, Device, Tensor};
 use ft_base::{Error, Result};
 
-/// As in `cuda/pairs.cu`: the number of copies in one launch, and the words of one.
+/// Copies in one launch, as `MOST_COPIES` in `cuda/pairs.cu`.
 const MOST: usize = 32;
+/// Words of a copy there.
 const WORDS: usize = 6;
 /// Elements in a vector of a copy.
 const PACK: usize = 4;

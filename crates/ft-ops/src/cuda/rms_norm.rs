@@ -4,8 +4,9 @@ use super::{Arg, FloatType, Gpu, Grid, Name, address, aligned, columns};
 use candle_core::{DType, Tensor};
 use ft_base::Result;
 
-/// Threads that share a short row, as in `cuda/rms_norm.cu`.
+/// Threads that share a short row, as in `cuda/norm.cuh`.
 const LANES: usize = 16;
+/// Threads of a block.
 const THREADS: usize = 256;
 
 /// Returns the kernel name and its grid, for `rows` of `size` elements.

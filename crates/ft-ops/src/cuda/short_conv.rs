@@ -6,7 +6,7 @@ use crate::short_conv::DEVICE_TAPS as TAPS;
 use candle_core::{DType, Tensor};
 use ft_base::{Error, Result};
 
-/// Tokens of a thread of a backward pass, as in the kernel.
+/// Tokens of a thread of a backward pass, as in `cuda/short_conv.cu`.
 const RUN: usize = 16;
 /// Threads of a block of a weight gradient, each with a channel; blocks that keep a large GPU busy; parts of the tokens.
 const CHANNELS: usize = 128;

@@ -180,7 +180,7 @@ fn entry(
     let kind = FloatType::of(item.weight, "a weight")?;
     let (low, key, random) = match item.precision {
         Precision::Whole => (None, 0, false),
-        Precision::Halves(low) => (Some(low), 0, false),
+        Precision::Master(low) => (Some(low), 0, false),
         Precision::Stochastic(rng) => (None, rng.key(), true),
     };
     if (kind == FloatType::F32) != matches!(item.precision, Precision::Whole) {

@@ -45,23 +45,38 @@ pub struct Side<'a> {
     pub softcap: Option<f32>,
 }
 
-/// The top-k ids of each trained token, in order, as `likeliest` returns them.
-#[derive(Debug, Clone, Default, PartialEq)]
-pub struct TopK {
+/// The top-k ids of each trained token, in order, as `likeliest` returns them. I and F: how the numbers are stored.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct TopK<I = Vec<u32>, F = Vec<f32>> {
     /// Ids per token.
     pub k: usize,
     /// `[trained, k]`, ascending in each row.
-    pub ids: Vec<u32>,
+    pub ids: I,
     /// `[trained, k]`: log-probabilities over the C common ids at the temperature.
-    pub log_probs: Vec<f32>,
+    pub log_probs: F,
     /// `[trained]`: logarithm of the probability of all other ids together; -infinity if there are none.
-    pub rest: Vec<f32>,
+    pub rest: F,
 }
 
-/// The teacher.
-pub enum Teacher<'a> {
+/// Some tokens of a `TopK`.
+pub(crate) type TopKSlices<'a> = TopK<&'a [u32], &'a [f32]>;
+
+impl TopK {
+    /// Returns `count` tokens from `first` on.
+    pub(crate) fn tokens(&self, first: usize, count: usize) -> TopKSlices<'_> {
+        TopK {
+            k: self.k,
+            ids: &self.ids[first * self.k..][..count * self.k],
+            log_probs: &self.log_probs[first * self.k..][..count * self.k],
+            rest: &self.rest[first..][..count],
+        }
+    }
+}
+
+/// The teacher. S: how a model is given.
+pub enum Teacher<'a, S = Side<'a>> {
     /// A model: its logits are computed.
-    Live(Side<'a>),
+    Live(S),
     /// Stored distributions over the first `common` ids.
     Stored {
         /// The stored rows.
@@ -136,7 +151,7 @@ impl Side<'_> {
     }
 
     /// Calls `f` with this side as slices. The last part of a streamed head is cached.
-    fn on_cpu<R>(&self, who: &str, f: impl FnOnce(&cpu::Side) -> Result<R>) -> Result<R> {
+    fn on_cpu<R>(&self, who: &str, f: impl FnOnce(&cpu::SideSlices) -> Result<R>) -> Result<R> {
         let (rows, width) = self.sizes()?;
         let name = format!("the hidden states of the {who}");
         expect_f32(self.h, &name)?;
@@ -159,7 +174,7 @@ impl Side<'_> {
             Ok(part.narrow(0, first - start, count)?)
         };
         floats(self.h, &name, |h| {
-            f(&cpu::Side {
+            f(&cpu::SideSlices {
                 h,
                 width,
                 rows,
@@ -215,25 +230,25 @@ pub fn forward_backward(
         dw: options.need_dw.then(|| vec![0f32; v * d]),
     };
     let parts = student.in_parts() || matches!(teacher, Teacher::Live(side) if side.in_parts());
-    let chunk = (options.chunk.max(1), !parts);
     let mut sum = Sum::default();
     {
         let wanted = (options.need_dh || options.need_dw).then_some(&mut gradients);
         let each = &mut |row: &cpu::Row| sum.add(row, options.alpha as f64);
+        let run = |student: &cpu::SideSlices, teacher: Teacher<cpu::SideSlices>| {
+            let job = cpu::DistillJob {
+                student,
+                teacher: &teacher,
+                targets,
+                trained: &trained,
+                terms,
+                chunk: options.chunk.max(1),
+                keep_logits: !parts,
+            };
+            cpu::run(&job, wanted, each)
+        };
         student.on_cpu("student", |own| match teacher {
-            Teacher::Live(side) => side.on_cpu("teacher", |side| {
-                let teacher = cpu::Teacher::Live(cpu::Side { ..*side });
-                cpu::run(own, &teacher, targets, &trained, terms, chunk, wanted, each)
-            }),
-            Teacher::Stored { top, .. } => {
-                let teacher = cpu::Teacher::Stored(cpu::TopK {
-                    k: top.k,
-                    ids: &top.ids,
-                    log_probs: &top.log_probs,
-                    rest: &top.rest,
-                });
-                cpu::run(own, &teacher, targets, &trained, terms, chunk, wanted, each)
-            }
+            Teacher::Live(side) => side.on_cpu("teacher", |side| run(own, Teacher::Live(*side))),
+            Teacher::Stored { top, common } => run(own, Teacher::Stored { top, common: *common }),
         })?;
     }
     step_stats.add(sum.sums);
@@ -265,14 +280,8 @@ pub fn likeliest(
     check_temperature(temperature)?;
     let chosen: Vec<usize> = (0..targets.len()).filter(|n| targets[*n] != IGNORE).collect();
     on_gpu!(side.h, on_gpu::likeliest(side, &chosen, common, k, temperature, chunk));
-    let found = side.on_cpu("teacher", |side| {
+    side.on_cpu("teacher", |side| {
         cpu::likeliest(side, &chosen, common, k, temperature, chunk)
-    })?;
-    Ok(TopK {
-        k: k.min(common),
-        ids: found.ids,
-        log_probs: found.log_probs,
-        rest: found.rest,
     })
 }
 
@@ -326,19 +335,12 @@ mod on_gpu {
         temperature: f32,
         chunk: usize,
     ) -> Result<TopK> {
-        let mut found = cpu::TopLogProbs::default();
         let cap = side.softcap.unwrap_or(0.0);
         let mut selection = cpu::Selection::new(chosen.len(), common, k, temperature, cap);
         each_logits(side, chosen, common, chunk, |start, logits, first, width| {
             selection.survey(start, logits, first, width)
         })?;
-        selection.finish(&mut found);
-        Ok(TopK {
-            k: k.min(common),
-            ids: found.ids,
-            log_probs: found.log_probs,
-            rest: found.rest,
-        })
+        Ok(selection.finish())
     }
 }
 

@@ -37,7 +37,7 @@ impl LatentHeads {
                     each_token(&mut y, wide, |t, y| {
                         let (turned, rest) = y.split_at_mut(self.rotary);
                         let rotary = &row(low, t, wide)[rank..];
-                        self.turn(rotary, table.of(t), Direction::Forward, turned);
+                        self.rotate(rotary, table.of(t), Direction::Forward, turned);
                         rest.copy_from_slice(row(c, t, rank));
                     });
                 })

@@ -23,7 +23,7 @@ const SHAPE: (usize, usize) = (67, 301);
 #[derive(Clone, Copy, PartialEq)]
 enum PrecisionCase {
     Whole,
-    Halves,
+    Master,
     Stochastic(u64),
 }
 
@@ -57,7 +57,7 @@ fn run(rule: Rule, int8: bool, kind: PrecisionCase, steps: u64, lr: f64, decay: 
     for step_number in 1..=steps {
         let gradient = random(SHAPE, 100 + step_number);
         let precision = match (kind, &low) {
-            (PrecisionCase::Halves, Some(low)) => Precision::Halves(low),
+            (PrecisionCase::Master, Some(low)) => Precision::Master(low),
             (PrecisionCase::Stochastic(seed), _) => {
                 Precision::Stochastic(Rng::new(seed, Stream::Rounding, &[step_number]))
             }
@@ -77,7 +77,7 @@ fn run(rule: Rule, int8: bool, kind: PrecisionCase, steps: u64, lr: f64, decay: 
         step(rule, &[item], 0.7).unwrap();
     }
     let exact = match (kind, &low) {
-        (PrecisionCase::Halves, Some(low)) => join(&weight, low).unwrap(),
+        (PrecisionCase::Master, Some(low)) => join(&weight, low).unwrap(),
         _ => flat(&weight.to_dtype(DType::F32).unwrap()),
     };
     (exact, weight)
@@ -191,7 +191,7 @@ fn halves_are_the_master_bit_for_bit() {
                 // One list: parameters do not affect each other.
                 let items = [
                     item(&wide, Precision::Whole, &a),
-                    item(&narrow, Precision::Halves(&low), &b),
+                    item(&narrow, Precision::Master(&low), &b),
                 ];
                 step(rule, &items, 1.0).unwrap();
                 let (want, got) = (flat(&wide), join(&narrow, &low).unwrap());
@@ -212,7 +212,7 @@ fn results_do_not_depend_on_the_number_of_threads() {
         for int8 in [false, true] {
             for kind in [
                 PrecisionCase::Whole,
-                PrecisionCase::Halves,
+                PrecisionCase::Master,
                 PrecisionCase::Stochastic(3),
             ] {
                 assert_same_on_any_threads(|| {

@@ -17,11 +17,11 @@ use super::{Block, SavedActivations};
 use crate::base::{Error, Result};
 use crate::model::contracts::{Context, GradSink, KvStore, Param};
 use crate::model::linear::{Dx, Linear};
+use crate::model::named_sums::NamedSums;
 use crate::model::norm::Norm;
 use crate::model::spec::StreamSpec;
 use crate::ops::{altup, linear, update};
 use candle_core::Tensor;
-use std::collections::BTreeMap;
 
 /// The piece of tokens (`Context::piece`) whose dropout masks the second use of the router has: no MLP has as many.
 const SECOND: usize = 1 << 31;
@@ -45,7 +45,7 @@ pub struct AltUp {
 /// Gradients of the router and its adapter, which a layer uses twice: a sink gets the sums after the last use.
 struct RouterSums {
     wanted: Vec<String>,
-    sums: BTreeMap<String, (Param, Tensor)>,
+    sums: NamedSums,
 }
 
 impl RouterSums {
@@ -56,14 +56,15 @@ impl RouterSums {
         let names = names.chain(adapter.map(|p| p.name)).map(|name| name.to_string());
         Self {
             wanted: names.filter(|name| sink.wants(name)).collect(),
-            sums: BTreeMap::new(),
+            sums: NamedSums::default(),
         }
     }
 
-    fn finish(self, sink: &mut dyn GradSink) -> Result<()> {
-        self.sums
-            .into_values()
-            .try_for_each(|(param, sum)| sink.take(&param, sum))
+    fn finish(mut self, sink: &mut dyn GradSink) -> Result<()> {
+        while let Some((param, sum)) = self.sums.pop_first() {
+            sink.take(&param, sum)?;
+        }
+        Ok(())
     }
 }
 
@@ -85,13 +86,7 @@ impl GradSink for RouterSums {
     }
 
     fn take(&mut self, param: &Param, gradient: Tensor) -> Result<()> {
-        match self.sums.get(&*param.name) {
-            Some((_, sum)) => update::add_assign(sum, &gradient),
-            None => {
-                self.sums.insert(param.name.to_string(), (param.clone(), gradient));
-                Ok(())
-            }
-        }
+        self.sums.add(param, gradient)
     }
 }
 

@@ -22,7 +22,7 @@ use candle_core::Tensor;
 use std::ops::Range;
 
 /// All experts of a layer, for computing several of them together.
-pub(super) struct Together<'a> {
+pub(super) struct JoinedExperts<'a> {
     pub experts: Vec<Expert>,
     pairs: Vec<PairsTogether<'a>>,
 }
@@ -36,7 +36,7 @@ pub(super) struct Group<'a> {
     pairs: &'a [PairsTogether<'a>],
 }
 
-impl Together<'_> {
+impl JoinedExperts<'_> {
     pub(super) fn group(&self, unit: Range<usize>) -> Group<'_> {
         Group {
             first: unit.start,
@@ -72,7 +72,7 @@ impl Expert {
 impl Experts {
     /// All experts, if they can be computed together for rows like `h`. A source that streams experts brings one at a time. With one
     /// token no two of its experts would be in a unit.
-    pub(super) fn together(&self, h: &Tensor, ctx: &Context) -> Result<Option<Together<'_>>> {
+    pub(super) fn together(&self, h: &Tensor, ctx: &Context) -> Result<Option<JoinedExperts<'_>>> {
         let streamed = self.reader.source.streams_experts();
         let possible = ExpertsSpec::together(h.device().is_cuda(), streamed, self.reader.products);
         if !possible || ctx.observer.is_some() || h.dim(0)? < 2 {
@@ -95,7 +95,7 @@ impl Experts {
             experts.push(expert);
         }
         let pairs = self.reader.joined.together(h.dtype())?;
-        Ok(Some(Together { experts, pairs }))
+        Ok(Some(JoinedExperts { experts, pairs }))
     }
 }
 
@@ -150,9 +150,9 @@ impl<'a> Group<'a> {
         if dx.is_none() && sum_a.is_none() {
             return Ok(());
         }
-        let du = joined.pairs.back_down(dys, members)?;
+        let du = joined.pairs.up_backward(dys, members)?;
         if let Some(dx) = dx {
-            joined.pairs.back_up_add(dx, &du, members)?;
+            joined.pairs.down_backward_add(dx, &du, members)?;
         }
         match sum_a {
             Some((sum, x)) => joined.pairs.grad_a_add(&sum, &du, x, members),

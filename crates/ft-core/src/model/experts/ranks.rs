@@ -114,7 +114,7 @@ impl Results {
 }
 
 /// The rows of one expert for one rank.
-struct Rows {
+struct ExpertRows {
     places: Vec<u32>,
     /// h, and in the backward pass dy: `[n, D]`.
     rows: Vec<Tensor>,
@@ -244,7 +244,7 @@ impl<'a> Travel<'a> {
     }
 
     /// The rows of expert `own.start + e` for rank `rank`; `None`: there are none.
-    fn rows(&mut self, e: usize, rank: usize) -> Result<Option<Rows>> {
+    fn rows(&mut self, e: usize, rank: usize) -> Result<Option<ExpertRows>> {
         let (d, of) = (self.d, &mut self.received[rank]);
         let n = of.counts[e];
         if n == 0 {
@@ -260,7 +260,7 @@ impl<'a> Travel<'a> {
             }
             Ok(Tensor::from_vec(own, (n, d), &Device::Cpu)?)
         };
-        Ok(Some(Rows {
+        Ok(Some(ExpertRows {
             rows: of.rows.iter().map(gather).collect::<Result<_>>()?,
             weights: Tensor::from_vec(of.weights[entries].to_vec(), n, &Device::Cpu)?,
             places,
@@ -351,7 +351,7 @@ impl Experts {
     fn each(
         &self,
         travel: &mut Travel<'_>,
-        mut compute: impl FnMut(&Expert, Rows, &mut Results) -> Result<()>,
+        mut compute: impl FnMut(&Expert, ExpertRows, &mut Results) -> Result<()>,
     ) -> Result<()> {
         for (e, expert) in travel.own.clone().enumerate() {
             let mut here = None;
@@ -454,7 +454,7 @@ impl Block {
     fn one_backward(
         &self,
         expert: &Expert,
-        of: &Rows,
+        of: &ExpertRows,
         (needs, weighs): (Needs<'_>, bool),
         sink: &mut dyn GradSink,
     ) -> Result<(Option<Tensor>, Vec<f32>)> {

@@ -12,6 +12,10 @@ fn random(rows: usize, width: usize, seed: u64) -> Tensor {
     Tensor::from_vec(values, (rows, width), &Device::Cpu).unwrap()
 }
 
+fn grad_inputs([q, k, v, o, lse, dout]: [&Tensor; 6]) -> AttentionGradInputs<&Tensor> {
+    AttentionGradInputs { q, k, v, o, lse, dout }
+}
+
 /// Documents of these lengths.
 fn batch(lengths: &[usize]) -> Batch {
     let row = |t: &usize| Example {
@@ -62,7 +66,7 @@ fn attention_has_the_bits_of_one_rank_and_its_gradients() {
             let d = random(n, wide, 4);
             let docs = &batch.documents[..];
             let (o, lse) = attention::forward(&q, &k, &v, &spec, docs, docs).unwrap();
-            let (dq, dk, dv) = attention::backward(&q, &k, &v, &o, &lse, &d, &spec, docs).unwrap();
+            let (dq, dk, dv) = attention::backward(grad_inputs([&q, &k, &v, &o, &lse, &d]), &spec, docs).unwrap();
             // Two groups of ranks share a micro-batch each.
             let size = if ranks == 2 { 4 } else { ranks };
             let inputs = [&q, &k, &v, &d].map(|t| t.to_vec2::<f32>().unwrap());
@@ -73,7 +77,9 @@ fn attention_has_the_bits_of_one_rank_and_its_gradients() {
                 let cut = |i: usize| Tensor::new(inputs[i][own.clone()].to_vec(), &Device::Cpu).unwrap();
                 let (q, k, v, d) = (cut(0), cut(1), cut(2), cut(3));
                 let (o, lse) = sequence.forward(&q, &k, &v, &spec).unwrap();
-                let (dq, dk, dv) = sequence.backward([&q, &k, &v, &o, &lse, &d], &spec).unwrap();
+                let (dq, dk, dv) = sequence
+                    .backward(grad_inputs([&q, &k, &v, &o, &lse, &d]), &spec)
+                    .unwrap();
                 [o, lse, dq, dk, dv]
             });
             for team in found.chunks(ranks) {

@@ -2,9 +2,9 @@
 //! copy the result. The bits are those of an update of the whole parameter.
 
 use super::super::state::{self, State};
-use super::{Optimizer, Rounding, UpdateTensors};
+use super::{Optimizer, UpdateTensors};
 use crate::base::{Error, Result};
-use crate::ops::step::{self, BLOCK, FoundInf, ParameterStep};
+use crate::ops::step::{self, BLOCK, FoundInf, ParameterStep, Precision};
 use crate::ops::update;
 use crate::optim::config::{Master, OptimizerName};
 use candle_core::{DType, Tensor};
@@ -69,7 +69,7 @@ impl Optimizer {
             let vector = crate::source::is_vector(part.name, part.shape.len());
             items.push(ParameterStep {
                 weight: &tensors.weight,
-                precision: tensors.precision(),
+                precision: tensors.precision.as_ref(),
                 gradient: part.gradient,
                 first: state.first.as_ref(),
                 second: state.second.as_ref(),
@@ -124,8 +124,7 @@ impl Optimizer {
         let tensors = match self.low_parts.get(name) {
             Some(low) => UpdateTensors {
                 weight: own,
-                low: Some(low.clone()),
-                rounding: Rounding::Halves,
+                precision: Precision::Master(low.clone()),
             },
             None => UpdateTensors {
                 weight: own,

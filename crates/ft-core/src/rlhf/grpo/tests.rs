@@ -11,8 +11,8 @@ const LOSSES: [GrpoLoss; 5] = [
     GrpoLoss::Rloo,
 ];
 
-fn settings(loss_type: GrpoLoss, level: ImportanceLevel) -> Settings {
-    Settings {
+fn settings(loss_type: GrpoLoss, level: ImportanceLevel) -> GrpoSettings {
+    GrpoSettings {
         loss_type,
         level,
         epsilon: 0.2,
@@ -37,7 +37,7 @@ fn slopes_are_those_of_the_loss() {
             for kl_weighted in [false, true] {
                 for advantage in [1.3, -0.7] {
                     for shift in [-0.35f32, 0.0, 0.2] {
-                        let settings = Settings {
+                        let settings = GrpoSettings {
                             kl_weighted,
                             ..settings(loss_type, level)
                         };
@@ -77,7 +77,7 @@ fn slopes_are_those_of_the_loss() {
 #[test]
 fn without_old_log_probs_the_ratio_is_one() {
     for loss_type in LOSSES {
-        let settings = Settings {
+        let settings = GrpoSettings {
             beta: 0.0,
             ..settings(loss_type, ImportanceLevel::Token)
         };
@@ -129,7 +129,7 @@ fn the_correction_of_coded_rollouts_is_unbiased() {
     };
     // With respect to the log-probability of each token of each answer, summed with the sampling probability.
     let gradient = |loss_type: GrpoLoss, corrected: bool| {
-        let settings = Settings {
+        let settings = GrpoSettings {
             beta: 0.0,
             ..settings(loss_type, ImportanceLevel::Token)
         };

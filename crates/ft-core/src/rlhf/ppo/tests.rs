@@ -2,7 +2,7 @@
 
 use super::*;
 
-const SETTINGS: Settings = Settings {
+const SETTINGS: PpoSettings = PpoSettings {
     cliprange: 0.2,
     cliprange_value: 0.3,
     vf_coef: 0.5,

@@ -77,6 +77,9 @@ impl Algorithm {
     }
 
     /// Log-probability of each answer, `[documents]`, from those of the targets, `[N]`.
+    ///
+    /// # Errors
+    /// The batch lacks the column with the lengths of the prompts, or it has another length (`Shape`).
     pub fn logps(&self, batch: &Batch, log_probs: &[f32]) -> Result<Vec<f64>> {
         let answers = self.answers(batch)?;
         Ok(answers.iter().map(|a| a.sum(log_probs, self.ld_alpha())).collect())

@@ -31,6 +31,9 @@ pub struct Reward {
 }
 
 /// Scores of documents, `[documents]`. `h` `[N, D]`: hidden states after the final norm; `score` `[1, D]`.
+///
+/// # Errors
+/// A document without tokens (`Argument`); hidden states of fewer tokens than the batch has.
 pub fn scores(h: &Tensor, batch: &Batch, pad: Option<u32>, score: &Tensor) -> Result<Vec<f64>> {
     let (_, rows) = last_states(h, batch, pad)?;
     let weight = update::to_f32_vec(score)?;
@@ -64,17 +67,24 @@ fn last_states(h: &Tensor, batch: &Batch, pad: Option<u32>) -> Result<(Tensor, V
 impl Reward {
     /// A new head of width D, drawn from a normal distribution with standard deviation `std`. `center` is TRL's
     /// `center_rewards_coefficient`.
+    ///
+    /// # Errors
+    /// Not enough memory on the device.
     pub fn new(width: usize, std: f64, pad: Option<u32>, center: f64, seed: u64, device: &Device) -> Result<Self> {
         let rng = Rng::new(seed, Stream::Init, &[u64::from_le_bytes(*b"score   ")]);
         let values: Vec<f32> = (0..width as u64)
             .map(|i| (f64::from(rng.normal(i)) * std) as f32)
             .collect();
-        Self::with_head(Tensor::from_vec(values, (1, width), device)?, pad, center)
+        Ok(Self::with_head(
+            Tensor::from_vec(values, (1, width), device)?,
+            pad,
+            center,
+        ))
     }
 
     /// Uses this head, f32 `[1, D]`.
-    pub fn with_head(score: Tensor, pad: Option<u32>, center: f64) -> Result<Self> {
-        Ok(Self {
+    pub fn with_head(score: Tensor, pad: Option<u32>, center: f64) -> Self {
+        Self {
             score: Param {
                 name: SCORE.into(),
                 tensor: score,
@@ -82,7 +92,7 @@ impl Reward {
             pad,
             center,
             means: NamedMeans::default(),
-        })
+        }
     }
 }
 

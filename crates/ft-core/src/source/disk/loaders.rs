@@ -5,16 +5,16 @@ use super::pool::{Buffers, ItemLoader};
 use crate::base::{Error, Result};
 use crate::quant::Weight;
 use crate::source::GroupWeights;
-use crate::source::experts::Part;
+use crate::source::experts::LayerPart;
 use std::sync::Arc;
 
 /// Loads layers without experts, or experts: parameters that are not in memory are read into the buffers, in their order.
 pub(super) struct Parts(pub Arc<Shared>);
 
 impl ItemLoader for Parts {
-    type Key = Part;
+    type Key = LayerPart;
 
-    fn prepare(&self, part: Part, buffers: &mut Buffers) -> Result<()> {
+    fn prepare(&self, part: LayerPart, buffers: &mut Buffers) -> Result<()> {
         let in_memory = self.0.in_memory().clone();
         for (i, p) in self.0.part(part)?.enumerate() {
             let fits = buffers.get(&i).is_some_and(|t| t.dims() == p.shape);
@@ -27,7 +27,7 @@ impl ItemLoader for Parts {
     }
 
     /// Reads the weights of a part into `buffers`.
-    fn fill(&self, part: Part, buffers: &Buffers) -> Result<GroupWeights> {
+    fn fill(&self, part: LayerPart, buffers: &Buffers) -> Result<GroupWeights> {
         let in_memory = self.0.in_memory().clone();
         let mut weights = GroupWeights::default();
         let mut read = 0;
@@ -47,7 +47,7 @@ impl ItemLoader for Parts {
             }
             weights.insert(p.name.clone(), weight);
         }
-        if matches!(part, Part::Expert(..)) {
+        if matches!(part, LayerPart::Expert(..)) {
             self.0.expected.count(read);
         }
         Ok(weights)

@@ -12,7 +12,7 @@ mod store;
 #[cfg(test)]
 mod tests;
 
-use super::experts::{Expected, ExpertReads, Part};
+use super::experts::{Expected, ExpertReads, LayerPart};
 use super::policy::is_projection;
 use super::requantize::{Exact, encode, requantize};
 use super::resident::{RandomWeights, check_names, draw, send};
@@ -91,7 +91,7 @@ struct Shared {
     /// Indices into `params`.
     groups: BTreeMap<Group, Vec<usize>>,
     /// As `groups`, of what is read at a time.
-    parts: BTreeMap<Part, Vec<usize>>,
+    parts: BTreeMap<LayerPart, Vec<usize>>,
     expected: Expected,
     files: Files,
     /// Parameters that are quantized while they are frozen.
@@ -161,10 +161,10 @@ impl Disk {
         to_code.retain(|(p, _)| !in_files.contains_key(&p.name));
         let mut files = Files::new(weights, in_files, options.dtype, &options.trained)?;
         if !to_code.is_empty() {
-            files.make_codes(&to_code, &options.codes)?;
+            files.quantize_others(&to_code, &options.codes)?;
         }
         let shared = Arc::new(Shared {
-            parts: Part::all(&params),
+            parts: LayerPart::all(&params),
             expected: Expected::default(),
             params,
             groups,
@@ -216,7 +216,7 @@ impl Disk {
     }
 
     /// The weights of a part; those that are not in memory are read.
-    fn part(&self, part: Part) -> Result<Arc<GroupWeights>> {
+    fn part(&self, part: LayerPart) -> Result<Arc<GroupWeights>> {
         if let Some(weights) = self.shared.all_in_memory(part)? {
             return Ok(Arc::new(weights));
         }
@@ -224,16 +224,16 @@ impl Disk {
     }
 
     /// Starts to read a part that is not in memory.
-    fn prefetch_part(&self, part: Part) {
+    fn prefetch_part(&self, part: LayerPart) {
         if matches!(self.shared.all_in_memory(part), Ok(None)) {
             self.buffer(part).prefetch(part, |job| self.send(job));
         }
     }
 
-    fn buffer(&self, part: Part) -> &DoubleBuffer<Parts> {
+    fn buffer(&self, part: LayerPart) -> &DoubleBuffer<Parts> {
         match part {
-            Part::Dense(_) => &self.layers,
-            Part::Expert(..) => &self.experts,
+            LayerPart::Dense(_) => &self.layers,
+            LayerPart::Expert(..) => &self.experts,
         }
     }
 
@@ -289,14 +289,14 @@ impl Shared {
         }
     }
 
-    fn part(&self, part: Part) -> Result<impl Iterator<Item = &ParamInfo>> {
+    fn part(&self, part: LayerPart) -> Result<impl Iterator<Item = &ParamInfo>> {
         let members = self.parts.get(&part);
         let members = members.ok_or_else(|| Error::new(format!("the model has no {part:?}")))?;
         Ok(members.iter().map(|&i| &self.params[i]))
     }
 
     /// The weights of a part, if none of them must be read.
-    fn all_in_memory(&self, part: Part) -> Result<Option<GroupWeights>> {
+    fn all_in_memory(&self, part: LayerPart) -> Result<Option<GroupWeights>> {
         let in_memory = self.in_memory();
         let mut weights = GroupWeights::default();
         for p in self.part(part)? {
@@ -342,16 +342,16 @@ impl WeightSource for Disk {
 
     fn prefetch(&self, group: Group) {
         if let Group::Layer(layer) = group {
-            self.prefetch_part(Part::Dense(layer));
+            self.prefetch_part(LayerPart::Dense(layer));
         }
     }
 
     fn fetch_dense(&self, layer: usize) -> Result<Arc<GroupWeights>> {
-        self.part(Part::Dense(layer))
+        self.part(LayerPart::Dense(layer))
     }
 
     fn fetch_expert(&self, layer: usize, expert: usize) -> Result<Arc<GroupWeights>> {
-        let part = Part::Expert(layer, expert);
+        let part = LayerPart::Expert(layer, expert);
         let weights = self.part(part)?;
         if let Some(next) = self.shared.expected.after(part) {
             self.prefetch_part(next);
@@ -367,8 +367,8 @@ impl WeightSource for Disk {
         let all = self
             .shared
             .parts
-            .range(Part::Expert(layer, 0)..=Part::Expert(layer, usize::MAX));
-        let parts = experts.iter().map(|&e| Part::Expert(layer, e));
+            .range(LayerPart::Expert(layer, 0)..=LayerPart::Expert(layer, usize::MAX));
+        let parts = experts.iter().map(|&e| LayerPart::Expert(layer, e));
         if let Some(first) = self.shared.expected.set(parts, all.count()) {
             self.prefetch_part(first);
         }
@@ -475,7 +475,7 @@ impl TrainableStore for Disk {
 
     fn deactivate(&self, keep: &dyn Fn(&str) -> bool, low: &mut dyn MasterLowBits) -> Result<Vec<Requantized>> {
         let leaving: Vec<Arc<str>> = self.active().iter().filter(|name| !keep(name)).cloned().collect();
-        let mut recoded = Vec::new();
+        let mut requantized = Vec::new();
         for name in leaving {
             if let Some(weight) = self.in_memory(&name) {
                 let exact = Exact {
@@ -486,7 +486,7 @@ impl TrainableStore for Disk {
                     Some(format) => {
                         let param = self.shared.param(&name)?;
                         let (codes, error) = requantize(&exact.values()?, param, *format, self.options.dtype)?;
-                        recoded.push(error);
+                        requantized.push(error);
                         Some(codes)
                     }
                     None => None,
@@ -499,7 +499,7 @@ impl TrainableStore for Disk {
             }
         }
         self.forget();
-        Ok(recoded)
+        Ok(requantized)
     }
 
     fn read(&self, name: &str, sink: &mut NumbersSink) -> Result<()> {

@@ -22,7 +22,7 @@ pub(super) struct Files {
     store: Store,
     /// Weights that the checkpoint holds quantized.
     stored: BTreeMap<Arc<str>, Checked>,
-    /// Other weights of the checkpoint, quantized by `make_codes`.
+    /// Other weights of the checkpoint, quantized by `quantize_others`.
     codes: Option<Weights>,
     dtype: Dtype,
 }
@@ -39,7 +39,7 @@ impl Files {
     }
 
     /// Quantizes these weights of the checkpoint, one at a time, into a separate file.
-    pub fn make_codes(&mut self, params: &[(&ParamInfo, Format)], file: &Path) -> Result<()> {
+    pub fn quantize_others(&mut self, params: &[(&ParamInfo, Format)], file: &Path) -> Result<()> {
         let mut plans = Vec::new();
         for (p, format) in params {
             let &[rows, columns] = p.shape.as_slice() else {
@@ -58,7 +58,7 @@ impl Files {
             if now.as_ref().is_none_or(|(n, _)| n != name) {
                 now = None;
                 if let Some((p, format)) = params.next() {
-                    now = Some((name.to_string(), self.code(p, *format)?));
+                    now = Some((name.to_string(), self.quantize(p, *format)?));
                 }
             }
             let Some((_, quantized)) = &now else { return Ok(()) };
@@ -73,7 +73,7 @@ impl Files {
     }
 
     /// Quantizes one weight of the checkpoint.
-    fn code(&self, p: &ParamInfo, format: Format) -> Result<QMatrix> {
+    fn quantize(&self, p: &ParamInfo, format: Format) -> Result<QMatrix> {
         // Reading bf16 halves the temporary memory; the quantized data is the same.
         if self.weights.info(&p.name).is_some_and(|i| i.dtype == StoredDtype::Bf16) {
             let mut values = vec![bf16::ZERO; p.elements()];

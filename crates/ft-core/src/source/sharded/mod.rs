@@ -24,9 +24,9 @@ use super::{Group, GroupWeights, ParamInfo, Resident, StreamedMatrix, WeightSour
 use crate::base::{Error, Result};
 use crate::comm::{Collective, Patience, Pending, Whole, part_of, share};
 use crate::ops::Dtype;
-use crate::quant::{Format, Storage, Weight};
+use crate::quant::{Format, StorageDtype, Weight};
 use candle_core::{Device, Tensor};
-use own::{Form, Own};
+use own::{Form, OwnPart};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
@@ -92,7 +92,7 @@ pub struct Sharded {
     layers: BTreeMap<usize, Vec<usize>>,
     /// Matrices that are quantized while they are frozen: format, and data type of the dequantized values.
     quantized: BTreeMap<Arc<str>, (Format, Dtype)>,
-    own: Mutex<BTreeMap<Arc<str>, Own>>,
+    own: Mutex<BTreeMap<Arc<str>, OwnPart>>,
     /// Own parts of the exact values of matrices that were trained and are quantized again, with the low 16 bits of their
     /// masters.
     trained: Mutex<BTreeMap<Arc<str>, ExactPart>>,
@@ -136,7 +136,7 @@ impl Sharded {
     pub fn open(
         params: Vec<ParamInfo>,
         origin: Origin,
-        storage: impl Fn(&ParamInfo) -> Storage,
+        storage: impl Fn(&ParamInfo) -> StorageDtype,
         (comm, division): (Arc<dyn Collective>, Division),
         device: &Device,
     ) -> Result<Self> {
@@ -163,19 +163,19 @@ impl Sharded {
             let range = ranges(p).swap_remove(world.rank);
             let elsewhere = division == Division::Experts && range.is_empty();
             let part = match (origin.format(p, storage(p))?, storage(p)) {
-                (None, Storage::Dense(dtype) | Storage::Quantized(_, dtype)) => {
-                    Own::Dense(origin.part(p, dtype, &range)?)
+                (None, StorageDtype::Dense(dtype) | StorageDtype::Quantized(_, dtype)) => {
+                    OwnPart::Dense(origin.part(p, dtype, &range)?)
                 }
                 (Some((format, decoded)), _) if elsewhere => {
                     quantized.insert(p.name.clone(), (format, decoded));
-                    Own::elsewhere(p, format, decoded)?
+                    OwnPart::elsewhere(p, format, decoded)?
                 }
                 (Some(_), storage) => match origin.weight(p, storage)? {
                     Weight::Quantized(codes) => {
-                        quantized.insert(p.name.clone(), (codes.format(), codes.decoded()));
+                        quantized.insert(p.name.clone(), (codes.format(), codes.dequantized_dtype()));
                         match division {
-                            Division::Elements => Own::cut(&codes, &world)?,
-                            Division::Experts => Own::Whole(codes),
+                            Division::Elements => OwnPart::cut(&codes, &world)?,
+                            Division::Experts => OwnPart::Whole(codes),
                         }
                     }
                     _ => return Err(Error::internal("a weight on the CPU is not on the CPU").at(&*p.name)),
@@ -229,7 +229,7 @@ impl Sharded {
     /// The own part of an active matrix, flat: the optimizer updates it in place. `None`: it is not in parts.
     pub fn own(&self, name: &str) -> Option<Tensor> {
         match lock(&self.own).get(name) {
-            Some(Own::Dense(part)) => Some(part.clone()),
+            Some(OwnPart::Dense(part)) => Some(part.clone()),
             _ => None,
         }
     }
@@ -286,8 +286,8 @@ impl Sharded {
         let of = |p: &&ParamInfo| p.expert() == Some(expert);
         for p in self.members(layer).filter(of) {
             let weight = match lock(&self.own).get(&p.name) {
-                Some(Own::Dense(part)) => part.reshape(p.shape.as_slice())?.into(),
-                Some(Own::Whole(codes)) => Weight::Quantized(codes.clone()),
+                Some(OwnPart::Dense(part)) => part.reshape(p.shape.as_slice())?.into(),
+                Some(OwnPart::Whole(codes)) => Weight::Quantized(codes.clone()),
                 _ => return Err(no_such(&p.name)),
             };
             weights.insert(p.name.clone(), weight);
@@ -466,7 +466,7 @@ impl WeightSource for Sharded {
     }
 
     fn resident_bytes(&self) -> u64 {
-        let own: u64 = lock(&self.own).values().map(Own::bytes).sum();
+        let own: u64 = lock(&self.own).values().map(OwnPart::bytes).sum();
         own + self.whole.resident_bytes()
     }
 

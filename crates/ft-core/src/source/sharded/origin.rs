@@ -3,7 +3,7 @@
 use crate::base::Result;
 use crate::formats::weights::Weights;
 use crate::ops::Dtype;
-use crate::quant::{Format, Storage, Weight};
+use crate::quant::{Format, StorageDtype, Weight};
 use crate::source::requantize::encode;
 use crate::source::resident::{RandomWeights, check_finite, draw, draw_tensor, read, read_dense};
 use crate::source::{ParamInfo, stored};
@@ -34,11 +34,11 @@ impl Origin {
     }
 
     /// A parameter as it is stored while it is frozen.
-    pub(super) fn weight(&self, p: &ParamInfo, storage: Storage) -> Result<Weight> {
+    pub(super) fn weight(&self, p: &ParamInfo, storage: StorageDtype) -> Result<Weight> {
         match (self, storage) {
             (Self::Files(weights), storage) => read(weights, p, storage, &Device::Cpu),
-            (_, Storage::Dense(dtype)) => Ok(self.values(p, dtype)?.into()),
-            (Self::Random { random, index }, Storage::Quantized(format, decoded)) => {
+            (_, StorageDtype::Dense(dtype)) => Ok(self.values(p, dtype)?.into()),
+            (Self::Random { random, index }, StorageDtype::Quantized(format, decoded)) => {
                 let values = draw(p, position(index, p), 0..p.elements(), *random);
                 Ok(encode(&values, p, format, decoded)?.into())
             }
@@ -46,15 +46,15 @@ impl Origin {
     }
 
     /// The format in which a parameter is stored while it is frozen, and the type of its decoded values; `None`: not quantized.
-    pub(super) fn format(&self, p: &ParamInfo, storage: Storage) -> Result<Option<(Format, Dtype)>> {
-        let (Storage::Dense(decoded) | Storage::Quantized(_, decoded)) = storage;
+    pub(super) fn format(&self, p: &ParamInfo, storage: StorageDtype) -> Result<Option<(Format, Dtype)>> {
+        let (StorageDtype::Dense(decoded) | StorageDtype::Quantized(_, decoded)) = storage;
         let in_files = match self {
             Self::Files(weights) => stored::find(weights, &p.name)?.map(|(_, format)| format),
             Self::Random { .. } => None,
         };
         let own = match storage {
-            Storage::Quantized(format, _) => Some(format),
-            Storage::Dense(_) => None,
+            StorageDtype::Quantized(format, _) => Some(format),
+            StorageDtype::Dense(_) => None,
         };
         Ok(in_files.or(own).map(|format| (format, decoded)))
     }

@@ -11,7 +11,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 /// The own part of a matrix.
-pub(super) enum Own {
+pub(super) enum OwnPart {
     /// Flat, the elements of `comm::part_of`.
     Dense(Tensor),
     /// Quantized data, cut by bytes.
@@ -39,7 +39,7 @@ pub fn bytes_of(length: usize, rank: usize, size: usize) -> Range<usize> {
     (rank * each).min(length)..((rank + 1) * each).min(length)
 }
 
-impl Own {
+impl OwnPart {
     /// The part of this rank of a quantized matrix.
     pub fn cut(codes: &QMatrix, world: &World) -> Result<Self> {
         let mut parts = Vec::new();
@@ -54,7 +54,7 @@ impl Own {
         }
         Ok(Self::Codes {
             format: codes.format(),
-            decoded: codes.decoded(),
+            decoded: codes.dequantized_dtype(),
             parts,
         })
     }
@@ -125,7 +125,7 @@ impl Own {
             Self::Dense(_) => Form::Dense,
             Self::Whole(codes) => Form::Codes {
                 format: codes.format(),
-                decoded: codes.decoded(),
+                decoded: codes.dequantized_dtype(),
                 parts: codes.parts().iter().map(|part| part.name).collect(),
             },
             Self::Codes { format, decoded, parts } => Form::Codes {

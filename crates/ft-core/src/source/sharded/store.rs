@@ -1,7 +1,7 @@
 //! Training with matrices in parts: the owner of a part updates it, and nothing is sent after the update, because a layer
 //! is collected before its next use.
 
-use super::own::Own;
+use super::own::OwnPart;
 use super::{Division, ExactPart, Sharded, WeightSource, lock};
 use crate::base::{Error, Result};
 use crate::comm::{Shard, Whole};
@@ -35,14 +35,14 @@ impl Sharded {
         Ok((self.origin.part(p, *dtype, &self.range(p))?, None))
     }
 
-    fn set(&self, p: &ParamInfo, own: Own) {
+    fn set(&self, p: &ParamInfo, own: OwnPart) {
         lock(&self.own).insert(p.name.clone(), own);
         self.forget();
     }
 
     /// Moves an own part that is not quantized.
     fn move_own(&self, name: &str, device: &Device) -> Result<()> {
-        if let Some(Own::Dense(part)) = lock(&self.own).get_mut(name) {
+        if let Some(OwnPart::Dense(part)) = lock(&self.own).get_mut(name) {
             *part = part.to_device(device)?;
         }
         Ok(())
@@ -50,9 +50,11 @@ impl Sharded {
 
     fn set_codes(&self, p: &ParamInfo, codes: QMatrix) -> Result<()> {
         let own = match self.division {
-            Division::Elements => Own::cut(&codes, self.comm.world())?,
-            Division::Experts if self.range(p).is_empty() => Own::elsewhere(p, codes.format(), codes.decoded())?,
-            Division::Experts => Own::Whole(Arc::new(codes)),
+            Division::Elements => OwnPart::cut(&codes, self.comm.world())?,
+            Division::Experts if self.range(p).is_empty() => {
+                OwnPart::elsewhere(p, codes.format(), codes.dequantized_dtype())?
+            }
+            Division::Experts => OwnPart::Whole(Arc::new(codes)),
         };
         self.set(p, own);
         Ok(())
@@ -97,14 +99,14 @@ impl TrainableStore for Sharded {
                 }
                 None => self.origin.part(p, *dtype, &self.range(p))?,
             };
-            self.set(p, Own::Dense(part.to_device(&self.device)?));
+            self.set(p, OwnPart::Dense(part.to_device(&self.device)?));
         }
         self.whole.activate(names, low)
     }
 
     fn deactivate(&self, keep: &dyn Fn(&str) -> bool, low: &mut dyn MasterLowBits) -> Result<Vec<Requantized>> {
         let leaving: Vec<Arc<str>> = lock(&self.active).iter().filter(|n| !keep(n)).cloned().collect();
-        let mut recoded = Vec::new();
+        let mut requantized = Vec::new();
         for name in &leaving {
             lock(&self.active).remove(name);
             let Some(&(format, dtype)) = self.quantized.get(name) else {
@@ -119,10 +121,10 @@ impl TrainableStore for Sharded {
             let (codes, error) = requantize(&values, p, format, dtype)?;
             self.set_codes(p, codes)?;
             lock(&self.trained).insert(p.name.clone(), exact);
-            recoded.push(error);
+            requantized.push(error);
         }
-        recoded.extend(self.whole.deactivate(keep, low)?);
-        Ok(recoded)
+        requantized.extend(self.whole.deactivate(keep, low)?);
+        Ok(requantized)
     }
 
     fn master_in_optimizer(&self, name: &str) -> bool {
@@ -174,7 +176,7 @@ impl TrainableStore for Sharded {
         let exact = Exact::new(values, &[range.len()], dtype, &Device::Cpu)?;
         let active = lock(&self.active).contains(name);
         let device = if active { &self.device } else { &Device::Cpu };
-        self.set(p, Own::Dense(exact.weight.to_device(device)?));
+        self.set(p, OwnPart::Dense(exact.weight.to_device(device)?));
         if let Some(half) = exact.low {
             low.put_low(name, half);
         }

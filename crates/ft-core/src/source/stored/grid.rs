@@ -1,6 +1,6 @@
 //! Which elements of a weight share a scale: all, a row, a group of columns, or a block.
 
-use super::settings::Settings;
+use super::settings::QuantizationSettings;
 use crate::base::{Error, Result};
 use crate::formats::StoredDtype;
 use crate::formats::weights::{TensorInfo, Weights};
@@ -96,7 +96,7 @@ pub(super) fn present<'a>(weights: &'a Weights, name: &str) -> Result<&'a Tensor
 }
 
 /// The grid of the scales `name` of the weight `info`.
-pub(super) fn grid(weights: &Weights, info: &TensorInfo, name: &str, settings: &Settings) -> Result<Grid> {
+pub(super) fn grid(weights: &Weights, info: &TensorInfo, name: &str, settings: &QuantizationSettings) -> Result<Grid> {
     let scales = present(weights, name)?;
     let scale = scale_type(scales).ok_or_else(|| wrong_scale(weights, scales))?;
     let &[rows, columns] = info.shape.as_slice() else {

@@ -14,14 +14,14 @@
 //! | MXFP4 | `NAME_blocks` U8 `[.., G, 16]`, `NAME_scales` U8 `[.., G]` (NAME without `.weight`) |
 
 use super::grid::{Grid, expected_grids, grid, grid_of, present, scale_type, wrong_scale};
-use super::settings::Settings;
+use super::settings::QuantizationSettings;
 use super::unpack::{self, Words};
 use crate::base::{Error, Result};
 use crate::formats::StoredDtype;
 use crate::formats::weights::{TensorInfo, Weights};
 use crate::ops::Dtype;
 use crate::ops::quantized::{CodeType, ProductType, ScaleType, ScaledKind};
-use crate::quant::{Format, QMatrix, ScaledFormat};
+use crate::quant::{Format, QDATA, QMatrix, ScaledFormat};
 use crate::source::ParamInfo;
 
 /// The layout of a weight in the files of another tool.
@@ -59,7 +59,7 @@ const ACTIVATIONS: [&str; 5] = [
 pub fn find(weights: &Weights, name: &str) -> Result<Option<(Tool, Format)>> {
     let base = name.strip_suffix(".weight").unwrap_or(name);
     let has = |suffix: &str| weights.info(&format!("{base}.{suffix}")).is_some();
-    let settings = Settings::of(weights);
+    let settings = QuantizationSettings::of(weights);
     if has("qweight") {
         return qweight(weights, base, &settings).map(Some);
     }
@@ -207,7 +207,7 @@ pub fn read(
     };
     QMatrix::from_parts(format, dims, decoded, |part| {
         Ok(std::mem::take(match part {
-            "codes" => &mut parts.codes,
+            QDATA => &mut parts.codes,
             "scales" => &mut parts.scales,
             "zeros" => &mut parts.zeros,
             _ => &mut parts.order,
@@ -336,7 +336,7 @@ impl Parts<'_> {
 
     fn gptq(&self) -> Result<Found> {
         let (rows, columns) = self.dims;
-        let settings = Settings::of(self.weights);
+        let settings = QuantizationSettings::of(self.weights);
         let bits = settings.bits(self.base)? as usize;
         let (down, across) = (
             self.words_of(bits, columns, "inputs")?,
@@ -491,7 +491,7 @@ impl Parts<'_> {
         grid_of(
             shape,
             self.dims,
-            Settings::of(self.weights).block(),
+            QuantizationSettings::of(self.weights).block(),
             self.scaled.kind.scale,
         )
         .ok_or_else(|| {
@@ -534,7 +534,7 @@ fn kind(code: CodeType, scale: ScaleType) -> ScaledKind {
     ScaledKind { code, scale, product }
 }
 
-fn qweight(weights: &Weights, base: &str, settings: &Settings) -> Result<(Tool, Format)> {
+fn qweight(weights: &Weights, base: &str, settings: &QuantizationSettings) -> Result<(Tool, Format)> {
     let scales = present(weights, &format!("{base}.scales"))?;
     let scale = scale_type(scales).filter(|s| *s != ScaleType::E8m0);
     let scale = scale.ok_or_else(|| wrong_scale(weights, scales))?;
@@ -547,7 +547,7 @@ fn qweight(weights: &Weights, base: &str, settings: &Settings) -> Result<(Tool, 
     Ok((tool, scaled(kind(code, scale), group, true, ordered)))
 }
 
-fn packed(weights: &Weights, name: &str, settings: &Settings) -> Result<(Tool, Format)> {
+fn packed(weights: &Weights, name: &str, settings: &QuantizationSettings) -> Result<(Tool, Format)> {
     let words = present(weights, &format!("{name}_packed"))?;
     let scales = present(weights, &format!("{name}_scale"))?;
     let scale = scale_type(scales).filter(|s| *s != ScaleType::E8m0);

@@ -11,9 +11,9 @@ const COMPRESSED: [&str; 4] = ["pack-quantized", "int-quantized", "float-quantiz
 const METHODS: &str = "ft, bitsandbytes, fp8, gptq, awq, compressed-tensors or modelopt";
 
 /// The settings of the files of a model.
-pub(super) struct Settings<'a>(Option<&'a Map<String, Value>>);
+pub(super) struct QuantizationSettings<'a>(Option<&'a Map<String, Value>>);
 
-impl<'a> Settings<'a> {
+impl<'a> QuantizationSettings<'a> {
     pub fn of(weights: &'a Weights) -> Self {
         Self(weights.quantization())
     }

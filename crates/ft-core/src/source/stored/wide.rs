@@ -5,14 +5,10 @@ use super::{check_state, quant};
 use crate::base::{Error, Result};
 use crate::formats::weights::Weights;
 use crate::ops::Dtype;
-use crate::quant::{Format, QMatrix};
+use crate::ops::quantized::{BLOCK, NESTED};
+use crate::quant::{Format, QDATA, QMatrix};
 use crate::source::ParamInfo;
 use serde_json::Value;
-
-/// Elements of a block of `Format::Nf4` and `Format::Fp4`.
-const PART: usize = 64;
-/// Codes of an absmax that share a second one.
-const NESTED: usize = 256;
 
 /// The block of a quantization state, if it is a larger one.
 pub(super) fn block(state: &[u8]) -> Option<usize> {
@@ -67,12 +63,12 @@ pub(super) fn read(
     if absmax.len() != blocks {
         return Err(wrong(&absmax_name, absmax.len(), blocks));
     }
-    let parts = (rows * columns).div_ceil(PART);
+    let parts = (rows * columns).div_ceil(BLOCK);
     let absmax: Vec<u8> = (0..parts)
-        .flat_map(|part| absmax[part * PART / block].to_le_bytes())
+        .flat_map(|part| absmax[part * BLOCK / block].to_le_bytes())
         .collect();
     QMatrix::from_parts(format, (rows, columns), decoded, |part| match part {
-        "codes" => weights.read_bytes(&p.name),
+        QDATA => weights.read_bytes(&p.name),
         _ => Ok(absmax.clone()),
     })
     .map_err(|e| e.or_at(&*p.name))

@@ -84,7 +84,7 @@ fn groups_and_rows_are_those_of_the_host() {
 #[test]
 fn what_was_asked_for_waits_until_it_is_fetched() {
     let there = uploaded(Dtype::F32);
-    let waits = |l| lock(&there.slots).has(Part::Dense(l));
+    let waits = |l| lock(&there.slots).has(LayerPart::Dense(l));
     let fetch = |l| {
         assert!(waits(l), "layer {l} would be sent twice");
         drop(there.fetch(Group::Layer(l)).unwrap());
@@ -155,7 +155,7 @@ fn what_was_trained_goes_home_exactly() {
 
 #[test]
 fn codes_travel_as_they_are() {
-    use crate::quant::{Format, Storage};
+    use crate::quant::{Format, StorageDtype};
     const NAME: &str = "model.layers.1.a.weight";
     for format in [
         Format::Int8 { group: 0 },
@@ -163,8 +163,8 @@ fn codes_travel_as_they_are() {
         Format::Nf4 { double: true },
     ] {
         let storage = move |p: &ParamInfo| match &*p.name {
-            NAME => Storage::Quantized(format, Dtype::F32),
-            _ => Storage::Dense(Dtype::F32),
+            NAME => StorageDtype::Quantized(format, Dtype::F32),
+            _ => StorageDtype::Dense(Dtype::F32),
         };
         let make = || {
             let host = Resident::random_stored(params(), 7, 0.5, 1.0, storage, &Device::Cpu).unwrap();
@@ -173,7 +173,7 @@ fn codes_travel_as_they_are() {
         };
         let here = make();
         let there = Uploaded::new(
-            Arc::new(make().ready_to_travel().unwrap()),
+            Arc::new(make().with_quantized_tensors().unwrap()),
             "head",
             HostMemory::Stable,
             &Device::Cpu,

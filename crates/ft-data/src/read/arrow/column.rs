@@ -1,6 +1,6 @@
 //! The values of a record batch: buffers of bytes, and rows of them as JSON values.
 
-use super::schema::{Field, Kind};
+use super::schema::{Field, StoredType};
 use crate::read::MAX_ROW_BYTES;
 use ft_base::{Error, Result};
 use half::f16;
@@ -95,7 +95,7 @@ impl<'a> RowReader<'a> {
             Some(valid) if !valid.is_empty() && !bit(valid, row)? => return Ok(Value::Null),
             Some(_) => {}
         }
-        let Some((id, Kind::Int { bytes, signed })) = field.dictionary else {
+        let Some((id, StoredType::Int { bytes, signed })) = field.dictionary else {
             return self.plain(field, column, row);
         };
         let index = int(&column.buffers[1], bytes, row, signed)?;
@@ -117,10 +117,10 @@ impl<'a> RowReader<'a> {
     fn plain(&mut self, field: &Field, column: &Column, row: usize) -> Result<Value> {
         let buffer = |n: usize| column.buffers.get(n).map(Vec::as_slice).ok_or_else(outside);
         Ok(match field.kind {
-            Kind::Null => Value::Null,
-            Kind::Bool => bit(buffer(1)?, row)?.into(),
-            Kind::Int { bytes, signed } => number(int(buffer(1)?, bytes, row, signed)?),
-            Kind::Float { bytes } => {
+            StoredType::Null => Value::Null,
+            StoredType::Bool => bit(buffer(1)?, row)?.into(),
+            StoredType::Int { bytes, signed } => number(int(buffer(1)?, bytes, row, signed)?),
+            StoredType::Float { bytes } => {
                 // The bits of the number, in the lower end.
                 let bits = int(buffer(1)?, bytes, row, false)?;
                 let value = match bytes {
@@ -130,16 +130,16 @@ impl<'a> RowReader<'a> {
                 };
                 Number::from_f64(value).map_or(Value::Null, Value::Number)
             }
-            Kind::Decimal { bytes, scale } => Value::String(decimal(int(buffer(1)?, bytes, row, true)?, scale)),
-            Kind::Bytes { wide } => {
+            StoredType::Decimal { bytes, scale } => Value::String(decimal(int(buffer(1)?, bytes, row, true)?, scale)),
+            StoredType::Bytes { wide } => {
                 let (first, end) = (place(buffer(1)?, wide, row)?, place(buffer(1)?, wide, row + 1)?);
                 self.text(part(buffer(2)?, first, end.checked_sub(first).ok_or_else(outside)?)?)?
             }
-            Kind::FixedBytes(size) => {
+            StoredType::FixedBytes(size) => {
                 let at = row.checked_mul(size).ok_or_else(outside)?;
                 self.text(part(buffer(1)?, at, size)?)?
             }
-            Kind::View => {
+            StoredType::View => {
                 let view = part(buffer(1)?, row.checked_mul(16).ok_or_else(outside)?, 16)?;
                 let length = place(view, false, 0)?;
                 if length <= 12 {
@@ -149,20 +149,20 @@ impl<'a> RowReader<'a> {
                     self.text(part(texts, place(view, false, 3)?, length)?)?
                 }
             }
-            Kind::List { wide } => {
+            StoredType::List { wide } => {
                 let (first, end) = (place(buffer(1)?, wide, row)?, place(buffer(1)?, wide, row + 1)?);
                 Value::Array(self.list(field, column, first, end)?)
             }
-            Kind::ListView { wide } => {
+            StoredType::ListView { wide } => {
                 let (first, size) = (place(buffer(1)?, wide, row)?, place(buffer(2)?, wide, row)?);
                 Value::Array(self.list(field, column, first, first.checked_add(size).ok_or_else(outside)?)?)
             }
-            Kind::FixedList(size) => {
+            StoredType::FixedList(size) => {
                 let first = row.checked_mul(size).ok_or_else(outside)?;
                 Value::Array(self.list(field, column, first, first.checked_add(size).ok_or_else(outside)?)?)
             }
-            Kind::Struct => Value::Object(self.object(&field.children, &column.children, row)?),
-            Kind::Map => {
+            StoredType::Struct => Value::Object(self.object(&field.children, &column.children, row)?),
+            StoredType::Map => {
                 let (first, end) = (place(buffer(1)?, false, row)?, place(buffer(1)?, false, row + 1)?);
                 let mut out = Map::new();
                 for entry in self.list(field, column, first, end)? {

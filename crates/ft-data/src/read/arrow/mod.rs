@@ -15,7 +15,7 @@ use super::{Each, Row, RowPosition};
 use column::{Column, Dictionaries, RowReader};
 use flat::Table;
 use ft_base::{Error, Result, catch_panic, progress::Phase};
-use schema::{Field, Kind};
+use schema::{Field, StoredType};
 use std::fs::File;
 use std::io::Read;
 use std::os::unix::fs::FileExt;
@@ -214,7 +214,7 @@ impl Body<'_> {
             _ => (field.kind, &field.children[..]),
         };
         let mut count = kind.buffers();
-        if kind == Kind::View {
+        if kind == StoredType::View {
             let texts = self.views.next().and_then(|n| usize::try_from(n).ok());
             count += texts.filter(|n| *n <= self.buffers.len()).ok_or_else(missing)?;
         }

@@ -1,15 +1,15 @@
 //! The columns of an Arrow file: names, types, dictionaries.
 
+use super::super::MAX_DEPTH;
 use super::flat::Table;
 use ft_base::{Error, Result};
 
-/// Largest nesting depth of lists and structs, and largest number of columns with those inside others.
-const MAX_DEPTH: usize = 64;
+/// Largest number of columns with those inside others.
 const MAX_FIELDS: usize = 1 << 16;
 
 /// A type, by the way its values are stored. `wide`: positions have 8 bytes, not 4.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(super) enum StoredType {
     Null,
     Bool,
     Int { bytes: usize, signed: bool },
@@ -25,13 +25,13 @@ pub(super) enum Kind {
     Map,
 }
 
-impl Kind {
+impl StoredType {
     /// Number of buffers, without those of the columns inside and the texts of views.
     pub(super) fn buffers(self) -> usize {
         match self {
-            Kind::Null => 0,
-            Kind::FixedList(_) | Kind::Struct => 1,
-            Kind::Bytes { .. } | Kind::ListView { .. } => 3,
+            StoredType::Null => 0,
+            StoredType::FixedList(_) | StoredType::Struct => 1,
+            StoredType::Bytes { .. } | StoredType::ListView { .. } => 3,
             _ => 2,
         }
     }
@@ -41,9 +41,9 @@ impl Kind {
 #[derive(Debug)]
 pub(super) struct Field {
     pub name: String,
-    pub kind: Kind,
+    pub kind: StoredType,
     /// The values are numbers of entries in this dictionary, and how the numbers are stored.
-    pub dictionary: Option<(i64, Kind)>,
+    pub dictionary: Option<(i64, StoredType)>,
     pub children: Vec<Field>,
 }
 
@@ -83,16 +83,18 @@ fn field(table: Table, depth: usize, left: &mut usize) -> Result<Field> {
     })?;
     let children = fields(table.tables(5), depth + 1, left)?;
     let wanted = match kind {
-        Kind::List { .. } | Kind::ListView { .. } | Kind::FixedList(_) | Kind::Map => children.len() == 1,
+        StoredType::List { .. } | StoredType::ListView { .. } | StoredType::FixedList(_) | StoredType::Map => {
+            children.len() == 1
+        }
         _ => true,
     };
-    let entries = kind != Kind::Map || children[..].first().is_some_and(|entry| entry.children.len() == 2);
+    let entries = kind != StoredType::Map || children[..].first().is_some_and(|entry| entry.children.len() == 2);
     if !wanted || !entries {
         return Err(broken(format!("column `{name}`")));
     }
     let dictionary = table.table(4).map(|of| {
         let index = of.table(1).and_then(int);
-        let index = index.unwrap_or(Kind::Int { bytes: 4, signed: true });
+        let index = index.unwrap_or(StoredType::Int { bytes: 4, signed: true });
         (of.i64(0).unwrap_or(0), index)
     });
     Ok(Field {
@@ -103,7 +105,7 @@ fn field(table: Table, depth: usize, left: &mut usize) -> Result<Field> {
     })
 }
 
-fn int(table: Table) -> Option<Kind> {
+fn int(table: Table) -> Option<StoredType> {
     let bytes = match table.i32(0)? {
         8 => 1,
         16 => 2,
@@ -112,18 +114,18 @@ fn int(table: Table) -> Option<Kind> {
         _ => return None,
     };
     let signed = table.byte(1).unwrap_or(0) != 0;
-    Some(Kind::Int { bytes, signed })
+    Some(StoredType::Int { bytes, signed })
 }
 
 /// Dates, times and durations are numbers in the unit of the file.
-fn kind(field: Table) -> Option<Kind> {
+fn kind(field: Table) -> Option<StoredType> {
     let table = field.table(3)?;
     let size = |id| table.i32(id).and_then(|n| usize::try_from(n).ok());
-    let signed = |bytes| Kind::Int { bytes, signed: true };
+    let signed = |bytes| StoredType::Int { bytes, signed: true };
     Some(match field.byte(2)? {
-        1 => Kind::Null,
+        1 => StoredType::Null,
         2 => int(table)?,
-        3 => Kind::Float {
+        3 => StoredType::Float {
             bytes: match table.i16(0).unwrap_or(0) {
                 0 => 2,
                 1 => 4,
@@ -131,9 +133,9 @@ fn kind(field: Table) -> Option<Kind> {
                 _ => return None,
             },
         },
-        4 | 5 => Kind::Bytes { wide: false },
-        6 => Kind::Bool,
-        7 => Kind::Decimal {
+        4 | 5 => StoredType::Bytes { wide: false },
+        6 => StoredType::Bool,
+        7 => StoredType::Decimal {
             bytes: match table.i32(2).unwrap_or(128) {
                 32 => 4,
                 64 => 8,
@@ -145,16 +147,16 @@ fn kind(field: Table) -> Option<Kind> {
         8 => signed(if table.i16(0) == Some(0) { 4 } else { 8 }),
         9 => signed(if table.i32(1).unwrap_or(32) == 32 { 4 } else { 8 }),
         10 | 18 => signed(8),
-        12 => Kind::List { wide: false },
-        13 => Kind::Struct,
-        15 => Kind::FixedBytes(size(0)?),
-        16 => Kind::FixedList(size(0)?),
-        17 => Kind::Map,
-        19 | 20 => Kind::Bytes { wide: true },
-        21 => Kind::List { wide: true },
-        23 | 24 => Kind::View,
-        25 => Kind::ListView { wide: false },
-        26 => Kind::ListView { wide: true },
+        12 => StoredType::List { wide: false },
+        13 => StoredType::Struct,
+        15 => StoredType::FixedBytes(size(0)?),
+        16 => StoredType::FixedList(size(0)?),
+        17 => StoredType::Map,
+        19 | 20 => StoredType::Bytes { wide: true },
+        21 => StoredType::List { wide: true },
+        23 | 24 => StoredType::View,
+        25 => StoredType::ListView { wide: false },
+        26 => StoredType::ListView { wide: true },
         _ => return None,
     })
 }

@@ -3,7 +3,7 @@
 mod limits;
 mod thrift;
 
-use super::{Each, Row, RowPosition};
+use super::{Each, MAX_DEPTH, Row, RowPosition};
 use ft_base::{Error, Result, catch_panic, progress};
 use limits::Limited;
 use parquet::file::reader::FileReader;
@@ -12,9 +12,6 @@ use serde_json::{Map, Number, Value};
 use std::fs::File;
 use std::path::Path;
 use std::sync::Arc;
-
-/// Largest nesting depth of lists and structs.
-const MAX_DEPTH: usize = 64;
 
 pub(super) fn read_parquet(path: &str, file: File, each: &mut Each) -> Result<()> {
     let mut place = RowPosition {

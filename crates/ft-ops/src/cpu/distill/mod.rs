@@ -13,30 +13,24 @@ mod top;
 use super::cross_entropy::{PIECE, back, multiply, pieces};
 use super::product::{CInit, Matrix, WeightRows, product};
 use super::storage::{Values, unwritten, values};
+use crate::distill::{Teacher, TopK};
 use candle_core::Tensor;
 use ft_base::Result;
 use rows::{Live, Student, cap_rows};
 
-pub(crate) use stored::TopK;
-pub(crate) use top::{Selection, TopLogProbs};
+pub(crate) use top::Selection;
 
 /// Returns rows of a head: arguments are the first row and the number of rows.
 pub(crate) type Piece<'a> = dyn Fn(usize, usize) -> Result<Tensor> + 'a;
 
 /// One model: hidden states `[N, D]` and a head `[rows, D]`. `cap` 0 means no softcap.
-pub(crate) struct Side<'a> {
+#[derive(Clone, Copy)]
+pub(crate) struct SideSlices<'a> {
     pub h: &'a [f32],
     pub width: usize,
     pub rows: usize,
     pub piece: &'a Piece<'a>,
     pub cap: f32,
-}
-
-/// The teacher.
-pub(crate) enum Teacher<'a> {
-    Live(Side<'a>),
-    /// One row per trained token.
-    Stored(TopK<'a>),
 }
 
 /// The divergence and the weights of the loss.
@@ -90,14 +84,14 @@ impl Logits {
 
 /// One model with the hidden states of a group of tokens.
 struct Group<'a> {
-    side: &'a Side<'a>,
+    side: &'a SideSlices<'a>,
     /// `[count, D]`
     h: Vec<f32>,
     logits: Logits,
 }
 
 impl<'a> Group<'a> {
-    fn new(side: &'a Side<'a>, tokens: &[usize], rows: usize, kept: bool, chunk: usize) -> Self {
+    fn new(side: &'a SideSlices<'a>, tokens: &[usize], rows: usize, kept: bool, chunk: usize) -> Self {
         let d = side.width;
         let mut h = unwritten(tokens.len() * d);
         for (row, n) in h.chunks_exact_mut(d.max(1)).zip(tokens) {
@@ -134,34 +128,32 @@ impl<'a> Group<'a> {
     }
 }
 
-/// Computes loss and gradients of the tokens `trained`; `each` is called with their results in order. `kept`: the
-/// logits of a chunk of tokens are in memory for the whole vocabulary, and heads are read for every chunk. Else
-/// only the logits of one piece are in memory, and every head is read three times in all.
-#[allow(clippy::too_many_arguments)]
+/// What is compared.
+pub(crate) struct DistillJob<'a> {
+    pub student: &'a SideSlices<'a>,
+    pub teacher: &'a Teacher<'a, SideSlices<'a>>,
+    /// Of all tokens.
+    pub targets: &'a [u32],
+    /// The tokens that are compared.
+    pub trained: &'a [usize],
+    pub terms: Terms,
+    /// Tokens whose logits are computed at a time; at least 1.
+    pub chunk: usize,
+    /// The logits of a chunk are in memory for the whole vocabulary, and heads are read for every chunk. Else only the
+    /// logits of one piece are in memory, and every head is read three times in all.
+    pub keep_logits: bool,
+}
+
+/// Computes loss and gradients; `each` is called with the results of the tokens in order.
 pub(crate) fn run(
-    student: &Side<'_>,
-    teacher: &Teacher<'_>,
-    targets: &[u32],
-    trained: &[usize],
-    terms: Terms,
-    (chunk, kept): (usize, bool),
+    job: &DistillJob<'_>,
     mut gradients: Option<&mut Gradients>,
     each: &mut impl FnMut(&Row),
 ) -> Result<()> {
-    let chunk = chunk.clamp(1, trained.len().max(1));
-    let size = if kept { chunk } else { trained.len().max(1) };
-    for (index, tokens) in trained.chunks(size).enumerate() {
-        let targets: Vec<u32> = tokens.iter().map(|n| targets[*n]).collect();
-        let first = index * size;
-        let rows = group(
-            student,
-            teacher,
-            (tokens, first),
-            targets,
-            terms,
-            (chunk, kept),
-            gradients.as_deref_mut(),
-        )?;
+    let tokens = job.trained.len().max(1);
+    let size = if job.keep_logits { job.chunk.min(tokens) } else { tokens };
+    for (index, tokens) in job.trained.chunks(size).enumerate() {
+        let rows = group(job, tokens, index * size, gradients.as_deref_mut())?;
         rows.iter().for_each(&mut *each);
     }
     Ok(())
@@ -169,20 +161,25 @@ pub(crate) fn run(
 
 /// Runs the tokens of one group; `first_token` is the position of the first among all trained tokens.
 fn group(
-    student: &Side<'_>,
-    teacher: &Teacher<'_>,
-    (tokens, first_token): (&[usize], usize),
-    targets: Vec<u32>,
-    terms: Terms,
-    (chunk, kept): (usize, bool),
+    job: &DistillJob<'_>,
+    tokens: &[usize],
+    first_token: usize,
     gradients: Option<&mut Gradients>,
 ) -> Result<Vec<Row>> {
+    let DistillJob {
+        student,
+        teacher,
+        terms,
+        ..
+    } = *job;
+    let (chunk, kept) = (job.chunk.min(job.trained.len().max(1)), job.keep_logits);
+    let targets: Vec<u32> = tokens.iter().map(|n| job.targets[*n]).collect();
     let (all, d, v) = (tokens.len(), student.width, student.rows);
     let parts = || (0..all).step_by(chunk).map(|start| (start, chunk.min(all - start)));
     let mut own = Group::new(student, tokens, v, kept, chunk);
     let stored = match teacher {
         Teacher::Live(_) => None,
-        Teacher::Stored(top) => Some(top.of(first_token, all)),
+        Teacher::Stored { top, .. } => Some(top.tokens(first_token, all)),
     };
     let mut state = Student::new(targets, v, student.cap, terms, stored);
     for (first, width) in pieces(v) {
@@ -197,7 +194,7 @@ fn group(
     }
     state.finish();
     let mut live = match teacher {
-        Teacher::Stored(_) => None,
+        Teacher::Stored { .. } => None,
         Teacher::Live(side) => {
             let mut group = Group::new(side, tokens, terms.common, kept, chunk);
             let mut live = Live::new(all, terms, side.cap);
@@ -303,14 +300,13 @@ fn group(
 /// Returns the log-probabilities at `temperature` of the `k` most likely of the first `common` ids, for the tokens
 /// `chosen`, and the log-probability of all others. The head is read once.
 pub(crate) fn likeliest(
-    side: &Side<'_>,
+    side: &SideSlices<'_>,
     chosen: &[usize],
     common: usize,
     k: usize,
     temperature: f32,
     chunk: usize,
-) -> Result<TopLogProbs> {
-    let mut out = TopLogProbs::default();
+) -> Result<TopK> {
     let all = chosen.len();
     let chunk = chunk.clamp(1, all.max(1));
     // Logits are used once: none are saved.
@@ -326,6 +322,5 @@ pub(crate) fn likeliest(
             Ok(())
         })?;
     }
-    selection.finish(&mut out);
-    Ok(out)
+    Ok(selection.finish())
 }

@@ -3,8 +3,9 @@
 
 use super::stored::StoredTerms;
 use super::terms::{self, FORWARD, MIXTURE, Mix, REVERSE, Scale, Turn};
-use super::{Row, Terms, TopK};
+use super::{Row, Terms};
 use crate::cpu::cross_entropy::{BLOCK, inside, largest};
+use crate::distill::TopKSlices;
 use rayon::prelude::*;
 
 /// Applies the softcap to the logits of a piece again.
@@ -97,7 +98,7 @@ pub(super) struct Student<'a> {
 }
 
 impl<'a> Student<'a> {
-    pub(super) fn new(targets: Vec<u32>, v: usize, cap: f32, terms: Terms, stored: Option<TopK<'a>>) -> Self {
+    pub(super) fn new(targets: Vec<u32>, v: usize, cap: f32, terms: Terms, stored: Option<TopKSlices<'a>>) -> Self {
         let n = targets.len();
         let hit = TargetLogit {
             logit: f32::NAN,

@@ -6,35 +6,12 @@ use super::rows::{BlockSum, Student};
 use super::terms::{self, FORWARD, MIXTURE, REVERSE, Scale, ln_mixture};
 use super::{Row, Terms};
 use crate::cpu::cross_entropy::{BLOCK, largest};
+use crate::distill::TopKSlices;
 use rayon::prelude::*;
-
-/// Top-k log-probabilities of a stored teacher, one row per trained token.
-#[derive(Clone, Copy)]
-pub(crate) struct TopK<'a> {
-    pub k: usize,
-    /// `[tokens, k]`, ascending, below C.
-    pub ids: &'a [u32],
-    /// `[tokens, k]`, at temperature T.
-    pub log_probs: &'a [f32],
-    /// `[tokens]`: logarithm of the probability of all other ids; -infinity if there are none.
-    pub rest: &'a [f32],
-}
-
-impl<'a> TopK<'a> {
-    /// Returns `count` tokens from `first` on.
-    pub(super) fn of(&self, first: usize, count: usize) -> TopK<'a> {
-        TopK {
-            k: self.k,
-            ids: &self.ids[first * self.k..][..count * self.k],
-            log_probs: &self.log_probs[first * self.k..][..count * self.k],
-            rest: &self.rest[first..][..count],
-        }
-    }
-}
 
 /// The student's data for the stored ids.
 pub(super) struct StoredTerms<'a> {
-    top: TopK<'a>,
+    top: TopKSlices<'a>,
     terms: Terms,
     /// `[tokens, k]`: the student's capped logits.
     logits: Vec<f32>,
@@ -45,7 +22,7 @@ pub(super) struct StoredTerms<'a> {
 }
 
 impl<'a> StoredTerms<'a> {
-    pub(super) fn new(top: TopK<'a>, tokens: usize, terms: Terms) -> Self {
+    pub(super) fn new(top: TopKSlices<'a>, tokens: usize, terms: Terms) -> Self {
         Self {
             top,
             terms,

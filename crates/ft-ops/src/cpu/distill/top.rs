@@ -3,15 +3,8 @@
 use super::rows::{BlockSum, cap_rows, scale};
 use super::terms;
 use crate::cpu::cross_entropy::{BLOCK, largest};
+use crate::distill::TopK;
 use rayon::prelude::*;
-
-/// Rows of k ids (ascending), their log-probabilities, and the logarithm of the rest (-infinity if there is none).
-#[derive(Debug, Clone, Default, PartialEq)]
-pub(crate) struct TopLogProbs {
-    pub ids: Vec<u32>,
-    pub log_probs: Vec<f32>,
-    pub rest: Vec<f32>,
-}
 
 /// The top-k of one token so far.
 #[derive(Clone)]
@@ -109,8 +102,12 @@ impl Selection {
             });
     }
 
-    /// Adds the results of all tokens to `out`; NaN if a logit was not finite.
-    pub(crate) fn finish(self, out: &mut TopLogProbs) {
+    /// Returns the results of all tokens; NaN if a logit was not finite.
+    pub(crate) fn finish(self) -> TopK {
+        let mut out: TopK = TopK {
+            k: self.k,
+            ..TopK::default()
+        };
         for (best, blocks) in self.rows.iter().zip(self.blocks.chunks(self.per.max(1))) {
             let present: Vec<BlockSum> = blocks
                 .iter()
@@ -137,6 +134,7 @@ impl Selection {
             out.log_probs.extend(best.kept.iter().map(|x| whole.log(x.0)));
             out.rest.push(rest);
         }
+        out
     }
 }
 

@@ -5,9 +5,9 @@
 //! by row.
 
 use super::super::with_scratch;
-use super::fma::{AccumulateFrom, MicroTile};
+use super::fma::MicroTile;
 use super::grid::{KC, NC_KC, grid, part};
-use super::pack::{self, Panel, PanelLayout};
+use super::pack::{self, OperandPart, Panel, PanelLayout};
 use super::{CInit, Matrix, Operand, ProductJob, VectorIsa, skinny};
 use rayon::prelude::*;
 
@@ -70,23 +70,27 @@ fn block(job: &ProductJob, isa: VectorIsa, (r0, rows): (usize, usize), (c0, colu
         let (dequantized, u) = rest.split_at_mut(dequantized);
         for chunk in 0..chunks {
             let steps = part(k, chunks, chunk, 8);
+            let (k0, k) = steps;
+            let own = |first| OperandPart { first, k0, k };
+            let of_rank = |first| OperandPart { first, k0: 0, k: rank };
             // The LoRA rank is appended to the end of k, in the last chunk.
             let fused = job.fused_lora.as_ref().filter(|_| chunk + 1 == chunks);
             let layout = PanelLayout::of(steps.1 + fused.map_or(0, |r| r.rank));
             if !direct {
-                pack::panels(&job.a, r0, steps, panels_of_rows.clone(), isa, layout, a, &mut []);
+                pack::panels(&job.a, own(r0), panels_of_rows.clone(), isa, layout, a, &mut []);
             }
             if let Some(fused_lora) = &job.fused_lora {
                 let alone = PanelLayout::of(steps.1);
-                pack::panels(&fused_lora.down, 0, steps, panels_of(rank), isa, alone, b, &mut []);
-                let from = if chunk == 0 {
-                    AccumulateFrom::Zero
-                } else {
-                    AccumulateFrom::C
-                };
+                pack::panels(&fused_lora.down, own(0), panels_of(rank), isa, alone, b, &mut []);
+                let from = if chunk == 0 { CInit::Zero } else { CInit::C };
                 let to = (u.as_mut_ptr(), rank);
                 let a_panel = |p: Panel| (a[p.start * layout.steps..].as_ptr(), 1, p.count);
-                macro_kernel(isa, panels_of_rows.clone(), rank, steps.1, a_panel, b, to, |_| from);
+                let down = PackedColumns {
+                    panels: b,
+                    columns: rank,
+                    k,
+                };
+                macro_kernel(isa, panels_of_rows.clone(), a_panel, down, to, |_| from);
             }
             if let Some(fused_lora) = fused {
                 // These rows of u are the same for all columns: the leftmost block writes them.
@@ -97,22 +101,22 @@ fn block(job: &ProductJob, isa: VectorIsa, (r0, rows): (usize, usize), (c0, colu
                 let at = PanelLayout { at: steps.1, ..layout };
                 let u = Matrix::k_inner(Operand::F32(u), rank);
                 let rows = panels_of_rows.clone();
-                pack::panels(&u, 0, (0, rank), rows, isa, at, a, &mut []);
+                pack::panels(&u, of_rank(0), rows, isa, at, a, &mut []);
             }
             for c in (0..columns).step_by(part_columns) {
                 let (first, columns) = (c0 + c, part_columns.min(columns - c));
                 let columns_here = panels_of(columns);
-                pack::panels(&job.b, first, steps, columns_here.clone(), isa, layout, b, dequantized);
+                pack::panels(&job.b, own(first), columns_here.clone(), isa, layout, b, dequantized);
                 if let Some(fused_lora) = fused {
                     let at = PanelLayout { at: steps.1, ..layout };
-                    pack::panels(&fused_lora.up, first, (0, rank), columns_here, isa, at, b, &mut []);
+                    pack::panels(&fused_lora.up, of_rank(first), columns_here, isa, at, b, &mut []);
                 }
                 let to = (job.c.at(r0 * n + first), n);
                 let from = |column: usize| match job.start {
-                    _ if chunk > 0 => AccumulateFrom::C,
-                    CInit::Zero => AccumulateFrom::Zero,
-                    CInit::C => AccumulateFrom::C,
-                    CInit::Bias(bias) => AccumulateFrom::Bias(bias[first + column..].as_ptr()),
+                    _ if chunk > 0 => CInit::C,
+                    CInit::Zero => CInit::Zero,
+                    CInit::C => CInit::C,
+                    CInit::Bias(bias) => CInit::Bias(bias[first + column..].as_ptr()),
                 };
                 let a_panel = |p: Panel| match job.a.values {
                     Operand::F32(v) if direct && job.a.k_contiguous => {
@@ -121,26 +125,37 @@ fn block(job: &ProductJob, isa: VectorIsa, (r0, rows): (usize, usize), (c0, colu
                     Operand::F32(v) if direct => (v[steps.0 * job.a.stride + r0 + p.start..].as_ptr(), 1, job.a.stride),
                     _ => (a[p.start * layout.steps..].as_ptr(), 1, p.count),
                 };
-                macro_kernel(isa, panels_of_rows.clone(), columns, layout.steps, a_panel, b, to, from);
+                let packed = PackedColumns {
+                    panels: b,
+                    columns,
+                    k: layout.steps,
+                };
+                macro_kernel(isa, panels_of_rows.clone(), a_panel, packed, to, from);
             }
         }
     });
 }
 
-/// The macro-kernel: multiplies every panel of rows with every panel of `b`, `columns` in all, over `k`. `a_panel`
-/// returns the address of a panel of A and its strides of rows and of k. `to`: address of the first element of C,
-/// and its row stride. `from` returns the start value of a column.
-#[allow(clippy::too_many_arguments)]
+/// Packed columns of B, each of `k` elements.
+#[derive(Clone, Copy)]
+struct PackedColumns<'a> {
+    panels: &'a [f32],
+    columns: usize,
+    k: usize,
+}
+
+/// The macro-kernel: multiplies every panel of rows with every panel of `b`. `a_panel` returns the address of a panel of A
+/// and its strides of rows and of k. `to`: address of the first element of C, and its row stride. `from` returns the start
+/// value of a column.
 fn macro_kernel(
     isa: VectorIsa,
     rows: impl Iterator<Item = Panel>,
-    columns: usize,
-    k: usize,
     a_panel: impl Fn(Panel) -> (*const f32, usize, usize),
-    b: &[f32],
+    b: PackedColumns<'_>,
     (to, c_row): (*mut f32, usize),
-    from: impl Fn(usize) -> AccumulateFrom,
+    from: impl Fn(usize) -> CInit<*const f32>,
 ) {
+    let PackedColumns { panels: b, columns, k } = b;
     let (_, nr, lanes) = isa.micro_tile();
     for panel in rows {
         let (a, a_row, a_k) = a_panel(panel);

@@ -3,17 +3,7 @@
 //! A micro-tile has up to `MR` rows and `VECTORS · LANES` columns. For each k it reads one row of B (vectors) and
 //! one column of A (broadcast, element by element), so a packed A and a packed B are both read sequentially.
 
-use super::VectorIsa;
-
-/// The start value of a micro-tile.
-#[derive(Clone, Copy)]
-pub(crate) enum AccumulateFrom {
-    Zero,
-    /// Adds to the values in C.
-    C,
-    /// Address of the bias of the first column of the tile.
-    Bias(*const f32),
-}
+use super::{CInit, VectorIsa};
 
 /// Arguments of a micro-kernel. Strides are in elements: element (row, k) of A is at `row * a_row + k * a_k`, rows
 /// of B are `b_k` apart.
@@ -29,7 +19,7 @@ pub(crate) struct MicroTile {
     pub c_row: usize,
     /// Columns of C that exist. In B all columns of the tile must be readable.
     pub columns: usize,
-    pub from: AccumulateFrom,
+    pub from: CInit<*const f32>,
 }
 
 pub(crate) type Kernel = unsafe fn(&MicroTile);
@@ -56,7 +46,7 @@ macro_rules! kernels {
     ($module:ident, $features:literal, $vector:ty, $lanes:literal, $rows:literal, [$($row:literal)*], $zero:ident, $broadcast:ident, $load:ident, $store:ident, $fma:ident, $add:ident) => {
         #[cfg(target_arch = "x86_64")]
         pub(crate) mod $module {
-            use super::{AccumulateFrom, Kernel, MicroTile};
+            use super::{CInit, Kernel, MicroTile};
             use std::arch::x86_64::*;
 
             pub(crate) const LANES: usize = $lanes;
@@ -99,8 +89,8 @@ macro_rules! kernels {
                     }
                     if t.columns == V * LANES {
                         match t.from {
-                            AccumulateFrom::Zero => put::<R, V>(&sum, t.c, t.c_row),
-                            AccumulateFrom::C => {
+                            CInit::Zero => put::<R, V>(&sum, t.c, t.c_row),
+                            CInit::C => {
                                 for r in 0..R {
                                     for v in 0..V {
                                         sum[r][v] = $add($load(t.c.add(r * t.c_row + v * LANES)), sum[r][v]);
@@ -108,7 +98,7 @@ macro_rules! kernels {
                                 }
                                 put::<R, V>(&sum, t.c, t.c_row)
                             }
-                            AccumulateFrom::Bias(bias) => {
+                            CInit::Bias(bias) => {
                                 for r in 0..R {
                                     for v in 0..V {
                                         sum[r][v] = $add($load(bias.add(v * LANES)), sum[r][v]);
@@ -125,9 +115,9 @@ macro_rules! kernels {
                         for (i, x) in row[..t.columns].iter().enumerate() {
                             let c = t.c.add(r * t.c_row + i);
                             *c = match t.from {
-                                AccumulateFrom::Zero => *x,
-                                AccumulateFrom::C => *c + x,
-                                AccumulateFrom::Bias(bias) => *bias.add(i) + x,
+                                CInit::Zero => *x,
+                                CInit::C => *c + x,
+                                CInit::Bias(bias) => *bias.add(i) + x,
                             };
                         }
                     }

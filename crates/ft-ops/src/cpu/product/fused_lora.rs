@@ -70,7 +70,7 @@ pub(crate) fn product_with(
     backend: CpuBackend,
     sizes: Sizes,
     c: &mut [f32],
-    start: CInit<'_>,
+    start: CInit<&[f32]>,
     (a, b): (Matrix<'_>, Matrix<'_>),
     rounding: Rounding,
     fused_lora: FusedLora<'_>,

@@ -143,14 +143,14 @@ impl<'a> Matrix<'a> {
     }
 }
 
-/// The start value of C.
+/// The start value of C, or of a micro-tile of it. B: `&[f32]`, or the address of the first column of a tile.
 #[derive(Clone, Copy)]
-pub(crate) enum CInit<'a> {
+pub(crate) enum CInit<B> {
     Zero,
     /// The values in C.
     C,
     /// `[n]`, in every row.
-    Bias(&'a [f32]),
+    Bias(B),
 }
 
 /// Whether the f32 operands of a product are rounded to bf16. Sums are f32 in both cases.
@@ -182,14 +182,21 @@ pub(crate) type Sizes = (usize, usize, usize);
 struct ProductJob<'a> {
     sizes: Sizes,
     c: Shared,
-    start: CInit<'a>,
+    start: CInit<&'a [f32]>,
     a: Matrix<'a>,
     b: Matrix<'a>,
     fused_lora: Option<fused_lora::FusedLoraShared<'a>>,
 }
 
 /// Computes `c [m, n] = start + a · b`.
-pub(crate) fn product(sizes: Sizes, c: &mut [f32], start: CInit<'_>, a: Matrix<'_>, b: Matrix<'_>, rounding: Rounding) {
+pub(crate) fn product(
+    sizes: Sizes,
+    c: &mut [f32],
+    start: CInit<&[f32]>,
+    a: Matrix<'_>,
+    b: Matrix<'_>,
+    rounding: Rounding,
+) {
     product_on(CpuBackend::current(), sizes, c, start, a, b, rounding)
 }
 
@@ -197,7 +204,7 @@ fn product_on(
     backend: CpuBackend,
     sizes: Sizes,
     c: &mut [f32],
-    start: CInit<'_>,
+    start: CInit<&[f32]>,
     a: Matrix<'_>,
     b: Matrix<'_>,
     rounding: Rounding,

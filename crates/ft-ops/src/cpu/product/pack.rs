@@ -35,34 +35,40 @@ impl PanelLayout {
     }
 }
 
-/// Packs vectors from `first` on, elements `k0..k0 + k` of each, panel by panel: element (i, p) of a panel goes to
-/// `to[layout.place(panel, p) + i]`. Positions beyond `count` get arbitrary values. The panels follow each other.
+/// A part of an operand: vectors from `first` on, elements `k0..k0 + k` of each.
+#[derive(Clone, Copy)]
+pub(super) struct OperandPart {
+    pub first: usize,
+    pub k0: usize,
+    pub k: usize,
+}
+
+/// Packs a part panel by panel: element (i, p) of a panel goes to `to[layout.place(panel, p) + i]`. Positions beyond `count` get arbitrary values. The panels follow each other.
 /// A quantized operand that is contiguous in k needs memory for one panel in `scratch`.
-#[allow(clippy::too_many_arguments)]
 pub(super) fn panels(
     m: &Matrix,
-    first: usize,
-    (k0, k): (usize, usize),
+    part: OperandPart,
     panels: impl Iterator<Item = Panel> + Clone,
     isa: VectorIsa,
     layout: PanelLayout,
     to: &mut [f32],
     scratch: &mut [f32],
 ) {
+    let OperandPart { first, k0, k } = part;
     let Some(last) = panels.clone().last() else { return };
     assert!(to.len() >= layout.place(last, k) && layout.at + k <= layout.steps);
     m.check(first + last.start + last.count, k0 + k);
     // SAFETY: the CPU features were detected; the ranges were checked.
     unsafe {
         match (m.values, isa) {
-            (Operand::F32(v), VectorIsa::Avx512) => wide::run(v, m, first, (k0, k), panels, layout, to),
-            (Operand::Bf16(v), VectorIsa::Avx512) => wide::run(v, m, first, (k0, k), panels, layout, to),
-            (Operand::F32(v), VectorIsa::Avx2) => narrow::run(v, m, first, (k0, k), panels, layout, to),
-            (Operand::Bf16(v), VectorIsa::Avx2) => narrow::run(v, m, first, (k0, k), panels, layout, to),
+            (Operand::F32(v), VectorIsa::Avx512) => wide::run(v, m, part, panels, layout, to),
+            (Operand::Bf16(v), VectorIsa::Avx512) => wide::run(v, m, part, panels, layout, to),
+            (Operand::F32(v), VectorIsa::Avx2) => narrow::run(v, m, part, panels, layout, to),
+            (Operand::Bf16(v), VectorIsa::Avx2) => narrow::run(v, m, part, panels, layout, to),
             (Operand::Quantized(view), _) if m.k_contiguous => {
-                quantized_k_inner(&view, first, (k0, k), panels, isa, layout, to, scratch)
+                quantized_k_inner(&view, part, panels, isa, layout, to, scratch)
             }
-            (Operand::Quantized(view), _) => quantized_k_outer(&view, first, (k0, k), panels, isa, layout, to),
+            (Operand::Quantized(view), _) => quantized_k_outer(&view, part, panels, isa, layout, to),
         }
     }
 }
@@ -73,11 +79,9 @@ const AHEAD: usize = 16;
 const ROWS: usize = 16;
 
 /// Packs a quantized operand whose rows are vectors: a panel is dequantized row by row, then transposed.
-#[allow(clippy::too_many_arguments)]
 fn quantized_k_inner(
     view: &QMatrixView<'_>,
-    first: usize,
-    (k0, k): (usize, usize),
+    OperandPart { first, k0, k }: OperandPart,
     all: impl Iterator<Item = Panel>,
     isa: VectorIsa,
     layout: PanelLayout,
@@ -92,7 +96,8 @@ fn quantized_k_inner(
         let alone = std::iter::once(Panel { start: 0, ..panel });
         let dequantized = Matrix::k_inner(Operand::F32(dequantized), k);
         let to = &mut to[panel.start * layout.steps..];
-        panels(&dequantized, 0, (0, k), alone, isa, layout, to, &mut []);
+        let part = OperandPart { first: 0, k0: 0, k };
+        panels(&dequantized, part, alone, isa, layout, to, &mut []);
     }
 }
 
@@ -100,8 +105,7 @@ fn quantized_k_inner(
 /// panels.
 fn quantized_k_outer(
     view: &QMatrixView<'_>,
-    first: usize,
-    (k0, k): (usize, usize),
+    OperandPart { first, k0, k }: OperandPart,
     all: impl Iterator<Item = Panel> + Clone,
     isa: VectorIsa,
     layout: PanelLayout,
@@ -134,12 +138,12 @@ macro_rules! packing {
             pub(super) unsafe fn run<T: Element>(
                 from: &[T],
                 m: &Matrix,
-                first: usize,
-                (k0, k): (usize, usize),
+                part: OperandPart,
                 panels: impl Iterator<Item = Panel> + Clone,
                 layout: PanelLayout,
                 to: &mut [f32],
             ) {
+                let OperandPart { first, k0, k } = part;
                 // SAFETY: see `panels`.
                 unsafe {
                     if m.k_contiguous {
@@ -148,7 +152,7 @@ macro_rules! packing {
                             transposed(from, m.stride, p, k, to[layout.place(p, 0)..].as_mut_ptr());
                         }
                     } else {
-                        strided(from, m.stride, first, (k0, k), panels, layout, to)
+                        strided(from, m.stride, part, panels, layout, to)
                     }
                 }
             }
@@ -160,8 +164,7 @@ macro_rules! packing {
             unsafe fn strided<T: Element>(
                 from: &[T],
                 stride: usize,
-                first: usize,
-                (k0, k): (usize, usize),
+                OperandPart { first, k0, k }: OperandPart,
                 panels: impl Iterator<Item = Panel> + Clone,
                 layout: PanelLayout,
                 to: &mut [f32],

@@ -16,44 +16,42 @@ const DEQUANTIZED: usize = 1 << 19;
 /// Up to this many results, the `gemm` crate sums in another order if both operands are contiguous in k.
 const SMALL: usize = 16 * 16;
 
-/// Computes `dst [m, n] = a [m, k] · b [k, n] (+ dst)` on one thread; strides are (row, column). For k <= 512 the
-/// order of the sum does not depend on m and n (except for m or n of 1).
+/// A matrix in memory: address of its first element, and elements between two rows and between two columns.
+#[derive(Clone, Copy)]
+pub(super) struct Strided<P> {
+    pub at: P,
+    pub row: usize,
+    pub column: usize,
+}
+
+/// Computes `dst [m, n] = a [m, k] · b [k, n] (+ dst)` on one thread. For k <= 512 the order of the sum does not depend on m
+/// and n (except for m or n of 1).
 /// # Safety
 /// All addresses with their strides must lie inside live slices; `dst` must not be shared.
-#[allow(clippy::too_many_arguments)]
 pub(super) unsafe fn gemm(
     (m, n, k): (usize, usize, usize),
-    dst: *mut f32,
-    (dst_rs, dst_cs): (usize, usize),
+    dst: Strided<*mut f32>,
     accumulate: bool,
-    a: *const f32,
-    (a_rs, a_cs): (usize, usize),
-    b: *const f32,
-    (b_rs, b_cs): (usize, usize),
+    a: Strided<*const f32>,
+    b: Strided<*const f32>,
 ) {
-    if a_cs == 1 && b_rs == 1 && m * n <= SMALL {
+    if a.column == 1 && b.row == 1 && m * n <= SMALL {
         // A transposed copy of A, so that the order of the sum is that of larger results.
         let step = m.max(2);
         return with_scratch(step * k, |turned| {
             for row in 0..m {
                 for at in 0..k {
                     // SAFETY: an element of A, inside its slice as the caller promised.
-                    turned[at * step + row] = unsafe { *a.add(row * a_rs + at) };
+                    turned[at * step + row] = unsafe { *a.at.add(row * a.row + at) };
                 }
             }
+            let a = Strided {
+                at: turned.as_ptr(),
+                row: 1,
+                column: step,
+            };
             // SAFETY: promised by the caller; A is the copy.
-            unsafe {
-                gemm(
-                    (m, n, k),
-                    dst,
-                    (dst_rs, dst_cs),
-                    accumulate,
-                    turned.as_ptr(),
-                    (1, step),
-                    b,
-                    (b_rs, b_cs),
-                )
-            }
+            unsafe { gemm((m, n, k), dst, accumulate, a, b) }
         });
     }
     let keep = if accumulate { 1.0 } else { 0.0 };
@@ -63,16 +61,16 @@ pub(super) unsafe fn gemm(
             m,
             n,
             k,
-            dst,
-            dst_cs as isize,
-            dst_rs as isize,
+            dst.at,
+            dst.column as isize,
+            dst.row as isize,
             accumulate,
-            a,
-            a_cs as isize,
-            a_rs as isize,
-            b,
-            b_cs as isize,
-            b_rs as isize,
+            a.at,
+            a.column as isize,
+            a.row as isize,
+            b.at,
+            b.column as isize,
+            b.row as isize,
             keep,
             1.0,
             false,
@@ -125,19 +123,23 @@ pub(super) fn run(job: &ProductJob) {
             let accumulate = k0 > 0 || !matches!(job.start, CInit::Zero);
             with_operand(&job.a, (r0, rows), (k0, steps), |a, a_stride, a_step| {
                 with_operand(&job.b, (c0, columns), (k0, steps), |b, b_stride, b_step| {
+                    let c = Strided {
+                        at: job.c.at(r0 * n + c0),
+                        row: n,
+                        column: 1,
+                    };
+                    let a = Strided {
+                        at: a,
+                        row: a_stride,
+                        column: a_step,
+                    };
+                    let b = Strided {
+                        at: b,
+                        row: b_step,
+                        column: b_stride,
+                    };
                     // SAFETY: the block lies inside C and belongs to this task alone; A and B are inside their slices.
-                    unsafe {
-                        gemm(
-                            (rows, columns, steps),
-                            job.c.at(r0 * n + c0),
-                            (n, 1),
-                            accumulate,
-                            a,
-                            (a_stride, a_step),
-                            b,
-                            (b_step, b_stride),
-                        )
-                    }
+                    unsafe { gemm((rows, columns, steps), c, accumulate, a, b) }
                 })
             })
         }

@@ -3,7 +3,7 @@
 //! more than the product: both operands are read in place, a few rows of k at a time.
 
 use super::super::with_scratch;
-use super::fma::{AccumulateFrom, MicroTile};
+use super::fma::MicroTile;
 use super::grid::part;
 use super::{CInit, Operand, ProductJob, VectorIsa};
 use rayon::prelude::*;
@@ -111,11 +111,7 @@ fn add_products(
                     c: sums[row * columns + c..].as_mut_ptr(),
                     c_row: columns,
                     columns: count,
-                    from: if k0 == 0 {
-                        AccumulateFrom::Zero
-                    } else {
-                        AccumulateFrom::C
-                    },
+                    from: if k0 == 0 { CInit::Zero } else { CInit::C },
                 };
                 // SAFETY: the tile lies in `sums`; both operands hold `steps` rows of these vectors; the CPU
                 // features were detected.

@@ -9,13 +9,13 @@ use super::VectorIsa;
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 use super::amx;
 #[cfg(target_arch = "x86_64")]
-use super::fma::{AccumulateFrom, MicroTile};
+use super::fma::MicroTile;
 #[cfg(target_arch = "x86_64")]
 use super::grid::part;
 #[cfg(target_arch = "x86_64")]
-use super::pack::{self, Panel, PanelLayout};
-use super::portable::{gemm, unpacked};
-use super::{CpuBackend, Matrix, Operand, Rounding, Shared, Sizes};
+use super::pack::{self, OperandPart, Panel, PanelLayout};
+use super::portable::{Strided, gemm, unpacked};
+use super::{CInit, CpuBackend, Matrix, Operand, Rounding, Shared, Sizes};
 
 /// A part of a packed operand begins at a multiple of this number, in both directions.
 pub(crate) const PACK_UNIT: usize = 32;
@@ -134,7 +134,15 @@ impl TaskGemm {
                     width: count,
                 });
                 let packed_len = PanelLayout::of(k);
-                pack::panels(&matrix, 0, (0, k), panels, isa, packed_len, to, &mut []);
+                pack::panels(
+                    &matrix,
+                    OperandPart { first: 0, k0: 0, k },
+                    panels,
+                    isa,
+                    packed_len,
+                    to,
+                    &mut [],
+                );
             }
             #[cfg(target_arch = "x86_64")]
             Some(isa) if side == Side::B => {
@@ -145,7 +153,15 @@ impl TaskGemm {
                     width: columns,
                 });
                 let packed_len = PanelLayout::of(k);
-                pack::panels(&matrix, 0, (0, k), panels, isa, packed_len, to, &mut []);
+                pack::panels(
+                    &matrix,
+                    OperandPart { first: 0, k0: 0, k },
+                    panels,
+                    isa,
+                    packed_len,
+                    to,
+                    &mut [],
+                );
             }
             _ => {}
         }
@@ -181,8 +197,22 @@ impl TaskGemm {
                 Some(isa) => fma(isa, sizes, to, a, b),
                 _ => {
                     let ((a, a_row, a_k), (b, b_column, b_k)) = (unpacked(a), unpacked(b));
-                    let c = to.c.at(to.at);
-                    gemm(sizes, c, (to.stride, 1), to.add, a, (a_row, a_k), b, (b_k, b_column))
+                    let c = Strided {
+                        at: to.c.at(to.at),
+                        row: to.stride,
+                        column: 1,
+                    };
+                    let a = Strided {
+                        at: a,
+                        row: a_row,
+                        column: a_k,
+                    };
+                    let b = Strided {
+                        at: b,
+                        row: b_k,
+                        column: b_column,
+                    };
+                    gemm(sizes, c, to.add, a, b)
                 }
             }
         }
@@ -225,7 +255,7 @@ unsafe fn fma(isa: VectorIsa, (m, n, k): Sizes, to: OutputTile, a: &PackedOperan
                         c: to.c.at(to.at + row * to.stride + column),
                         c_row: to.stride,
                         columns,
-                        from: if add { AccumulateFrom::C } else { AccumulateFrom::Zero },
+                        from: if add { CInit::C } else { CInit::Zero },
                     };
                     // SAFETY: promised by the caller; panels of B are whole.
                     unsafe { isa.kernel(rows, columns.div_ceil(lanes))(&tile) }

@@ -92,7 +92,7 @@ fn check(backend: CpuBackend, rounding: Rounding, bound: impl Fn(f64) -> f64) {
                 .chunks_exact(k)
                 .flat_map(|a| wide_b.chunks_exact(k).map(move |b| (a, b)));
             let products: Vec<f64> = rows.map(|(a, b)| a.iter().zip(b).map(|(a, b)| a * b).sum()).collect();
-            for (which, start) in [CInit::Zero, CInit::C, CInit::Bias(&bias)].into_iter().enumerate() {
+            for (which, start) in [CInit::Zero, CInit::C, CInit::Bias(&bias[..])].into_iter().enumerate() {
                 let mut c = vec![if which == 1 { 0.5 } else { f32::NAN }; m * n];
                 product_on(
                     backend,

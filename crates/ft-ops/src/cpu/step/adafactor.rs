@@ -46,7 +46,6 @@ fn direction(
 }
 
 /// Updates `row` `[R]` and `column` `[C]` with the gradient `g` `[R, C]`.
-#[allow(clippy::too_many_arguments)]
 pub(crate) fn matrix(
     g: &[f32],
     row: &mut [f32],

@@ -20,7 +20,7 @@ const CHUNK: usize = 64 * BLOCK;
 pub(crate) enum Weight<'a> {
     F32(&'a mut [f32]),
     /// High and low 16 bits of an f32 master weight.
-    Halves(&'a mut [bf16], &'a mut [i16]),
+    Master(&'a mut [bf16], &'a mut [i16]),
     /// Stochastic rounding: element `e` uses lane `e % 4` of random draw `e / 4`.
     Stochastic(&'a mut [bf16], Rng),
 }
@@ -54,7 +54,7 @@ impl<'a> Weight<'a> {
     fn cut(&mut self, n: usize) -> Weight<'a> {
         match self {
             Self::F32(w) => Weight::F32(cut(w, n)),
-            Self::Halves(w, low) => Weight::Halves(cut(w, n), cut(low, n)),
+            Self::Master(w, low) => Weight::Master(cut(w, n), cut(low, n)),
             Self::Stochastic(w, rng) => Weight::Stochastic(cut(w, n), *rng),
         }
     }
@@ -130,7 +130,7 @@ fn one(rule: &PreparedRule, mut task: Task) {
         let v = task.v.values(at, n, &mut second);
         match &mut task.weight {
             Weight::F32(w) => apply(rule, task.first + at, &mut w[at..at + n], g, m, v),
-            Weight::Halves(high, low) => {
+            Weight::Master(high, low) => {
                 let (high, low, wide) = (&mut high[at..at + n], &mut low[at..at + n], &mut wide[..n]);
                 join(high, low, wide);
                 apply(rule, task.first + at, wide, g, m, v);

@@ -19,7 +19,7 @@ pub fn expert_words(sizes: &ExpertsSpec, d: usize, (rank, size): (usize, usize),
     if size < 2 || tokens == 0 {
         return [0.0; 2];
     }
-    // A router that cannot choose is refused when the model is read.
+    // There is no error: a router that chooses more experts than it has is refused when the model is read.
     words(sizes, d, (rank, size), tokens).unwrap_or_default()
 }
 

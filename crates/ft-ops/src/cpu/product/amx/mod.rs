@@ -294,7 +294,6 @@ fn pack_extra(m: &Matrix, (first, count): (usize, usize), rank: usize, depth: De
 }
 
 /// Computes columns `n0..n0 + n_len` of C from packed operands that have at least the steps of `depth`.
-#[allow(clippy::too_many_arguments)]
 fn multiply_packed(
     backend: CpuBackend,
     job: &ProductJob,

@@ -43,7 +43,7 @@ fn check(backend: CpuBackend, (m, n, k): (usize, usize, usize)) {
             2 => Matrix::k_inner(Values::Bf16(&narrow[2]), k),
             _ => Matrix::k_outer(Values::Bf16(&narrow[3]), n),
         };
-        let start = [CInit::Zero, CInit::C, CInit::Bias(&bias)][kind % 3];
+        let start = [CInit::Zero, CInit::C, CInit::Bias(&bias[..])][kind % 3];
         let mut c = vec![if kind % 3 == 1 { 0.25 } else { f32::NAN }; m * n];
         super::run(
             &ProductJob {

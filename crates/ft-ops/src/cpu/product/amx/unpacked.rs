@@ -184,7 +184,7 @@ struct Product<'a> {
     tokens: usize,
     n: usize,
     k: usize,
-    start: CInit<'a>,
+    start: CInit<&'a [f32]>,
     x: PackedView,
     depth: Depth,
     w: Rows<'a>,

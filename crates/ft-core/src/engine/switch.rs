@@ -14,19 +14,23 @@ impl Engine {
     /// Deactivates all parameters outside `active` and activates those in it. Moments are kept for the parameters that
     /// `survives` accepts; the low bits of fp32 masters are never lost. A parameter whose
     /// moments are dropped gets its average as value, if there are averages. Returns the requantized weights.
+    ///
+    /// # Errors
+    /// A file of trained parameters cannot be read or written; not enough memory for the activated ones; another rank
+    /// has failed.
     pub fn switch(&mut self, active: &Active, survives: impl Fn(&str) -> bool) -> Result<Vec<Requantized>> {
         self.settle_averages(active, &survives)?;
         if self.divided {
             self.gather_low(active)?;
         }
-        self.optimizer.retire_all_but(survives)?;
-        let recoded = self
+        self.optimizer.drop_moments_except(survives)?;
+        let requantized = self
             .store
             .deactivate(&|name| active.contains(name), &mut self.optimizer)?;
         let names: Vec<&str> = active.names().collect();
         self.store.activate(&names, &mut self.optimizer)?;
         self.cut_low(active)?;
-        Ok(recoded)
+        Ok(requantized)
     }
 
     /// Passes the exact f32 values of a trained weight or of an adapter matrix to `sink`. On several ranks each has a part

@@ -409,9 +409,8 @@ mod tests {
             "[data]\npacking_length = 77\n[tune.block]\nswitch_every = 9\n[optimizer]\nlearning_rate = 3.3e-4\n\
              [train]\nnum_epochs = 2.0\ngradient_accumulation_steps = 5\n",
         );
-        let spec = crate::setup::read_spec(&"shape:small".into(), "main", crate::recipe::ModelInit::Pretrained)
-            .unwrap()
-            .1;
+        let shape = crate::setup::ModelFiles::of_config(&"shape:small".into(), "main", ModelInit::Pretrained);
+        let spec = shape.unwrap().spec;
         let (mut settled, choices) = settle(&r, &spec, Some(&[20; 200]), &new);
         assert_eq!(settled.data.packing_length, 77);
         assert_eq!(settled.optimizer.learning_rate, 3.3e-4);

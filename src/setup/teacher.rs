@@ -10,7 +10,7 @@ use crate::model::{Network, Spec};
 use crate::ops::cross_entropy::PIECE;
 use crate::recipe::{Alignment, Dtype, FrozenWeights, ModelInit, Recipe, Stage, TeacherTier};
 use crate::setup::vocabulary::TextChanges;
-use crate::setup::{self, ModelDir};
+use crate::setup::{ModelDir, ModelFiles, StoredWeights};
 use crate::source::Placement;
 use crate::source::StoragePolicy;
 use candle_core::Device;
@@ -73,10 +73,8 @@ pub fn open(recipe: &Recipe, model: &ModelDir) -> Result<TeacherModel> {
         check_tokenizers(&model.tokenizer, &teacher.tokenizer).map_err(|e| e.or_at("distill.teacher"))?;
     }
     teacher.check_weights(ModelInit::Pretrained)?;
-    let (dtype, mut storage) = storage(recipe, &teacher.spec)?;
-    for (name, format) in teacher.stored(ModelInit::Pretrained)?.codes {
-        storage.set(name, Some(format));
-    }
+    let stored = teacher.stored(ModelInit::Pretrained)?;
+    let (dtype, storage) = storage(recipe, &teacher.spec, stored)?;
     if d.hidden_weight > 0.0 {
         layer_map(recipe, &model.spec, &teacher.spec)?;
     }
@@ -204,12 +202,11 @@ pub fn spec(recipe: &Recipe, student: &Spec, on_gpu: bool) -> Result<Option<Teac
     if d.teacher_cache.is_some() {
         return Ok(None);
     }
-    let (dir, spec) = setup::read_spec(path, &d.teacher_revision, crate::recipe::ModelInit::Pretrained)
+    let files = ModelFiles::of_config(path, &d.teacher_revision, ModelInit::Pretrained)
         .map_err(|e| e.or_at("distill.teacher"))?;
-    let (dtype, mut storage) = storage(recipe, &spec)?;
-    for (name, format) in setup::StoredWeights::find(&dir, &spec, ModelInit::Pretrained)?.codes {
-        storage.set(name, Some(format));
-    }
+    let stored = files.stored_if_here(ModelInit::Pretrained)?.unwrap_or_default();
+    let (dtype, storage) = storage(recipe, &files.spec, stored)?;
+    let spec = files.spec;
     let states = if d.hidden_weight > 0.0 {
         layer_map(recipe, student, &spec)?.len()
     } else {
@@ -230,8 +227,8 @@ pub fn spec(recipe: &Recipe, student: &Spec, on_gpu: bool) -> Result<Option<Teac
     }))
 }
 
-/// Type of the unquantized weights, and the storage type of each weight.
-fn storage(recipe: &Recipe, spec: &Spec) -> Result<(Dtype, StoragePolicy)> {
+/// Type of the unquantized weights, and the storage type of each weight; a weight that its files store quantized stays so.
+fn storage(recipe: &Recipe, spec: &Spec, stored: StoredWeights) -> Result<(Dtype, StoragePolicy)> {
     let wanted = recipe.distill.teacher_weights;
     let dtype = match wanted {
         FrozenWeights::F32 => Dtype::F32,
@@ -242,10 +239,11 @@ fn storage(recipe: &Recipe, spec: &Spec) -> Result<(Dtype, StoragePolicy)> {
     memory.overrides.clear();
     memory.group_size = None;
     memory.frozen_weights = wanted;
-    Ok((
-        dtype,
-        StoragePolicy::new(&memory.storage_rules(), dtype, &spec.params(), |_| false)?,
-    ))
+    let mut policy = StoragePolicy::new(&memory.storage_rules(), dtype, &spec.params(), |_| false)?;
+    for (name, format) in stored.codes {
+        policy.set(name, Some(format));
+    }
+    Ok((dtype, policy))
 }
 
 fn place(recipe: &Recipe, on_gpu: bool) -> Placement {

@@ -277,8 +277,7 @@ impl Watch {
 mod tests {
     use super::*;
     use crate::recipe;
-    use crate::setup;
-    use crate::setup::adapters;
+    use crate::setup::{ModelFiles, adapters};
 
     fn recipe(more: &str) -> Recipe {
         let text = format!("[model]\npath = \"shape:small\"\n{more}");
@@ -286,9 +285,7 @@ mod tests {
     }
 
     fn schedule(recipe: &Recipe) -> ActiveSchedule {
-        let spec = setup::read_spec(&"shape:small".into(), "main", crate::recipe::ModelInit::Pretrained)
-            .unwrap()
-            .1;
+        let spec = ModelFiles::of_recipe(recipe).unwrap().spec;
         let prepared = adapters::of(recipe, &spec).unwrap();
         ActiveSchedule::new(recipe, &spec, &spec.params(), &prepared).unwrap()
     }

@@ -6,7 +6,6 @@ use super::RewardInput;
 use crate::base::{Error, Result};
 use crate::data::encode::Encoder;
 use crate::data::{Batch, Example};
-use crate::formats::weights::Weights;
 use crate::hf;
 use crate::model::{Network, Spec};
 use crate::recipe::{Dtype, ModelInit, TrainOn};
@@ -51,14 +50,11 @@ impl RewardModel {
     /// Reads the directory without loading the weights. Errors: it is not a reward model.
     pub fn describe(dir: &str) -> Result<ModelDir> {
         let mut described = ModelDir::open(dir, "main", &TextChanges::default())?;
-        if !described.has_score(&Weights::open(&described.dir)?)? {
+        if !described.has_score(&*described.weights()?)? {
             return Err(no_score(&described));
         }
         // The model has no output projection.
-        described.spec = Spec {
-            tied: true,
-            ..described.spec
-        };
+        described.spec.tied = true;
         Ok(described)
     }
 
@@ -71,7 +67,7 @@ impl RewardModel {
             _ => Dtype::F32,
         };
         Ok(RewardModelSpec {
-            spec: described.spec,
+            spec: described.files.spec,
             storage: StoragePolicy::dense(dtype),
             tokens: TOKENS,
         })

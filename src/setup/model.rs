@@ -368,8 +368,7 @@ impl ModelFiles {
     ) -> Result<TrainableNetwork> {
         strategy.storage.products().check(device)?;
         let mut loaded = self.place(strategy, recipe, run_dir, device, ranks)?;
-        loaded.network.mlp_tokens = strategy.mlp_tokens;
-        loaded.network.products = strategy.storage.products();
+        strategy.apply(&mut loaded.network);
         Ok(loaded)
     }
 

@@ -4,7 +4,7 @@
 use crate::base::{Error, Result, files, memory};
 use crate::checkpoint::{self, LoadedState};
 use crate::data::Dataset;
-use crate::engine::{Active, Engine, StepStrategy};
+use crate::engine::{Active, Engine, StepStrategy, TrainConfig};
 use crate::hf;
 use crate::model::Objective;
 use crate::plan::memory_plan::pin_resumed_choices;
@@ -114,7 +114,10 @@ pub fn write(dir: &Path, out: &Path) -> Result<Written> {
     let mut loaded_model = model.load_for(&strategy, recipe, &scratch.0, &device, &Ranks::default().0)?;
     let network = &mut loaded_model.network;
     prepared.attach(network)?;
-    let step_hook = allocation::of(recipe, &prepared);
+    let config = TrainConfig {
+        step_hook: allocation::of(recipe, &prepared),
+        ..TrainConfig::default()
+    };
     let sizes = state::sizes(&loaded)?;
     let ranks = starts::ranks_of(network, |name| sizes.get(name).copied());
     starts::resize(recipe, network, &mut prepared, &ranks)?;
@@ -138,8 +141,8 @@ pub fn write(dir: &Path, out: &Path) -> Result<Written> {
         Box::new(CausalLm::new(model.spec.vocab))
     };
     let optimizer = active_schedule::optimizer(recipe);
-    let mut engine = Engine::new(loaded_model, objective, optimizer, strategy, &Active::new([]))?;
-    engine.step_hook = step_hook;
+    let none = Active::new([]);
+    let mut engine = Engine::with_config(loaded_model, objective, optimizer, strategy, &none, config)?;
     state::restore_weights(&loaded, &mut engine)?;
     let mut notes = Vec::new();
     let trained = TrainedModel {

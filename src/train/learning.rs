@@ -1,10 +1,10 @@
 //! Checks if a run can learn: before the first step from recipe, schedule and rows, during the run from its losses.
-//! Works on numbers only; `configure` alone gets the engine.
+//! Works on numbers only.
 
 use crate::base::units::{self, count};
 use crate::base::{Error, Result};
 use crate::data::order::BatchStream;
-use crate::engine::{Ema, Engine, LossScale};
+use crate::engine::TrainConfig;
 use crate::optim::Schedule;
 use crate::recipe::{Recipe, Stage};
 use crate::setup::active_schedule::ActiveSchedule;
@@ -43,16 +43,19 @@ impl RateSweep {
     }
 }
 
-/// Gives the engine the settings of a step.
-pub fn configure(engine: &mut Engine, recipe: &Recipe) {
+/// The settings of a step that the recipe has.
+pub fn train_config(recipe: &Recipe) -> TrainConfig {
     let train = &recipe.train;
-    engine.max_grad_norm = train.max_grad_norm;
-    engine.routers.losses = train.router_losses();
-    engine.seed = train.seed;
-    engine.neftune_noise_alpha = train.neftune_noise_alpha;
-    engine.ema = train.ema().map(Ema::new);
     let scaled = recipe.model.dtype.needs_loss_scale();
-    engine.loss_scale = scaled.then(|| LossScale::new(train.scale_config()));
+    TrainConfig {
+        max_grad_norm: train.max_grad_norm,
+        seed: train.seed,
+        neftune_noise_alpha: train.neftune_noise_alpha,
+        router_losses: train.router_losses(),
+        ema: train.ema(),
+        loss_scale: scaled.then(|| train.scale_config()),
+        ..TrainConfig::default()
+    }
 }
 
 /// True if the rate is above 0 in f32, the type in which weights are updated.

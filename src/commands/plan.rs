@@ -8,7 +8,8 @@ use crate::ops;
 use crate::plan::gpu_time::{self, GpuRates, StepTime};
 use crate::plan::memory_plan::Verdict;
 use crate::plan::{self as plans, Model, Plan, PlanDevice, ProcessState, RunPlan};
-use crate::recipe::{self, ModelInit, ModelRef, Recipe};
+use crate::recipe::table::KeyPath;
+use crate::recipe::{self, Memory, ModelInit, ModelRef, Recipe};
 use crate::setup::defaults::ResumedValues;
 use crate::setup::rows::{self, RecipeRows};
 use crate::setup::vocabulary::{self, NewRows, TextChanges};
@@ -335,15 +336,15 @@ pub fn fit(recipe: &Recipe) -> Result<MachineFit> {
     };
     let planned = plan(&recipe, None)?;
     let peak = planned.plan.peak_bytes;
-    let lost = |key: &str, values: &[&str]| {
+    let lost = |key: KeyPath, values: &[&str]| {
         let choices = planned.plan.choices.iter();
         let choice = choices
             .filter(|c| c.key == key)
             .find(|c| values.contains(&c.value.as_str()));
         choice.map(|c| c.value.clone())
     };
-    let disk = lost("memory.tier", &["disk"]).map(|_| "weights on disk".to_string());
-    let fewer = lost("memory.frozen_weights", &["int8", "int4", "nf4"]).map(|bits| format!("frozen weights in {bits}"));
+    let disk = lost(Memory::tier, &["disk"]).map(|_| "weights on disk".to_string());
+    let fewer = lost(Memory::frozen_weights, &["int8", "int4", "nf4"]).map(|bits| format!("frozen weights in {bits}"));
     let nearly_full = free.is_some_and(|free| peak > free / 10 * 9);
     let fit = if planned.refused {
         Fit::No

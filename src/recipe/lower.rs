@@ -171,7 +171,7 @@ pub fn lower(mut s: Settings, values: &Values) -> Recipe {
     s.data.packing &= !stage.is_preference() && !stage.is_rl();
     s.data.chat_template = s.data.chat_template.filter(|template| template != "auto");
     s.train.predict_with_generate &= !stage.is_preference();
-    s.preference.loss_type = s.preference_loss().to_string();
+    s.preference.loss_type = s.preference_loss();
     Recipe {
         model: s.model,
         memory: s.memory,

@@ -7,7 +7,7 @@ use crate::hf::AdapterSet;
 use crate::model::Spec;
 use crate::model::spec::is_constant;
 use crate::optim::{BlockSchedule, Masks, Optimizer};
-use crate::recipe::{self, Correction, CorrectionScope, Method, Recipe};
+use crate::recipe::{self, Correction, CorrectionScope, Method, Recipe, TuneKeys};
 use crate::setup::{InactiveElements, Turn};
 use crate::source::{Group, ParamInfo, StoragePolicy};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -48,7 +48,7 @@ impl ActiveSchedule {
         let freezes_routers = !tune.train_router && tune.method != Method::Lora;
         if freezes_routers && routers.is_empty() {
             return Err(Error::usage("the model has no routers to freeze")
-                .at("tune.train_router")
+                .at(TuneKeys::train_router)
                 .found("`false`, and a model without experts")
                 .hint("remove `tune.train_router`"));
         }

@@ -6,7 +6,7 @@ use crate::formats::adapter::{AdapterKind, Allocation};
 use crate::hf::AdapterSet;
 use crate::peft::Adapter;
 use crate::peft::ranks::{RankAllocator, Schedule};
-use crate::recipe::{Method, Recipe};
+use crate::recipe::{AdaloraKeys, Method, Recipe};
 
 /// Writes the rank schedule into the config of `prepared`, in the form that PEFT reads.
 ///
@@ -24,7 +24,7 @@ pub fn settle(recipe: &Recipe, prepared: &mut AdapterSet, steps: u64) -> Result<
         return if given && ranks.target_r > 0 {
             Err(
                 Error::usage("the given adapter is not an AdaLoRA adapter: it has no ranks to allocate")
-                    .at("tune.lora.adalora.target_r")
+                    .at(AdaloraKeys::target_r)
                     .hint("remove the key, or start a new adapter with `tune.lora.peft_type = \"adalora\"`"),
             )
         } else {
@@ -57,7 +57,7 @@ pub fn settle(recipe: &Recipe, prepared: &mut AdapterSet, steps: u64) -> Result<
     if !own.kept.is_empty() {
         return Err(
             Error::usage("the ranks of the given adapter are already reduced: they are not allocated again")
-                .at("tune.lora.adalora.target_r")
+                .at(AdaloraKeys::target_r)
                 .hint("remove the key: training continues with the current ranks of the adapter"),
         );
     }

@@ -5,8 +5,10 @@
 use crate::base::{Result, files};
 use crate::model::Spec;
 use crate::optim;
+use crate::recipe::table::KeyPath;
 use crate::recipe::{
-    self, ACCUMULATION, BlockOrder, LoadedRecipe, Method, ModelInit, OptimizerName, PeftType, Recipe, Stage,
+    self, ACCUMULATION, BlockKeys, BlockOrder, Data, LoadedRecipe, Method, ModelInit, OptimizerKeys, OptimizerName,
+    PeftType, Recipe, Stage, Train,
 };
 use crate::setup::prompts;
 use std::collections::BTreeMap;
@@ -16,7 +18,7 @@ use std::path::{Path, PathBuf};
 #[derive(Debug, Clone, PartialEq)]
 pub struct Choice {
     /// `memory.tier`
-    pub key: &'static str,
+    pub key: KeyPath,
     pub value: String,
     pub why: String,
 }
@@ -53,8 +55,8 @@ impl ResumedValues {
         })
     }
 
-    fn number(&self, key: &str) -> Option<f64> {
-        self.values.get(key)?.parse().ok()
+    fn number(&self, key: KeyPath) -> Option<f64> {
+        self.values.get(key.0)?.parse().ok()
     }
 }
 
@@ -73,7 +75,7 @@ pub fn run_of<'a>(recipe: &'a Recipe, from: Option<&'a Path>) -> &'a Path {
 pub fn settle(recipe: &Recipe, spec: &Spec, lengths: Option<&[u32]>, before: &ResumedValues) -> (Recipe, Vec<Choice>) {
     let (mut settled, open) = (recipe.clone(), recipe.open);
     let mut choices = Vec::new();
-    let mut choose = |key: &'static str, found: Option<f64>, now: f64, why: String| {
+    let mut choose = |key: KeyPath, found: Option<f64>, now: f64, why: String| {
         let why = match found {
             Some(_) => AS_BEFORE.to_string(),
             None => why,
@@ -88,15 +90,15 @@ pub fn settle(recipe: &Recipe, spec: &Spec, lengths: Option<&[u32]>, before: &Re
     };
     if open.learning_rate {
         let why = format!("{}, hidden size {}", recipe.tune.method.name(), spec.hidden);
-        let key = "optimizer.learning_rate";
+        let key = OptimizerKeys::learning_rate;
         settled.optimizer.learning_rate = choose(key, before.number(key), learning_rate(recipe, spec.hidden), why);
     }
     if open.num_epochs && recipe.train.max_steps < 0 {
-        let key = "train.num_epochs";
+        let key = Train::num_epochs;
         let why = format!("stage `{}`", recipe.train.stage.name());
         settled.train.num_epochs = choose(key, before.number(key), recipe.train.num_epochs, why);
     }
-    let key = "train.gradient_accumulation_steps";
+    let key = Train::gradient_accumulation_steps;
     let Some(lengths) = lengths.filter(|l| !l.is_empty()) else {
         return (settled, choices);
     };
@@ -115,7 +117,7 @@ pub fn settle(recipe: &Recipe, spec: &Spec, lengths: Option<&[u32]>, before: &Re
         settled.train.gradient_accumulation_steps = choose(key, found, step.accumulation as f64, step.why()) as usize;
     }
     if open.packing_length && recipe.data.packing {
-        let key = "data.packing_length";
+        let key = Data::packing_length;
         let full = before.older.then_some(recipe.data.max_length as f64);
         let found = before.number(key).or(full);
         let why = if step.length == recipe.data.max_length {
@@ -152,7 +154,7 @@ pub fn settle_blocks(
         block.switch_every = Some((rows * together / (batch * blocks).max(1)).clamp(50, 100));
         return None;
     }
-    let key = "tune.block.switch_every";
+    let key = BlockKeys::switch_every;
     let found = before.number(key);
     let every = match found {
         Some(every) => every as u64,
@@ -428,7 +430,7 @@ mod tests {
             (settled.data.packing_length, settled.train.gradient_accumulation_steps),
             (2048, 8)
         );
-        let shown: Vec<(&str, &str)> = choices.iter().map(|c| (c.key, c.value.as_str())).collect();
+        let shown: Vec<(&str, &str)> = choices.iter().map(|c| (c.key.0, c.value.as_str())).collect();
         assert!(shown.contains(&("optimizer.learning_rate", "1e-5")), "{shown:?}");
         assert!(settle_blocks(&mut settled, &spec, 200, 75, &old).is_none());
         assert_eq!(settled.tune.block.switch_every, Some(50));

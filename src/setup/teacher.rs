@@ -8,7 +8,7 @@ use crate::engine::StepStrategy;
 use crate::formats::Tokenizer;
 use crate::model::{Network, Spec};
 use crate::ops::cross_entropy::PIECE;
-use crate::recipe::{Alignment, Dtype, FrozenWeights, ModelInit, Recipe, Stage, TeacherTier};
+use crate::recipe::{Alignment, Data, Distill, Dtype, FrozenWeights, ModelInit, Recipe, Stage, TeacherTier};
 use crate::setup::vocabulary::TextChanges;
 use crate::setup::{ModelDir, ModelFiles, StoredWeights};
 use crate::source::Placement;
@@ -57,10 +57,10 @@ const PROBES: [&str; 3] = [
 pub fn open(recipe: &Recipe, model: &ModelDir) -> Result<TeacherModel> {
     let d = &recipe.distill;
     let Some(path) = &d.teacher else {
-        return Err(Error::usage("no teacher is given").at("distill.teacher"));
+        return Err(Error::usage("no teacher is given").at(Distill::teacher));
     };
     if path.is_shape() {
-        return Err(Error::usage("a built-in shape has random weights: it cannot be a teacher").at("distill.teacher"));
+        return Err(Error::usage("a built-in shape has random weights: it cannot be a teacher").at(Distill::teacher));
     }
     let teacher = ModelDir::read(
         path,
@@ -68,9 +68,9 @@ pub fn open(recipe: &Recipe, model: &ModelDir) -> Result<TeacherModel> {
         ModelInit::Pretrained,
         &TextChanges::default(),
     )
-    .map_err(|e| e.or_at("distill.teacher"))?;
+    .map_err(|e| e.or_at(Distill::teacher))?;
     if d.alignment == Alignment::None {
-        check_tokenizers(&model.tokenizer, &teacher.tokenizer).map_err(|e| e.or_at("distill.teacher"))?;
+        check_tokenizers(&model.tokenizer, &teacher.tokenizer).map_err(|e| e.or_at(Distill::teacher))?;
     }
     teacher.check_weights(ModelInit::Pretrained)?;
     let stored = teacher.stored(ModelInit::Pretrained)?;
@@ -91,7 +91,7 @@ pub fn refuse_alignment(recipe: &Recipe) -> Result<()> {
         Alignment::None => Ok(()),
         other => Err(
             Error::usage("outputs of a teacher with another tokenizer cannot be stored")
-                .at("distill.alignment")
+                .at(Distill::alignment)
                 .found(format!("`{}`", other.name()))
                 .expected(
                     "`none`: stored outputs have only the most likely ids of each token; two tokenizers need all probabilities",
@@ -124,7 +124,7 @@ impl TeacherModel {
         if longest > self.model.spec.max_positions {
             return Err(
                 Error::new("rows are longer than the teacher's maximum number of positions")
-                    .at("data.max_length")
+                    .at(Data::max_length)
                     .found(format!("{longest} tokens"))
                     .expected(format!("at most {}", self.model.spec.max_positions)),
             );
@@ -138,7 +138,7 @@ impl TeacherModel {
         if highest as usize >= self.model.spec.vocab {
             return Err(
                 Error::new("the rows contain a token for which the teacher has no embedding")
-                    .at("distill.teacher")
+                    .at(Distill::teacher)
                     .found(format!("id {highest}"))
                     .expected(format!("below {}", self.model.spec.vocab)),
             );
@@ -203,7 +203,7 @@ pub fn spec(recipe: &Recipe, student: &Spec, on_gpu: bool) -> Result<Option<Teac
         return Ok(None);
     }
     let files = ModelFiles::of_config(path, &d.teacher_revision, ModelInit::Pretrained)
-        .map_err(|e| e.or_at("distill.teacher"))?;
+        .map_err(|e| e.or_at(Distill::teacher))?;
     let stored = files.stored_if_here(ModelInit::Pretrained)?.unwrap_or_default();
     let (dtype, storage) = storage(recipe, &files.spec, stored)?;
     let spec = files.spec;

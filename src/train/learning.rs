@@ -6,7 +6,7 @@ use crate::base::{Error, Result};
 use crate::data::order::BatchStream;
 use crate::engine::TrainConfig;
 use crate::optim::Schedule;
-use crate::recipe::{Recipe, Stage};
+use crate::recipe::{OptimizerKeys, Recipe, Stage};
 use crate::setup::active_schedule::ActiveSchedule;
 use crate::setup::prompts;
 use std::collections::VecDeque;
@@ -73,7 +73,7 @@ pub fn check(recipe: &Recipe, schedule: &ActiveSchedule, steps: u64) -> Result<(
     let set = recipe.optimizer.learning_rate;
     if !learns(set) {
         return Err(Error::usage("the learning rate is 0: the run would train nothing")
-            .at("optimizer.learning_rate")
+            .at(OptimizerKeys::learning_rate)
             .found(units::rate(set))
             .hint("remove the key to get the default, or set `train.max_steps = 0` to save the model as it is"));
     }

@@ -6,7 +6,7 @@ use crate::comm::{Alone, Collective, Patience};
 use crate::model::Spec;
 use crate::ops::CpuBackend;
 use crate::plan::{PlanDevice, ProcessState};
-use crate::recipe::{RankWeights, Recipe};
+use crate::recipe::{Distributed, RankWeights, Recipe, Train};
 use crate::train::Options;
 use crate::train::gpus::OwnDevice;
 use crate::train::state::RunFingerprint;
@@ -231,7 +231,7 @@ pub fn check(recipe: &Recipe, spec: &Spec, on_gpu: bool, size: usize) -> Result<
     if !size.is_multiple_of(shared.ranks) {
         return Err(
             Error::usage("the ranks cannot be divided into groups that share a micro-batch")
-                .at("distributed.sequence")
+                .at(Distributed::sequence)
                 .found(format!("{} with {size} ranks", shared.ranks))
                 .expected(format!("a divisor of {size}")),
         );
@@ -242,7 +242,7 @@ pub fn check(recipe: &Recipe, spec: &Spec, on_gpu: bool, size: usize) -> Result<
         let what = if shared.ranks > 1 { "groups of ranks" } else { "ranks" };
         return Err(
             Error::usage(format!("there are more {what} than micro-batches in a step"))
-                .at("train.gradient_accumulation_steps")
+                .at(Train::gradient_accumulation_steps)
                 .found(format!("{window} with {groups} {what}"))
                 .expected(format!("at least {groups}"))
                 .hint(format!(
@@ -253,7 +253,7 @@ pub fn check(recipe: &Recipe, spec: &Spec, on_gpu: bool, size: usize) -> Result<
     if on_gpu && shared.ranks > 1 {
         return Err(
             Error::usage("ranks with GPUs do not share the tokens of a micro-batch yet")
-                .at("distributed.sequence")
+                .at(Distributed::sequence)
                 .found(shared.ranks)
                 .expected("1 on a GPU")
                 .hint("set `distributed.sequence = 1`, or `model.device = \"cpu\"`"),
@@ -262,7 +262,7 @@ pub fn check(recipe: &Recipe, spec: &Spec, on_gpu: bool, size: usize) -> Result<
     let weights = recipe.distributed.weights;
     if on_gpu && matches!(weights, RankWeights::Sharded | RankWeights::ExpertParallel) {
         return Err(Error::usage("ranks with GPUs do not divide weights yet")
-            .at("distributed.weights")
+            .at(Distributed::weights)
             .found(weights.name())
             .expected("`replicated` on a GPU")
             .hint(

@@ -13,7 +13,7 @@ use crate::history;
 use crate::ops;
 use crate::ops::step_stats::StepSums;
 use crate::plan::Plan;
-use crate::recipe::{self, Recipe};
+use crate::recipe::{self, Memory, Recipe};
 use crate::report::{self, EvalMetrics, Reporter, StepMetrics};
 use crate::setup::ModelDir;
 use crate::setup::active_schedule::ActiveSchedule;
@@ -531,7 +531,7 @@ impl Run<'_> {
         );
         self.reporter.finish();
         Err(Error::new("the run used more memory than its budget")
-            .at("memory.budget")
+            .at(Memory::budget)
             .found(format!(
                 "a measured peak of {} in step {step}, {} forecast",
                 bytes(peak),

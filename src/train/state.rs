@@ -11,6 +11,7 @@ use crate::engine::{Active, Ema, Engine, MomentValues, SavedMoment};
 use crate::formats::dtype::StoredDtype;
 use crate::formats::writer::{TensorPlan, Values};
 use crate::hf::Fingerprint;
+use crate::recipe::table::{self, Content, OnResume};
 use crate::recipe::{self, LoadedRecipe};
 use crate::report;
 use crate::setup::active_schedule::ActiveSchedule;
@@ -336,71 +337,29 @@ pub fn restore(loaded: &LoadedState, engine: &mut Engine, active: &Active) -> Re
     Ok(())
 }
 
-/// Keys that may differ between a run and its resume.
-const FREE: [&str; 27] = [
-    // The tokens are the same with and without a cache.
-    "data.cache",
-    "data.cache_dir",
-    "data.cache_limit",
-    "train.logging_steps",
-    "train.report_to",
-    "train.eval_steps",
-    "train.metric_for_best_model",
-    "train.load_best_model_at_end",
-    "train.early_stopping_patience",
-    "train.early_stopping_threshold",
-    "train.save_steps",
-    "train.save_total_limit",
-    "train.output_dir",
-    "train.sample_prompts",
-    "train.predict_with_generate",
-    "train.max_steps",
-    "train.num_epochs",
-    "memory.budget",
-    // Rights of a program, not what it computes.
-    "rlhf.reward_network",
-    "rlhf.reward_memory",
-    // The bits do not depend on the number of ranks.
-    "distributed.weights",
-    "distributed.sum",
-    "distributed.reduce",
-    "distributed.sequence",
-    "distributed.sequence_by",
-    "distributed.timeout",
-    "distributed.checkpoint",
-];
-
 /// Value of `base` for random weights.
 pub const RANDOM: &str = "random";
-
-/// Keys that hold paths: the path may change if a hash proves that the content is the same.
-const MODEL_PATHS: [&str; 2] = ["model.path", "model.revision"];
-const DATA_PATHS: [&str; 4] = ["data.train", "data.config", "data.split", "data.revision"];
-const EVAL_PATHS: [&str; 2] = ["data.eval", "data.eval_split"];
-const SOURCES: &str = "data.sources";
-/// Keys that the stage compares: it saves the teacher's fingerprint in its state.
-const TEACHER_PATHS: [&str; 3] = ["distill.teacher", "distill.teacher_revision", "distill.teacher_cache"];
 
 /// Errors: any change that would make the resumed run a different run, as a table old -> new.
 pub fn check_same(old: &RunFingerprint, new: &RunFingerprint) -> Result<()> {
     let same_base = old.base == new.base || (!new.sampled.is_empty() && old.base == new.sampled);
-    let moved = |key: &str| {
-        MODEL_PATHS.contains(&key) && same_base && new.base != RANDOM
-            || DATA_PATHS.contains(&key) && old.data == new.data
-            || EVAL_PATHS.contains(&key) && old.eval_data == new.eval_data
-            || TEACHER_PATHS.contains(&key)
+    let may_change = |key: &str, was: &str, now: &str| match table::find(key).map(|key| key.on_resume) {
+        None | Some(OnResume::Nothing) => false,
+        Some(OnResume::Value) => true,
+        Some(OnResume::Path(content)) => match content {
+            Content::BaseModel => same_base && new.base != RANDOM,
+            Content::TrainingRows => old.data == new.data,
+            Content::Sources => old.data == new.data && recipe::without_paths(was) == recipe::without_paths(now),
+            Content::EvaluationRows => old.eval_data == new.eval_data,
+            Content::Teacher => true,
+        },
     };
     let mut differences = Vec::new();
     for (key, now) in &new.recipe {
-        match old.recipe.get(key) {
-            Some(was)
-                if key == SOURCES
-                    && old.data == new.data
-                    && recipe::without_paths(was) == recipe::without_paths(now) => {}
-            Some(was) if was != now && !FREE.contains(&key.as_str()) && !moved(key) => {
-                differences.push(format!("{key}: {was} -> {now}"))
-            }
-            _ => {}
+        if let Some(was) = old.recipe.get(key).filter(|was| *was != now)
+            && !may_change(key, was, now)
+        {
+            differences.push(format!("{key}: {was} -> {now}"));
         }
     }
     for (what, was, now, same) in [

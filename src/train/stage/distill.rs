@@ -11,7 +11,7 @@ use crate::distill::hidden::Hidden;
 use crate::distill::{Distill, Teacher, Terms};
 use crate::engine::Engine;
 use crate::generate::{Request, Settings, rollout};
-use crate::recipe::{Alignment, Recipe};
+use crate::recipe::{self, Alignment, Recipe};
 use crate::report;
 use crate::setup;
 use crate::setup::alignment::Aligner;
@@ -95,7 +95,7 @@ fn matched(
     if let Some(of) = [student, other].into_iter().find(|spec| spec.streams.is_some()) {
         return Err(
             Error::unsupported("hidden states of a model with several streams per token cannot be compared")
-                .at("distill.hidden_weight")
+                .at(recipe::Distill::hidden_weight)
                 .found(&of.model_type)
                 .expected("0, or a model without AltUp"),
         );

@@ -69,10 +69,10 @@ impl<'a> RunPlan<'a> {
         memory.plan.choices.splice(0..0, choices.iter().cloned());
         // The forecast counts them: they must not be in the memory that the process has before.
         if values == adapters::Values::Drawn && recipe.tune.lora.adapter.is_none() {
-            adapters = adapters::with(&recipe, spec, values)?;
-            if let Some(stream) = &stream {
-                allocation::settle(&recipe, &mut adapters, stream.steps())?;
-            }
+            adapters = AdapterSet {
+                config: adapters.config,
+                ..adapters::with(&recipe, spec, values)?
+            };
         }
         Ok(Self {
             recipe,

@@ -8,15 +8,19 @@ use crate::peft::Adapter;
 use crate::peft::ranks::{RankAllocator, Schedule};
 use crate::recipe::{AdaloraKeys, Method, Recipe};
 
-/// Writes the rank schedule into the config of `prepared`, in the form that PEFT reads.
+/// Writes the rank schedule into the config of `adapter_set`, in the form that PEFT reads.
 ///
 /// Errors: settings that leave no step to reduce ranks; a given adapter that is not AdaLoRA, or whose ranks are already
 /// reduced.
-pub fn settle(recipe: &Recipe, prepared: &mut AdapterSet, steps: u64) -> Result<()> {
+pub fn settle(recipe: &Recipe, adapter_set: &mut AdapterSet, steps: u64) -> Result<()> {
     let lora = &recipe.tune.lora;
     let given = lora.adapter.is_some();
     let ranks = &lora.adalora;
-    let Some(config) = prepared.config.as_mut().filter(|_| recipe.tune.method == Method::Lora) else {
+    let Some(config) = adapter_set
+        .config
+        .as_mut()
+        .filter(|_| recipe.tune.method == Method::Lora)
+    else {
         return Ok(());
     };
     let r = config.r;
@@ -85,12 +89,12 @@ pub fn settle(recipe: &Recipe, prepared: &mut AdapterSet, steps: u64) -> Result<
 }
 
 /// Returns the allocator that changes the ranks of these adapters during training; `None` if they are not AdaLoRA.
-pub fn of(recipe: &Recipe, prepared: &AdapterSet) -> Option<Box<dyn StepHook>> {
-    let config = prepared.config.as_ref()?;
+pub fn of(recipe: &Recipe, adapter_set: &AdapterSet) -> Option<Box<dyn StepHook>> {
+    let config = adapter_set.config.as_ref()?;
     let AdapterKind::Adalora(own) = &config.kind else {
         return None;
     };
-    let adapters = prepared
+    let adapters = adapter_set
         .adapters
         .iter()
         .filter_map(|(module, adapter)| match &**adapter {

@@ -289,8 +289,8 @@ mod tests {
 
     fn schedule(recipe: &Recipe) -> ActiveSchedule {
         let spec = ModelFiles::of_recipe(recipe).unwrap().spec;
-        let prepared = adapters::of(recipe, &spec).unwrap();
-        ActiveSchedule::new(recipe, &spec, &spec.params(), &prepared).unwrap()
+        let adapter_set = adapters::of(recipe, &spec).unwrap();
+        ActiveSchedule::new(recipe, &spec, &spec.params(), &adapter_set).unwrap()
     }
 
     #[test]

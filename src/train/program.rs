@@ -159,15 +159,18 @@ pub fn train(loaded: &LoadedRecipe, options: &Options) -> Result<Outcome> {
     if let Some(warning) = budget.and_then(Budget::warning) {
         reporter.warn(&warning);
     }
-    let parts = (strategy, stream);
+    let parts = (strategy, stream, active_schedule);
     let mut trainer = Trainer::new(&cx, &opened, &scratch, &mut adapters, parts, &mut reporter)?;
     let trained_tokens = trainer.restore(&cx, &opened, &adapters, &mut reporter)?;
     let OpenedRun {
-        directory, facts, base, ..
+        directory,
+        fingerprint,
+        base,
+        ..
     } = opened;
     let Trainer {
         mut engine,
-        feed,
+        batch_source,
         schedule,
         ..
     } = trainer;
@@ -182,11 +185,11 @@ pub fn train(loaded: &LoadedRecipe, options: &Options) -> Result<Outcome> {
         run_dir: &run_dir,
         model: &inputs.model,
         eval: inputs.rows.eval.as_ref(),
-        feed,
+        batch_source,
         schedule: &schedule,
-        facts: RunFingerprint {
+        fingerprint: RunFingerprint {
             trained_tokens,
-            ..facts
+            ..fingerprint
         },
         reporter,
         plan: &plan,

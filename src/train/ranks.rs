@@ -40,13 +40,18 @@ pub type Fact = (String, String);
 const SHOWN: usize = 8;
 
 /// What must be the same on all ranks: program, recipe, inputs and decisions.
-pub fn agreed(facts: &RunFingerprint, strategy: &str, device: &str, options: &Options) -> Result<Vec<Fact>> {
+pub fn agreed(fingerprint: &RunFingerprint, strategy: &str, device: &str, options: &Options) -> Result<Vec<Fact>> {
     let mut all = of_program()?;
-    all.extend(facts.recipe.iter().map(|(key, value)| (key.clone(), value.clone())));
+    all.extend(
+        fingerprint
+            .recipe
+            .iter()
+            .map(|(key, value)| (key.clone(), value.clone())),
+    );
     let more = [
-        ("training rows", facts.data.clone()),
-        ("evaluation rows", facts.eval_data.clone()),
-        ("base model", facts.base.clone()),
+        ("training rows", fingerprint.data.clone()),
+        ("evaluation rows", fingerprint.eval_data.clone()),
+        ("base model", fingerprint.base.clone()),
         ("device", device.to_string()),
         ("memory plan", strategy.to_string()),
         ("options", format!("{:?} {}", options.resume, options.overwrite)),

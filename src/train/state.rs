@@ -52,8 +52,8 @@ pub fn save(
     step: u64,
     engine: &Engine,
     schedule: &ActiveSchedule,
-    facts: &RunFingerprint,
-    feed: Option<Vec<u8>>,
+    fingerprint: &RunFingerprint,
+    batch_source: Option<Vec<u8>>,
 ) -> Result<PathBuf> {
     let plan = |name: String, n: usize| TensorPlan {
         name,
@@ -86,16 +86,16 @@ pub fn save(
     let of_average = |(name, _): (&str, u64)| Ok(plan(name.to_string(), engine.elements(name)?));
     let average_plans = averages().map(of_average).collect::<Result<Vec<TensorPlan>>>()?;
     let state = json!({
-        "recipe": facts.recipe,
-        "data": facts.data,
-        "eval_data": facts.eval_data,
-        "base": facts.base,
-        "trained_tokens": facts.trained_tokens,
-        "made_by": facts.made_by,
+        "recipe": fingerprint.recipe,
+        "data": fingerprint.data,
+        "eval_data": fingerprint.eval_data,
+        "base": fingerprint.base,
+        "trained_tokens": fingerprint.trained_tokens,
+        "made_by": fingerprint.made_by,
         "active_block": schedule.label(step.max(1)),
         "optimizer_steps": steps,
         "averages": updates,
-        "stage": feed.is_some(),
+        "stage": batch_source.is_some(),
         "loss_scale": engine.loss_scale.map(|s| json!({"scale": s.scale, "steps": s.steps, "skipped": s.skipped})),
     });
     let ranks = engine.step_hook.as_ref().map(|hook| hook.state()).unwrap_or_default();
@@ -105,7 +105,7 @@ pub fn save(
         .collect();
     let kept = [TensorPlan {
         dtype: StoredDtype::U8,
-        ..plan("state".into(), feed.as_ref().map_or(0, Vec::len))
+        ..plan("state".into(), batch_source.as_ref().map_or(0, Vec::len))
     }];
     let mut files = vec![
         Files {
@@ -129,7 +129,7 @@ pub fn save(
             tensors: &average_plans,
         });
     }
-    if feed.is_some() {
+    if batch_source.is_some() {
         files.push(Files {
             name: FEED,
             tensors: &kept,
@@ -139,7 +139,7 @@ pub fn save(
         WEIGHTS => engine.exact(&tensor.name, &mut |values| write(Values::F32(values))),
         RANKS => write(Values::F32(ranks.get(&tensor.name).map_or(&[], Vec::as_slice))),
         AVERAGES => engine.average_values(&tensor.name, &mut |values| write(Values::F32(values))),
-        FEED => write(Values::Raw(feed.as_deref().unwrap_or_default())),
+        FEED => write(Values::Raw(batch_source.as_deref().unwrap_or_default())),
         _ => {
             let found = moments.iter().position(|moment| moment.name == tensor.name);
             let found = found.ok_or_else(|| Error::new("optimizer state is missing").at(&tensor.name))?;
@@ -181,7 +181,7 @@ pub fn bytes(trained_elements: u64, active_elements: u64, averages: bool) -> u64
 }
 
 /// The values that `save` stored beside tensors.
-pub fn facts(loaded: &LoadedState) -> RunFingerprint {
+pub fn fingerprint(loaded: &LoadedState) -> RunFingerprint {
     let text = |key: &str| {
         loaded
             .state
@@ -208,7 +208,7 @@ pub fn facts(loaded: &LoadedState) -> RunFingerprint {
 }
 
 /// The saved state of the stage.
-pub fn feed(loaded: &LoadedState) -> Result<Option<Vec<u8>>> {
+pub fn batch_source(loaded: &LoadedState) -> Result<Option<Vec<u8>>> {
     match loaded.state.get("stage").and_then(Value::as_bool) {
         Some(true) => Ok(Some(loaded.open(FEED)?.read_bytes("state")?)),
         _ => Ok(None),
@@ -390,7 +390,7 @@ pub fn check_same(old: &RunFingerprint, new: &RunFingerprint) -> Result<()> {
 
 /// A warning if another program, processor or device goes on with `checkpoint`.
 pub fn other_bits(checkpoint: &LoadedState, new: &RunFingerprint) -> Option<String> {
-    let old = facts(checkpoint);
+    let old = fingerprint(checkpoint);
     let changed: Vec<String> = new
         .made_by
         .iter()
@@ -457,14 +457,20 @@ mod tests {
     /// Row R6.
     #[test]
     fn only_harmless_changes_are_let_through() {
-        let facts = |pairs: &[(&str, &str)], data: &str| RunFingerprint {
+        let fingerprint = |pairs: &[(&str, &str)], data: &str| RunFingerprint {
             recipe: pairs.iter().map(|(k, v)| (k.to_string(), v.to_string())).collect(),
             data: data.into(),
             ..RunFingerprint::default()
         };
-        let old = facts(&[("train.seed", "1"), ("train.save_steps", "5")], "aa");
-        assert!(check_same(&old, &facts(&[("train.seed", "1"), ("train.save_steps", "9")], "aa")).is_ok());
-        let e = check_same(&old, &facts(&[("train.seed", "2")], "bb"))
+        let old = fingerprint(&[("train.seed", "1"), ("train.save_steps", "5")], "aa");
+        assert!(
+            check_same(
+                &old,
+                &fingerprint(&[("train.seed", "1"), ("train.save_steps", "9")], "aa")
+            )
+            .is_ok()
+        );
+        let e = check_same(&old, &fingerprint(&[("train.seed", "2")], "bb"))
             .unwrap_err()
             .to_string();
         assert!(e.contains("train.seed: 1 -> 2") && e.contains("training rows"), "{e}");
@@ -473,36 +479,36 @@ mod tests {
     /// Row R6.
     #[test]
     fn sources_may_move_and_keep_their_weights() {
-        let facts = |sources: &str, data: &str| RunFingerprint {
+        let fingerprint = |sources: &str, data: &str| RunFingerprint {
             recipe: [("data.sources".to_string(), sources.to_string())].into(),
             data: data.into(),
             ..RunFingerprint::default()
         };
         let source = |path: &str, weight: &str| format!("[{{ path = [\"{path}\"], weight = {weight} }}]");
-        let old = facts(&source("a.jsonl", "2.0"), "aa");
-        check_same(&old, &facts(&source("moved/a.jsonl", "2.0"), "aa")).unwrap();
+        let old = fingerprint(&source("a.jsonl", "2.0"), "aa");
+        check_same(&old, &fingerprint(&source("moved/a.jsonl", "2.0"), "aa")).unwrap();
         check_same(
             &old,
-            &facts("[{ path = [\"org/name\"], split = \"train\", weight = 2.0 }]", "aa"),
+            &fingerprint("[{ path = [\"org/name\"], split = \"train\", weight = 2.0 }]", "aa"),
         )
         .unwrap();
-        let weight = check_same(&old, &facts(&source("a.jsonl", "3.0"), "aa")).unwrap_err();
+        let weight = check_same(&old, &fingerprint(&source("a.jsonl", "3.0"), "aa")).unwrap_err();
         assert!(weight.to_string().contains("data.sources"), "{weight}");
-        let rows = check_same(&old, &facts(&source("moved/a.jsonl", "2.0"), "bb")).unwrap_err();
+        let rows = check_same(&old, &fingerprint(&source("moved/a.jsonl", "2.0"), "bb")).unwrap_err();
         assert!(rows.to_string().contains("2 differences"), "{rows}");
     }
 
     #[test]
     fn what_was_moved_is_known_by_its_hash() {
-        let facts = |path: &str, base: &str, sampled: &str| RunFingerprint {
+        let fingerprint = |path: &str, base: &str, sampled: &str| RunFingerprint {
             recipe: [("model.path".to_string(), path.to_string())].into(),
             base: base.into(),
             sampled: sampled.into(),
             ..RunFingerprint::default()
         };
-        let old = facts("a", "blake3-exact:11", "");
-        check_same(&old, &facts("b", "blake3-exact:11", "blake3:7")).unwrap();
-        let e = check_same(&old, &facts("b", "blake3-exact:12", "blake3:7"))
+        let old = fingerprint("a", "blake3-exact:11", "");
+        check_same(&old, &fingerprint("b", "blake3-exact:11", "blake3:7")).unwrap();
+        let e = check_same(&old, &fingerprint("b", "blake3-exact:12", "blake3:7"))
             .unwrap_err()
             .to_string();
         assert!(
@@ -510,9 +516,19 @@ mod tests {
             "{e}"
         );
         // A checkpoint with only the hash of a part of the weights.
-        check_same(&facts("a", "blake3:7", ""), &facts("b", "blake3-exact:12", "blake3:7")).unwrap();
-        assert!(check_same(&facts("a", "blake3:8", ""), &facts("a", "blake3-exact:12", "blake3:7")).is_err());
+        check_same(
+            &fingerprint("a", "blake3:7", ""),
+            &fingerprint("b", "blake3-exact:12", "blake3:7"),
+        )
+        .unwrap();
+        assert!(
+            check_same(
+                &fingerprint("a", "blake3:8", ""),
+                &fingerprint("a", "blake3-exact:12", "blake3:7")
+            )
+            .is_err()
+        );
         // For random weights the path identifies the shape.
-        assert!(check_same(&facts("a", RANDOM, ""), &facts("b", RANDOM, "")).is_err());
+        assert!(check_same(&fingerprint("a", RANDOM, ""), &fingerprint("b", RANDOM, "")).is_err());
     }
 }

@@ -25,7 +25,7 @@ pub(super) struct OpenedRun {
     pub resumed: Option<LoadedState>,
     /// The directory of the files that the run needs meanwhile.
     pub scratch: PathBuf,
-    pub facts: RunFingerprint,
+    pub fingerprint: RunFingerprint,
     /// Of the base weights.
     pub base: BaseHashes,
     /// Number of trained elements.
@@ -54,7 +54,7 @@ impl OpenedRun {
             ModelInit::Random => None,
         };
         let base = print.as_ref().map(Fingerprint::base).unwrap_or_default();
-        let facts = state::of_run(
+        let fingerprint = state::of_run(
             cx.loaded,
             print,
             &rows.train,
@@ -71,11 +71,16 @@ impl OpenedRun {
         let elements = trained_elements(schedule, cx.total_steps, &params, &adapters.adapters);
         let needed = directory::space_needed(recipe, &model.spec, elements, strategy.placement);
         if ranks.several() {
-            ranks.same(&ranks::agreed(&facts, &format!("{strategy:?}"), &own.kind, options)?)?;
+            ranks.same(&ranks::agreed(
+                &fingerprint,
+                &format!("{strategy:?}"),
+                &own.kind,
+                options,
+            )?)?;
         }
         let (mut directory, resumed) = if ranks.is_root() {
             checkpoint::check_space(run_dir, needed.saturating_sub(directory::freed(run_dir, options)))?;
-            let same = |checkpoint: &LoadedState| state::check_same(&state::facts(checkpoint), &facts);
+            let same = |checkpoint: &LoadedState| state::check_same(&state::fingerprint(checkpoint), &fingerprint);
             let (directory, resumed) = directory::open(run_dir, options, &same)?;
             owner::remove_scratch_of_ranks(run_dir)?;
             let first = resumed.as_ref().map_or(1, |checkpoint| checkpoint.step + 1);
@@ -103,7 +108,7 @@ impl OpenedRun {
             directory,
             resumed,
             scratch,
-            facts,
+            fingerprint,
             base,
             elements,
         })
@@ -172,7 +177,11 @@ impl OpenedRun {
             .chain(learning::warnings(recipe, schedule, stream, cx.options.only_steps))
             .chain(adapters.warnings.iter().map(|line| recipe::in_program_terms(line)))
             .chain(model.tokenizer.end_conflict().map(str::to_string))
-            .chain(self.resumed.iter().filter_map(|c| state::other_bits(c, &self.facts)))
+            .chain(
+                self.resumed
+                    .iter()
+                    .filter_map(|c| state::other_bits(c, &self.fingerprint)),
+            )
         {
             reporter.warn(&warning);
         }

@@ -24,7 +24,7 @@ const START_CACHE: &str = ".ft-starts";
 /// The engine with the source of its batches.
 pub(super) struct Trainer<'a> {
     pub engine: Engine,
-    pub feed: Box<dyn BatchSource + 'a>,
+    pub batch_source: Box<dyn BatchSource + 'a>,
     pub schedule: ActiveSchedule,
     /// The active parameters of the first step.
     first: Active,
@@ -37,7 +37,7 @@ impl<'a> Trainer<'a> {
         opened: &OpenedRun,
         scratch: &'a Path,
         adapters: &mut AdapterSet,
-        (strategy, stream): (StepStrategy, BatchStream<'a>),
+        (strategy, stream, schedule): (StepStrategy, BatchStream<'a>, ActiveSchedule),
         reporter: &mut Reporter,
     ) -> Result<Self> {
         let RunContext {
@@ -63,14 +63,17 @@ impl<'a> Trainer<'a> {
                 model,
                 objective: &CausalLm::new(model.spec.vocab),
                 train: &*rows.train.flat()?,
-                base: &opened.facts.base,
+                base: &opened.fingerprint.base,
                 cache: &run_dir.parent().unwrap_or(Path::new("")).join(START_CACHE),
                 store: &*loaded_model.store,
                 note: &mut |line| reporter.note(line),
             };
             starts::fill(&mut setting, &mut loaded_model.network, adapters)?;
         }
-        let Stage { feed, objective } = stage::open(stage::StageContext {
+        let Stage {
+            batch_source,
+            objective,
+        } = stage::open(stage::StageContext {
             recipe,
             spec: &model.spec,
             model,
@@ -81,9 +84,9 @@ impl<'a> Trainer<'a> {
             eval: rows.eval.as_ref(),
             questions: rows.questions.as_ref(),
         })?;
-        // The start values may have changed which modules have adapters.
         let objective_params = objective.params().into_iter().map(|p| p.name.to_string());
-        let schedule = ActiveSchedule::new(recipe, &model.spec, &model.spec.params(), adapters)?
+        let schedule = schedule
+            .with_adapters(recipe.tune.method, adapters)
             .with_objective_params(objective_params);
         let first = schedule.active(opened.start_step().max(1));
         let config = TrainConfig {
@@ -102,7 +105,7 @@ impl<'a> Trainer<'a> {
         rehearsal::of_files(&trained, &schedule, &run_dir.join("final"), total_steps)?;
         Ok(Self {
             engine,
-            feed,
+            batch_source,
             schedule,
             first,
         })
@@ -118,7 +121,10 @@ impl<'a> Trainer<'a> {
         reporter: &mut Reporter,
     ) -> Result<u64> {
         let Self {
-            engine, feed, first, ..
+            engine,
+            batch_source,
+            first,
+            ..
         } = self;
         let Some(checkpoint) = &opened.resumed else {
             for (name, tensor) in &adapters.given {
@@ -127,13 +133,15 @@ impl<'a> Trainer<'a> {
                 engine.optimizer.restore_weight(name, &param.tensor, &values)?;
             }
             reporter.event("start", json!({"steps": cx.total_steps, "command": cx.options.command}));
-            running::prepare(&mut **feed, engine, cx.ranks())?;
+            running::prepare(&mut **batch_source, engine, cx.ranks())?;
             return Ok(0);
         };
         let _phase = progress::phase("restoring the state", 0, "");
         state::restore(checkpoint, engine, first)?;
-        if let Some(state) = state::feed(checkpoint)? {
-            feed.restore(&state).map_err(|e| e.or_at(checkpoint.path.display()))?;
+        if let Some(state) = state::batch_source(checkpoint)? {
+            batch_source
+                .restore(&state)
+                .map_err(|e| e.or_at(checkpoint.path.display()))?;
         }
         let step = checkpoint.step;
         reporter.event(
@@ -143,6 +151,6 @@ impl<'a> Trainer<'a> {
             }),
         );
         reporter.note(&format!("resumed after step {step}"));
-        Ok(state::facts(checkpoint).trained_tokens)
+        Ok(state::fingerprint(checkpoint).trained_tokens)
     }
 }

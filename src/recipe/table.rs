@@ -172,8 +172,8 @@ pub trait Section: Sized {
 ///
 /// under the doc comment that describes the key to users. `default` is a TOML value; a key without it is required. `in`
 /// is the range of a number. `when`: the key has an effect only with these values of another key; a row without it has
-/// that of the section. `resume`: what may change when a run is resumed; nothing without it. `type as KIND` sets the accepted values if the type does not (`value::Setting`). `with` adds a
-/// section inside this one.
+/// that of the section. `resume`: what may change when a run is resumed; nothing without it. `type as KIND` sets the
+/// accepted values if the type does not (`value::Setting`). `with` adds a section inside this one.
 ///
 /// The result is the struct, a constant for each key (its `KeyPath`, `Self::key` inside the section), and `impl Section`.
 macro_rules! section {

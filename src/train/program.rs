@@ -170,7 +170,7 @@ pub fn train(loaded: &LoadedRecipe, options: &Options) -> Result<Outcome> {
     } = opened;
     let Trainer {
         mut engine,
-        batch_source,
+        batches,
         schedule,
         ..
     } = trainer;
@@ -185,7 +185,7 @@ pub fn train(loaded: &LoadedRecipe, options: &Options) -> Result<Outcome> {
         run_dir: &run_dir,
         model: &inputs.model,
         eval: inputs.rows.eval.as_ref(),
-        batch_source,
+        batches,
         schedule: &schedule,
         fingerprint: RunFingerprint {
             trained_tokens,

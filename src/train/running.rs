@@ -37,7 +37,7 @@ pub struct Run<'a> {
     pub run_dir: &'a Path,
     pub model: &'a ModelDir,
     pub eval: Option<&'a Dataset>,
-    pub batch_source: Box<dyn BatchSource + 'a>,
+    pub batches: Box<dyn BatchSource + 'a>,
     pub schedule: &'a ActiveSchedule,
     pub fingerprint: RunFingerprint,
     pub reporter: Reporter,
@@ -53,21 +53,17 @@ pub struct Run<'a> {
 }
 
 /// Prepares a stage for a new run. What a stage computes on rank 0 alone, the others get from it.
-pub fn prepare(batch_source: &mut dyn BatchSource, engine: &Engine, ranks: &Ranks) -> Result<()> {
-    if !ranks.several() || !batch_source.is_made_by_root() {
-        return batch_source.prepare(engine);
+pub fn prepare(batches: &mut dyn BatchSource, engine: &Engine, ranks: &Ranks) -> Result<()> {
+    if !ranks.several() || !batches.is_made_by_root() {
+        return batches.prepare(engine);
     }
-    let done = engine.by_root(|| batch_source.prepare(engine))?;
-    if done.is_some() {
-        ranks.from_root(batch_source.state(0)?.unwrap_or_default())?;
-        return Ok(());
+    let done = engine.by_root(|| batches.prepare(engine))?.is_some();
+    let own = if done { batches.state(0)? } else { None };
+    let state = ranks.from_root(own.unwrap_or_default())?;
+    if !done && !state.is_empty() {
+        batches.restore(&state)?;
     }
-    let state = ranks.from_root(Vec::new())?;
-    if state.is_empty() {
-        Ok(())
-    } else {
-        batch_source.restore(&state)
-    }
+    Ok(())
 }
 
 /// The last saved step, and the duration of the last step and save.
@@ -182,10 +178,10 @@ impl Run<'_> {
     /// Errors: those of the stage; a signal on rank 0 (`stopped` is set then).
     pub fn window(&mut self, step: u64, engine: &Engine) -> Result<Vec<Batch>> {
         let ranks = self.ranks;
-        if !ranks.several() || !self.batch_source.is_made_by_root() {
-            return self.batch_source.window(step, engine);
+        if !ranks.several() || !self.batches.is_made_by_root() {
+            return self.batches.window(step, engine);
         }
-        let made = engine.by_root(|| self.batch_source.window(step, engine));
+        let made = engine.by_root(|| self.batches.window(step, engine));
         if ranks.is_root() {
             let window = match made.map(Option::unwrap_or_default) {
                 Err(e) if signal::received().is_some() => {
@@ -195,18 +191,18 @@ impl Run<'_> {
                 }
                 window => window?,
             };
-            ranks.from_root([vec![1], self.batch_source.state(step)?.unwrap_or_default()].concat())?;
+            ranks.from_root([vec![1], self.batches.state(step)?.unwrap_or_default()].concat())?;
             return Ok(window);
         }
         made?;
         let state = ranks.from_root(Vec::new())?;
         match state.split_first() {
             Some((_, state)) => {
-                self.batch_source.restore(state)?;
+                self.batches.restore(state)?;
                 // They were for rank 0.
-                self.batch_source.metrics();
-                self.batch_source.samples();
-                self.batch_source.window(step, engine)
+                self.batches.metrics();
+                self.batches.samples();
+                self.batches.window(step, engine)
             }
             None => {
                 self.stopped = true;
@@ -309,7 +305,7 @@ impl Run<'_> {
             engine,
             self.schedule,
             &self.fingerprint,
-            self.batch_source.state(step)?,
+            self.batches.state(step)?,
         );
         let path = match path {
             Ok(path) => path,
@@ -351,7 +347,7 @@ impl Run<'_> {
     /// The numbers of an evaluation after `step`; they are reported. `None`: a signal ended it.
     fn measure(&mut self, engine: &Engine, step: u64) -> Result<Option<Vec<(String, f64)>>> {
         let measured = engine
-            .by_root(|| self.batch_source.evaluate(engine))
+            .by_root(|| self.batches.evaluate(engine))
             .map(Option::unwrap_or_default);
         let Some(found) = self.ranks.unless_root_stopped(measured)? else {
             return Ok(None);
@@ -360,7 +356,7 @@ impl Run<'_> {
             self.reporter.measured(step, &found);
         }
         let mut numbers: Vec<_> = found.iter().map(|(name, x)| (format!("eval_{name}"), *x)).collect();
-        let batches = self.batch_source.eval()?;
+        let batches = self.batches.eval()?;
         if batches.is_empty() {
             return Ok(Some(numbers));
         }
@@ -462,7 +458,7 @@ impl Run<'_> {
     /// Errors: as `stop_if_asked`.
     pub fn evaluate_if_missing(&mut self, engine: &mut Engine, step: u64) -> Result<()> {
         // The last line that `evaluate` writes.
-        let last = if self.batch_source.eval()?.is_empty() {
+        let last = if self.batches.eval()?.is_empty() {
             "eval_"
         } else {
             "eval_loss"
@@ -503,7 +499,7 @@ impl Run<'_> {
         };
         // A saved state is saved again only if the stage has new state.
         let saved = self.run_dir.join(format!("checkpoint-{step}/manifest.json")).exists();
-        let due = !saved || self.pace.saved != step || self.batch_source.state(step)?.is_some();
+        let due = !saved || self.pace.saved != step || self.batches.state(step)?.is_some();
         if self.ranks.of_root(due)? {
             self.save_here(engine, step)?;
         }

@@ -53,7 +53,7 @@ pub fn save(
     engine: &Engine,
     schedule: &ActiveSchedule,
     fingerprint: &RunFingerprint,
-    batch_source: Option<Vec<u8>>,
+    stage_state: Option<Vec<u8>>,
 ) -> Result<PathBuf> {
     let plan = |name: String, n: usize| TensorPlan {
         name,
@@ -95,7 +95,7 @@ pub fn save(
         "active_block": schedule.label(step.max(1)),
         "optimizer_steps": steps,
         "averages": updates,
-        "stage": batch_source.is_some(),
+        "stage": stage_state.is_some(),
         "loss_scale": engine.loss_scale.map(|s| json!({"scale": s.scale, "steps": s.steps, "skipped": s.skipped})),
     });
     let ranks = engine.step_hook.as_ref().map(|hook| hook.state()).unwrap_or_default();
@@ -105,7 +105,7 @@ pub fn save(
         .collect();
     let kept = [TensorPlan {
         dtype: StoredDtype::U8,
-        ..plan("state".into(), batch_source.as_ref().map_or(0, Vec::len))
+        ..plan("state".into(), stage_state.as_ref().map_or(0, Vec::len))
     }];
     let mut files = vec![
         Files {
@@ -129,7 +129,7 @@ pub fn save(
             tensors: &average_plans,
         });
     }
-    if batch_source.is_some() {
+    if stage_state.is_some() {
         files.push(Files {
             name: FEED,
             tensors: &kept,
@@ -139,7 +139,7 @@ pub fn save(
         WEIGHTS => engine.exact(&tensor.name, &mut |values| write(Values::F32(values))),
         RANKS => write(Values::F32(ranks.get(&tensor.name).map_or(&[], Vec::as_slice))),
         AVERAGES => engine.average_values(&tensor.name, &mut |values| write(Values::F32(values))),
-        FEED => write(Values::Raw(batch_source.as_deref().unwrap_or_default())),
+        FEED => write(Values::Raw(stage_state.as_deref().unwrap_or_default())),
         _ => {
             let found = moments.iter().position(|moment| moment.name == tensor.name);
             let found = found.ok_or_else(|| Error::new("optimizer state is missing").at(&tensor.name))?;
@@ -208,7 +208,7 @@ pub fn fingerprint(loaded: &LoadedState) -> RunFingerprint {
 }
 
 /// The saved state of the stage.
-pub fn batch_source(loaded: &LoadedState) -> Result<Option<Vec<u8>>> {
+pub fn stage_state(loaded: &LoadedState) -> Result<Option<Vec<u8>>> {
     match loaded.state.get("stage").and_then(Value::as_bool) {
         Some(true) => Ok(Some(loaded.open(FEED)?.read_bytes("state")?)),
         _ => Ok(None),
@@ -421,7 +421,7 @@ fn short(hash: &str) -> &str {
     digits.get(..12).unwrap_or(digits)
 }
 
-/// The facts of a run that starts.
+/// The fingerprint of a run that starts.
 pub fn of_run(
     loaded: &LoadedRecipe,
     print: Option<Fingerprint>,

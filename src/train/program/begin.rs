@@ -27,7 +27,7 @@ pub(super) fn begin(run: &mut Run, engine: &mut Engine, cx: &RunContext, start_s
         // The checkpoint of this step was written before its evaluation.
         run.evaluate_if_missing(engine, start_step)
     } else if start_step < cx.total_steps {
-        rehearsal::of_evaluation(engine, &run.batch_source.eval()?, &mut run.reporter)
+        rehearsal::of_evaluation(engine, &run.batches.eval()?, &mut run.reporter)
     } else {
         Ok(())
     }

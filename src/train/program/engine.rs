@@ -24,7 +24,7 @@ const START_CACHE: &str = ".ft-starts";
 /// The engine with the source of its batches.
 pub(super) struct Trainer<'a> {
     pub engine: Engine,
-    pub batch_source: Box<dyn BatchSource + 'a>,
+    pub batches: Box<dyn BatchSource + 'a>,
     pub schedule: ActiveSchedule,
     /// The active parameters of the first step.
     first: Active,
@@ -70,10 +70,7 @@ impl<'a> Trainer<'a> {
             };
             starts::fill(&mut setting, &mut loaded_model.network, adapters)?;
         }
-        let Stage {
-            batch_source,
-            objective,
-        } = stage::open(stage::StageContext {
+        let Stage { batches, objective } = stage::open(stage::StageContext {
             recipe,
             spec: &model.spec,
             model,
@@ -105,7 +102,7 @@ impl<'a> Trainer<'a> {
         rehearsal::of_files(&trained, &schedule, &run_dir.join("final"), total_steps)?;
         Ok(Self {
             engine,
-            batch_source,
+            batches,
             schedule,
             first,
         })
@@ -121,10 +118,7 @@ impl<'a> Trainer<'a> {
         reporter: &mut Reporter,
     ) -> Result<u64> {
         let Self {
-            engine,
-            batch_source,
-            first,
-            ..
+            engine, batches, first, ..
         } = self;
         let Some(checkpoint) = &opened.resumed else {
             for (name, tensor) in &adapters.given {
@@ -133,13 +127,13 @@ impl<'a> Trainer<'a> {
                 engine.optimizer.restore_weight(name, &param.tensor, &values)?;
             }
             reporter.event("start", json!({"steps": cx.total_steps, "command": cx.options.command}));
-            running::prepare(&mut **batch_source, engine, cx.ranks())?;
+            running::prepare(&mut **batches, engine, cx.ranks())?;
             return Ok(0);
         };
         let _phase = progress::phase("restoring the state", 0, "");
         state::restore(checkpoint, engine, first)?;
-        if let Some(state) = state::batch_source(checkpoint)? {
-            batch_source
+        if let Some(state) = state::stage_state(checkpoint)? {
+            batches
                 .restore(&state)
                 .map_err(|e| e.or_at(checkpoint.path.display()))?;
         }

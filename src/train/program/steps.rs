@@ -95,7 +95,7 @@ pub(super) fn run_steps(run: &mut Run, engine: &mut Engine, cx: &RunContext, sta
         run.expect_signal_after(step);
         let this = UnreadStep {
             step,
-            epoch: run.batch_source.epoch_after(step),
+            epoch: run.batches.epoch_after(step),
             learning_rate: lr,
             trained_before: trained_tokens,
             label: schedule.label(step),
@@ -103,7 +103,7 @@ pub(super) fn run_steps(run: &mut Run, engine: &mut Engine, cx: &RunContext, sta
             loads: engine.routers.loads(),
             more: [
                 engine.objective.metrics(),
-                run.batch_source.metrics(),
+                run.batches.metrics(),
                 engine.routers.metrics(),
                 step_metrics::scale_metrics(scale, engine),
             ]
@@ -155,7 +155,7 @@ fn switch(run: &mut Run, engine: &mut Engine, step: u64) -> Result<Active> {
 
 /// Saves and evaluates, if that is due after this step. True if the run ends early.
 fn after_step(run: &mut Run, engine: &mut Engine, cx: &RunContext, step: u64) -> Result<bool> {
-    for sample in run.batch_source.samples() {
+    for sample in run.batches.samples() {
         run.reporter.sample(&sample);
     }
     // Between averages there is no state that all ranks have.

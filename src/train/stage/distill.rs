@@ -69,7 +69,7 @@ pub(super) fn open<'a>(setting: StageContext<'a>) -> Result<Stage<'a>> {
     let students = (d.lmbda > 0.0).then(|| Students::new(recipe, setting.model));
     Ok(Stage {
         objective: Box::new(Distill::new(teacher, terms, matched, setting.spec.vocab)?),
-        batch_source: Box::new(DistillSource {
+        batches: Box::new(DistillSource {
             stream: setting.stream,
             eval: setting.eval,
             eval_tokens: recipe.train.batch_size * recipe.data.max_length,

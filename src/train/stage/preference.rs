@@ -58,7 +58,7 @@ pub fn pad_id(tokenizer: &Tokenizer) -> Option<u32> {
 
 pub(super) fn open<'a>(setting: StageContext<'a>) -> Result<Stage<'a>> {
     let recipe = setting.recipe;
-    let mut batch_source = PreferenceSource {
+    let mut batches = PreferenceSource {
         stream: setting.stream,
         sets: [Some(setting.train), setting.eval],
         units: recipe.train.batch_size,
@@ -90,14 +90,14 @@ pub(super) fn open<'a>(setting: StageContext<'a>) -> Result<Stage<'a>> {
             setting.device,
         )?;
         return Ok(Stage {
-            batch_source: Box::new(batch_source),
+            batches: Box::new(batches),
             objective: Box::new(reward),
         });
     }
     let algorithm = algorithm(recipe);
-    batch_source.algorithm = algorithm.has_reference().then(|| algorithm.clone());
+    batches.algorithm = algorithm.has_reference().then(|| algorithm.clone());
     Ok(Stage {
-        batch_source: Box::new(batch_source),
+        batches: Box::new(batches),
         objective: Box::new(Preferences::new(algorithm)),
     })
 }

@@ -174,7 +174,7 @@ pub fn plan_for(recipe: &Recipe, like: Option<&'static GpuRates>, ranks: usize) 
     let mut notes = Vec::new();
     let (model, rows, recipe) = if model.has_tokenizer() && (has_rows || recipe.data.adds_tokens()) {
         let model = model.with_text(&changes)?;
-        let recipe = vocabulary::settle(recipe, model.new_rows.as_ref(), &model.spec);
+        let recipe = vocabulary::with_new_rows(recipe, model.new_rows.as_ref(), &model.spec);
         let rows = has_rows.then(|| RecipeRows::read(&recipe, &model)).transpose()?;
         (model.files, rows, recipe)
     } else {
@@ -189,7 +189,7 @@ pub fn plan_for(recipe: &Recipe, like: Option<&'static GpuRates>, ranks: usize) 
                 counted(new.vocab, "row")
             )
         }));
-        let recipe = vocabulary::settle(recipe, new.as_ref(), &model.spec);
+        let recipe = vocabulary::with_new_rows(recipe, new.as_ref(), &model.spec);
         (model, None, recipe)
     };
     let (recipe, spec) = (&recipe, &model.spec);
@@ -198,7 +198,7 @@ pub fn plan_for(recipe: &Recipe, like: Option<&'static GpuRates>, ranks: usize) 
         None
     });
     let RunPlan {
-        recipe: settled,
+        recipe: resolved,
         adapters,
         active_schedule,
         stream,
@@ -219,17 +219,17 @@ pub fn plan_for(recipe: &Recipe, like: Option<&'static GpuRates>, ranks: usize) 
             let formats = rows::formats(recipe, &rows.train, rows.eval.as_ref());
             notes.extend(formats.iter().map(|line| format!("format {}", visible(line))));
             notes.extend(rows.train.readings.iter().flat_map(|r| r.warnings()));
-            match learning::check(&settled, &active_schedule, stream.steps()) {
-                Ok(()) => notes.extend(learning::warnings(&settled, &active_schedule, stream, false)),
+            match learning::check(&resolved, &active_schedule, stream.steps()) {
+                Ok(()) => notes.extend(learning::warnings(&resolved, &active_schedule, stream, false)),
                 Err(e) => notes.push(format!("`ft train` would reject this recipe: {e}")),
             }
         }
         _ => notes.push(format!(
             "the rows are not available: the plan assumes {} tokens in every row and {} forward passes per step",
-            recipe.data.max_length, settled.train.gradient_accumulation_steps
+            recipe.data.max_length, resolved.train.gradient_accumulation_steps
         )),
     }
-    let recipe = &settled;
+    let recipe = &resolved;
     ranks::check(recipe, spec, memory.inputs.on_gpu, ranks)?;
     let time = like.map(|gpu| {
         let model = Model::new(spec, &memory.strategy.storage, &memory.inputs.adapters);

@@ -463,7 +463,7 @@ pub fn pin_resumed_choices(recipe: &Recipe, resume: &Option<Option<PathBuf>>) ->
 }
 
 /// The values that `pin_resumed_choices` kept, for the plan of the resumed run: the next resume reads them there.
-pub fn settled(open: &Recipe, recipe: &Recipe) -> Vec<Choice> {
+pub fn pinned_choices(open: &Recipe, recipe: &Recipe) -> Vec<Choice> {
     let kept = |key, value| Choice {
         key,
         value,
@@ -513,10 +513,10 @@ mod tests {
         }
         // A second resume too, although the setting is not open any more in the new plan.
         let again = pin_resumed_choices(&open, &Some(Some(dir.path().to_path_buf()))).unwrap();
-        let choices = settled(&open, &again).into_iter().map(|c| (c.key.0, c.value));
+        let choices = pinned_choices(&open, &again).into_iter().map(|c| (c.key.0, c.value));
         let want = [("memory.frozen_weights", "nf4"), ("memory.mlp_chunk", "512")];
         assert!(choices.eq(want.map(|(key, value)| (key, value.to_string()))));
-        assert!(settled(&open, &open).is_empty());
+        assert!(pinned_choices(&open, &open).is_empty());
         let written = recipe("frozen_weights = \"int8\"\nmlp_chunk = 0\n");
         assert_eq!(
             memory(&written, Some(dir.path())),

@@ -29,7 +29,7 @@ fn is_set(values: &Values, key: KeyPath) -> bool {
 }
 
 /// For such a pair, an argument overrides the other key in the recipe.
-pub fn settle(values: &mut Values, warnings: &mut Vec<String>) {
+pub fn resolve_rivals(values: &mut Values, warnings: &mut Vec<String>) {
     for (a, b) in RIVALS {
         let origin = |key: KeyPath| values.entry(key).map(|e| e.origin);
         let (loser, winner) = match (origin(a), origin(b)) {

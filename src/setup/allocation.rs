@@ -12,7 +12,7 @@ use crate::recipe::{AdaloraKeys, Method, Recipe};
 ///
 /// Errors: settings that leave no step to reduce ranks; a given adapter that is not AdaLoRA, or whose ranks are already
 /// reduced.
-pub fn settle(recipe: &Recipe, adapter_set: &mut AdapterSet, steps: u64) -> Result<()> {
+pub fn resolve(recipe: &Recipe, adapter_set: &mut AdapterSet, steps: u64) -> Result<()> {
     let lora = &recipe.tune.lora;
     let given = lora.adapter.is_some();
     let ranks = &lora.adalora;

@@ -72,8 +72,8 @@ pub fn run_of<'a>(recipe: &'a Recipe, from: Option<&'a Path>) -> &'a Path {
 
 /// Returns the recipe with all `auto` keys resolved, and the choices. `lengths`: tokens of each row; without them the
 /// values for runs of unknown size stay.
-pub fn settle(recipe: &Recipe, spec: &Spec, lengths: Option<&[u32]>, before: &ResumedValues) -> (Recipe, Vec<Choice>) {
-    let (mut settled, open) = (recipe.clone(), recipe.open);
+pub fn resolve(recipe: &Recipe, spec: &Spec, lengths: Option<&[u32]>, before: &ResumedValues) -> (Recipe, Vec<Choice>) {
+    let (mut resolved, open) = (recipe.clone(), recipe.open);
     let mut choices = Vec::new();
     let mut choose = |key: KeyPath, found: Option<f64>, now: f64, why: String| {
         let why = match found {
@@ -91,30 +91,30 @@ pub fn settle(recipe: &Recipe, spec: &Spec, lengths: Option<&[u32]>, before: &Re
     if open.learning_rate {
         let why = format!("{}, hidden size {}", recipe.tune.method.name(), spec.hidden);
         let key = OptimizerKeys::learning_rate;
-        settled.optimizer.learning_rate = choose(key, before.number(key), learning_rate(recipe, spec.hidden), why);
+        resolved.optimizer.learning_rate = choose(key, before.number(key), learning_rate(recipe, spec.hidden), why);
     }
     if open.num_epochs && recipe.train.max_steps < 0 {
         let key = Train::num_epochs;
         let why = format!("stage `{}`", recipe.train.stage.name());
-        settled.train.num_epochs = choose(key, before.number(key), recipe.train.num_epochs, why);
+        resolved.train.num_epochs = choose(key, before.number(key), recipe.train.num_epochs, why);
     }
     let key = Train::gradient_accumulation_steps;
     let Some(lengths) = lengths.filter(|l| !l.is_empty()) else {
-        return (settled, choices);
+        return (resolved, choices);
     };
     if prompts::reinforces(recipe) {
         if open.gradient_accumulation_steps {
             let why = "complete groups of answers".to_string();
             let now = whole_groups(recipe);
-            settled.train.gradient_accumulation_steps = choose(key, before.number(key), now as f64, why) as usize;
+            resolved.train.gradient_accumulation_steps = choose(key, before.number(key), now as f64, why) as usize;
         }
-        settled.open = recipe::Open::default();
-        return (settled, choices);
+        resolved.open = recipe::Open::default();
+        return (resolved, choices);
     }
-    let step = Step::of(&settled, lengths);
+    let step = Step::of(&resolved, lengths);
     if open.gradient_accumulation_steps {
         let found = before.number(key);
-        settled.train.gradient_accumulation_steps = choose(key, found, step.accumulation as f64, step.why()) as usize;
+        resolved.train.gradient_accumulation_steps = choose(key, found, step.accumulation as f64, step.why()) as usize;
     }
     if open.packing_length && recipe.data.packing {
         let key = Data::packing_length;
@@ -125,14 +125,14 @@ pub fn settle(recipe: &Recipe, spec: &Spec, lengths: Option<&[u32]>, before: &Re
         } else {
             step.why()
         };
-        settled.data.packing_length = choose(key, found, step.length as f64, why) as usize;
+        resolved.data.packing_length = choose(key, found, step.length as f64, why) as usize;
     }
-    settled.open = recipe::Open::default();
-    (settled, choices)
+    resolved.open = recipe::Open::default();
+    (resolved, choices)
 }
 
 /// Chooses the steps per block if `tune.block.switch_every` is `auto`; `rows` is the number of training rows.
-pub fn settle_blocks(
+pub fn resolve_blocks(
     recipe: &mut Recipe,
     spec: &Spec,
     rows: usize,
@@ -177,7 +177,7 @@ pub fn settle_blocks(
 /// Writes the choices into the recipe and into `resolved.toml`.
 pub fn record(loaded: &LoadedRecipe, choices: &[Choice]) -> LoadedRecipe {
     let mut loaded = loaded.clone();
-    choices.iter().for_each(|c| loaded.settle(c.key, &c.value, &c.why));
+    choices.iter().for_each(|c| loaded.resolve(c.key, &c.value, &c.why));
     loaded
 }
 
@@ -413,26 +413,29 @@ mod tests {
         );
         let shape = crate::setup::ModelFiles::of_config(&"shape:small".into(), "main", ModelInit::Pretrained);
         let spec = shape.unwrap().spec;
-        let (mut settled, choices) = settle(&r, &spec, Some(&[20; 200]), &new);
-        assert_eq!(settled.data.packing_length, 77);
-        assert_eq!(settled.optimizer.learning_rate, 3.3e-4);
-        let train = &settled.train;
+        let (mut resolved, choices) = resolve(&r, &spec, Some(&[20; 200]), &new);
+        assert_eq!(resolved.data.packing_length, 77);
+        assert_eq!(resolved.optimizer.learning_rate, 3.3e-4);
+        let train = &resolved.train;
         assert_eq!((train.num_epochs, train.gradient_accumulation_steps), (2.0, 5));
         assert!(choices.len() == 4 && choices.iter().all(|c| c.why == AS_BEFORE));
-        let choice = settle_blocks(&mut settled, &spec, 200, 75, &new).unwrap();
-        assert_eq!((choice.value.as_str(), settled.tune.block.switch_every), ("9", Some(9)));
+        let choice = resolve_blocks(&mut resolved, &spec, 200, 75, &new).unwrap();
+        assert_eq!(
+            (choice.value.as_str(), resolved.tune.block.switch_every),
+            ("9", Some(9))
+        );
 
         // A file of an older version: full rows, and the old rule for blocks, which its checkpoints call `auto`.
         let old =
             read("[train]\nnum_epochs = 1.0\ngradient_accumulation_steps = 8\n[optimizer]\nlearning_rate = 1e-5\n");
-        let (mut settled, choices) = settle(&r, &spec, Some(&[20; 200]), &old);
+        let (mut resolved, choices) = resolve(&r, &spec, Some(&[20; 200]), &old);
         assert_eq!(
-            (settled.data.packing_length, settled.train.gradient_accumulation_steps),
+            (resolved.data.packing_length, resolved.train.gradient_accumulation_steps),
             (2048, 8)
         );
         let shown: Vec<(&str, &str)> = choices.iter().map(|c| (c.key.0, c.value.as_str())).collect();
         assert!(shown.contains(&("optimizer.learning_rate", "1e-5")), "{shown:?}");
-        assert!(settle_blocks(&mut settled, &spec, 200, 75, &old).is_none());
-        assert_eq!(settled.tune.block.switch_every, Some(50));
+        assert!(resolve_blocks(&mut resolved, &spec, 200, 75, &old).is_none());
+        assert_eq!(resolved.tune.block.switch_every, Some(50));
     }
 }

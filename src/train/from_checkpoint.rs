@@ -68,7 +68,7 @@ pub fn write(dir: &Path, out: &Path) -> Result<Written> {
     let recipe = &pin_resumed_choices(&written.recipe, &Some(Some(dir.to_path_buf())))?;
     let device = Device::Cpu;
     let model = ModelDir::of_recipe(recipe).map_err(|e| e.after("the base model of the checkpoint is needed"))?;
-    let recipe = &vocabulary::settle(recipe, model.new_rows.as_ref(), &model.spec);
+    let recipe = &vocabulary::with_new_rows(recipe, model.new_rows.as_ref(), &model.spec);
     if model.is_shape() {
         return Err(Error::new("a built-in shape has random weights: there is nothing to export").at_path(dir));
     }
@@ -87,7 +87,7 @@ pub fn write(dir: &Path, out: &Path) -> Result<Written> {
     }
     let base = print.as_ref().map(hf::Fingerprint::base).unwrap_or_default();
     let mut adapter_set = adapters::of(recipe, &model.spec)?;
-    allocation::settle(recipe, &mut adapter_set, steps_of_run(&loaded, recipe))?;
+    allocation::resolve(recipe, &mut adapter_set, steps_of_run(&loaded, recipe))?;
     let params = model.spec.params();
     let storage = if starts::requantizes_base(recipe) {
         StoragePolicy::new(&recipe.memory.storage_rules(), recipe.model.dtype, &params, |_| false)?

@@ -27,7 +27,7 @@ impl RunInputs {
     /// Errors: an invalid model directory or data file.
     pub fn read(recipe: &Recipe) -> Result<Self> {
         let mut model = ModelDir::of_recipe(recipe)?;
-        let recipe = vocabulary::settle(recipe, model.new_rows.as_ref(), &model.spec);
+        let recipe = vocabulary::with_new_rows(recipe, model.new_rows.as_ref(), &model.spec);
         model.untie_for(&recipe)?;
         model.check_weights(recipe.model.init)?;
         let rows = RecipeRows::read(&recipe, &model)?;
@@ -57,7 +57,7 @@ impl<'a> Decisions<'a> {
         let before = ResumedValues::read(recipe, &options.resume)?;
         let stored = model.stored(recipe.model.init)?;
         let RunPlan {
-            recipe: settled,
+            recipe: resolved,
             choices,
             adapters,
             active_schedule,
@@ -83,13 +83,13 @@ impl<'a> Decisions<'a> {
         };
         let mut loaded = defaults::record(loaded, &choices);
         loaded.remark("data", &rows::formats(recipe, &rows.train, rows.eval.as_ref()));
-        stage::check(&settled, model, &rows.train)?;
-        learning::check(&settled, &active_schedule, stream.steps())?;
-        ranks::check(&settled, &model.spec, own.device.is_cuda(), options.ranks.size())?;
-        plan.choices.extend(memory_plan::settled(&loaded.recipe, recipe));
+        stage::check(&resolved, model, &rows.train)?;
+        learning::check(&resolved, &active_schedule, stream.steps())?;
+        ranks::check(&resolved, &model.spec, own.device.is_cuda(), options.ranks.size())?;
+        plan.choices.extend(memory_plan::pinned_choices(&loaded.recipe, recipe));
         Ok(Self {
             loaded,
-            recipe: settled,
+            recipe: resolved,
             adapters,
             active_schedule,
             stream,

@@ -95,7 +95,7 @@ fn train_on(text: &str) -> std::result::Result<TrainOn, String> {
 }
 
 pub fn run(mut args: Args) -> Result<i32> {
-    args.recipe.settle()?;
+    args.recipe.take_recipe()?;
     let length_given = |o: &String| o.starts_with("data.max_length");
     let own_length =
         args.recipe.recipe.is_some() || args.max_length.is_some() || args.recipe.overrides.iter().any(length_given);

@@ -30,7 +30,7 @@ impl RecipeArgs {
 
     /// Reads and checks the recipe; the caller prints its warnings.
     pub fn load(&mut self) -> Result<LoadedRecipe> {
-        self.settle()?;
+        self.take_recipe()?;
         match &self.recipe {
             Some(recipe) => recipe::load(recipe, &self.overrides),
             None => Err(Error::usage("no recipe is given")
@@ -40,7 +40,7 @@ impl RecipeArgs {
     }
 
     /// Takes a word without `=` as the recipe. Errors: there are two.
-    pub fn settle(&mut self) -> Result<()> {
+    pub fn take_recipe(&mut self) -> Result<()> {
         let is_file = |o: &String| !o.contains('=') || PathBuf::from(o).is_file();
         let Some(index) = self.overrides.iter().position(is_file) else {
             return Ok(());

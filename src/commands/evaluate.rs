@@ -51,7 +51,7 @@ pub struct Request<'a> {
 
 /// A loaded model.
 struct EvaluatedModel {
-    described: ModelDir,
+    model_dir: ModelDir,
     network: Network,
     score: Option<Tensor>,
     adapter: bool,
@@ -66,11 +66,11 @@ fn open(model: &str, adapter: Option<&Path>, request: &Request) -> Result<Evalua
         adapters: named.adapter.iter().cloned().collect(),
         ..TextChanges::default()
     };
-    let described = ModelDir::open(&named.model, &request.recipe.model.revision, &changes)?;
+    let model_dir = ModelDir::open(&named.model, &request.recipe.model.revision, &changes)?;
     let device = setup::device(request.device)?;
-    let (network, score) = described.infer_scored(named.adapter.as_deref(), request.dtype, &device)?;
+    let (network, score) = model_dir.infer_scored(named.adapter.as_deref(), request.dtype, &device)?;
     Ok(EvaluatedModel {
-        described,
+        model_dir,
         network,
         score,
         adapter: named.adapter.is_some(),
@@ -145,7 +145,7 @@ fn read(opened: &EvaluatedModel, recipe: &Recipe, request: &Request, stage: Stag
     if held_out && recipe.data.eval_fraction == 0.0 {
         return Err(no_rows());
     }
-    let rows = rows::read(&recipe, rows_of(&recipe, request), &opened.described)?;
+    let rows = rows::read(&recipe, rows_of(&recipe, request), &opened.model_dir)?;
     if held_out {
         Ok(rows.split(recipe.data.eval_fraction, recipe.train.seed)?.1)
     } else {
@@ -154,23 +154,23 @@ fn read(opened: &EvaluatedModel, recipe: &Recipe, request: &Request, stage: Stag
 }
 
 fn texts(opened: &EvaluatedModel, recipe: &Recipe, request: &Request) -> Result<Report> {
-    let EvaluatedModel { described, network, .. } = opened;
+    let EvaluatedModel { model_dir, network, .. } = opened;
     let stage = match recipe.train.stage {
         Stage::Pretrain => Stage::Pretrain,
         _ => Stage::Sft,
     };
     let rows = read(opened, recipe, request, stage)?;
-    if let Some(line) = rows::beyond(rows.stats.longest, described.spec.max_positions) {
+    if let Some(line) = rows::beyond(rows.stats.longest, model_dir.spec.max_positions) {
         terminal::warn(&line);
     }
-    let objective = CausalLm::new(described.spec.vocab);
+    let objective = CausalLm::new(model_dir.spec.vocab);
     let batches = eval_batches(&rows, BATCH_TOKENS);
     let count = rows.examples.len();
     let totals = totals(network, &objective, batches, count, &files(recipe, request))?;
     let sources = sources(recipe, rows_of(recipe, request))?;
-    let spec = rows::spec(&sources, &recipe.data, stage, described.spec.vocab);
-    let mut questions = rows.questions(&spec, &described.tokenizer, described.template(), usize::MAX)?;
-    let (all, most) = (questions.len(), described.spec.decoded_positions());
+    let spec = rows::spec(&sources, &recipe.data, stage, model_dir.spec.vocab);
+    let mut questions = rows.questions(&spec, &model_dir.tokenizer, model_dir.template(), usize::MAX)?;
+    let (all, most) = (questions.len(), model_dir.spec.decoded_positions());
     questions.retain(|q| q.prompt.len() < most);
     if questions.len() < all {
         terminal::warn(&format!(
@@ -181,18 +181,18 @@ fn texts(opened: &EvaluatedModel, recipe: &Recipe, request: &Request) -> Result<
     }
     let mut report = Report::of_loss("rows", rows.examples.len(), totals);
     if !questions.is_empty() {
-        let right = crate::train::samples::exact_matches(described, network, &questions)?;
+        let right = crate::train::samples::exact_matches(model_dir, network, &questions)?;
         report.add("accuracy", right, Measure::Part, "exact matches with greedy decoding");
     }
     Ok(report)
 }
 
 fn reward(opened: &EvaluatedModel, score: &Tensor, recipe: &Recipe, request: &Request) -> Result<Report> {
-    let described = &opened.described;
+    let model_dir = &opened.model_dir;
     let pad = if opened.adapter {
-        preference::pad_id(&described.tokenizer)
+        preference::pad_id(&model_dir.tokenizer)
     } else {
-        described.config.opt_usize0("pad_token_id")?.map(|id| id as u32)
+        model_dir.config.opt_usize0("pad_token_id")?.map(|id| id as u32)
     };
     let reward = Reward::with_head(score.clone(), pad, 0.0);
     let pairs = read(opened, recipe, request, Stage::Reward)?;

@@ -38,7 +38,7 @@ pub struct Holding {
 
 /// A loaded model with the conversation so far.
 pub struct Writer {
-    described: ModelDir,
+    model_dir: ModelDir,
     network: Network,
     /// Quantized copy that decodes instead of `network`.
     quantized: Option<QuantizedCopy>,
@@ -97,9 +97,9 @@ impl Writer {
             adapters: named.adapter.iter().cloned().collect(),
             ..TextChanges::default()
         };
-        let described = ModelDir::open(&named.model, "main", &changes)?;
+        let model_dir = ModelDir::open(&named.model, "main", &changes)?;
         let place = device(holding.device.as_deref().unwrap_or("auto"))?;
-        let network = described.infer(named.adapter.as_deref(), holding.dtype, &place)?;
+        let network = model_dir.infer(named.adapter.as_deref(), holding.dtype, &place)?;
         let quantized = holding.weights.map(|w| QuantizedCopy::new(&network, Formats::of(w)));
         let settings = GenerateSettings {
             max_new_tokens: choice.max_new_tokens,
@@ -107,7 +107,7 @@ impl Writer {
             top_k: choice.top_k,
             top_p: choice.top_p,
             seed: choice.seed,
-            stop_ids: described.tokenizer.stop_ids().to_vec(),
+            stop_ids: model_dir.tokenizer.stop_ids().to_vec(),
             limits: Limits {
                 kv_cache: holding.kv_cache,
                 // A GPU reads a long prompt faster in larger passes (docs/benchmarks-gpu.md).
@@ -117,7 +117,7 @@ impl Writer {
         };
         Ok(Self {
             notes: named.notes.clone(),
-            described,
+            model_dir,
             network,
             quantized: quantized.transpose()?,
             settings,
@@ -128,7 +128,7 @@ impl Writer {
 
     /// Continues `prompt`; `show` receives the text while it is generated.
     pub fn complete(&mut self, prompt: &str, show: &mut dyn FnMut(&str) -> Result<()>) -> Result<GeneratedText> {
-        let tokenizer = &self.described.tokenizer;
+        let tokenizer = &self.model_dir.tokenizer;
         let mut ids = tokenizer.encode(prompt, true)?;
         // Some tokenizers add an end-of-text id to every text. A prompt must not end with it.
         while ids.len() > 1 && ids.last().copied() == tokenizer.eos_id() {
@@ -153,14 +153,14 @@ impl Writer {
     /// Answers `message` in the conversation. If a signal stops the answer, the generated part is added to the
     /// conversation.
     pub fn reply(&mut self, message: &str, show: &mut dyn FnMut(&str) -> Result<()>) -> Result<GeneratedText> {
-        let Some(template) = &self.described.template else {
+        let Some(template) = &self.model_dir.template else {
             return Err(Error::new("this model has no chat template")
-                .at_path(&self.described.dir)
+                .at_path(&self.model_dir.dir)
                 .hint("use `--prompt` without `--chat`"));
         };
         self.conversation.push(json!({"role": "user", "content": message}));
         let text = template.render(&self.conversation, None, true);
-        let ids = text.and_then(|text| self.described.tokenizer.encode(&text, false));
+        let ids = text.and_then(|text| self.model_dir.tokenizer.encode(&text, false));
         let written = ids.and_then(|ids| self.room(ids.len()).map(|()| ids));
         let written = written.and_then(|ids| self.write(ids, show));
         match &written {
@@ -186,7 +186,7 @@ impl Writer {
     }
 
     fn write(&mut self, prompt: Vec<u32>, show: &mut dyn FnMut(&str) -> Result<()>) -> Result<GeneratedText> {
-        let tokenizer = &self.described.tokenizer;
+        let tokenizer = &self.model_dir.tokenizer;
         let policy = match &self.quantized {
             Some(quantized) => quantized.into(),
             None => SampledModel::from(&self.network),

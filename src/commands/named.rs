@@ -2,8 +2,7 @@
 
 use crate::base::{Error, Result, paths};
 use crate::formats::adapter::AdapterConfig;
-use crate::hub;
-use crate::model::shapes;
+use crate::recipe::ModelRef;
 use crate::setup::locate::{NamedKind, locate};
 use crate::train::from_checkpoint::{self, Scratch};
 use std::path::{Path, PathBuf};
@@ -32,7 +31,7 @@ pub fn find(model: &str, adapter: Option<&Path>) -> Result<ModelAndAdapter> {
         notes: Vec::new(),
         _scratch: Vec::new(),
     };
-    if model.starts_with(shapes::PREFIX) {
+    if ModelRef::new(model).is_shape() {
         out.adapter = adapter.map(Path::to_path_buf);
         return Ok(out);
     }
@@ -141,16 +140,17 @@ fn base_of(dir: &Path) -> Result<String> {
             .at_path(dir)
             .hint(format!("give it: `--model BASE --adapter {}`", dir.display())));
     };
-    if Path::new(&base).is_dir() {
-        return Ok(base);
+    let named = ModelRef::new(&base);
+    match &named {
+        ModelRef::Dir(dir) if dir.is_dir() => Ok(base),
+        ModelRef::Hub(id) if named.with_revision().is_none() => {
+            let revision = config.revision.filter(|r| !r.is_empty() && r != "main");
+            Ok(revision.map_or(id.clone(), |r| format!("{id}@{r}")))
+        }
+        _ => Err(paths::missing("directory", Path::new(&base))
+            .after("the base model of the adapter is needed")
+            .hint(format!("give it: `--model BASE --adapter {}`", dir.display()))),
     }
-    if hub::is_id(&base) && !paths::is_meant(&base) {
-        let revision = config.revision.filter(|r| !r.is_empty() && r != "main");
-        return Ok(revision.map_or(base.clone(), |r| format!("{base}@{r}")));
-    }
-    Err(paths::missing("directory", Path::new(&base))
-        .after("the base model of the adapter is needed")
-        .hint(format!("give it: `--model BASE --adapter {}`", dir.display())))
 }
 
 #[cfg(test)]

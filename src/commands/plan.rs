@@ -8,11 +8,12 @@ use crate::ops;
 use crate::plan::gpu_time::{self, GpuRates, StepTime};
 use crate::plan::memory_plan::Verdict;
 use crate::plan::{self as plans, Model, Plan, PlanDevice, ProcessState, RunPlan};
-use crate::recipe::{self, ModelInit, ModelRef, Recipe};
+use crate::recipe::table::KeyPath;
+use crate::recipe::{self, Memory, ModelInit, ModelRef, Recipe};
 use crate::setup::defaults::ResumedValues;
 use crate::setup::rows::{self, RecipeRows};
 use crate::setup::vocabulary::{self, NewRows, TextChanges};
-use crate::setup::{self, ModelDir, adapters};
+use crate::setup::{ModelFiles, adapters};
 use crate::source::Placement;
 use crate::train::directory;
 use crate::train::header;
@@ -156,8 +157,8 @@ pub fn plan(recipe: &Recipe, like: Option<&'static GpuRates>) -> Result<RecipePl
 pub fn plan_for(recipe: &Recipe, like: Option<&'static GpuRates>, ranks: usize) -> Result<RecipePlan> {
     let like_recipe = like.map(|gpu| on_gpu(recipe, gpu));
     let recipe = like_recipe.as_ref().unwrap_or(recipe);
-    let (dir, mut spec) = setup::read_spec(&recipe.model.path, &recipe.model.revision, recipe.model.init)?;
-    spec.tied = setup::stays_tied(recipe, &spec)?;
+    let mut model = ModelFiles::of_recipe(recipe)?;
+    model.untie_for(recipe)?;
     // The recipe may name a GPU of another machine.
     let device = match (like, recipe.model.device.as_str()) {
         (Some(gpu), _) => PlanDevice::like(gpu),
@@ -169,19 +170,17 @@ pub fn plan_for(recipe: &Recipe, like: Option<&'static GpuRates>, ranks: usize) 
     } else {
         device
     };
-    // The local model directory: a hub id would download the full model.
-    let (has_tokenizer, has_rows) = (dir.join("tokenizer.json").is_file(), recipe.data.is_here());
+    let (has_rows, changes) = (recipe.data.is_here(), TextChanges::of_recipe(recipe)?);
     let mut notes = Vec::new();
-    let (rows, recipe) = if has_tokenizer && (has_rows || recipe.data.adds_tokens()) {
-        let model = ModelDir::of_recipe_at(recipe, &ModelRef::Dir(dir.clone()))?;
-        spec.vocab = model.spec.vocab;
-        let recipe = vocabulary::settle(recipe, model.new_rows.as_ref(), &spec);
+    let (model, rows, recipe) = if model.has_tokenizer() && (has_rows || recipe.data.adds_tokens()) {
+        let model = model.with_text(&changes)?;
+        let recipe = vocabulary::with_new_rows(recipe, model.new_rows.as_ref(), &model.spec);
         let rows = has_rows.then(|| RecipeRows::read(&recipe, &model)).transpose()?;
-        (rows, recipe)
+        (model.files, rows, recipe)
     } else {
-        let new = NewRows::assumed(&TextChanges::of_recipe(recipe)?, spec.vocab)?;
+        let new = NewRows::assumed(&changes, model.spec.vocab)?;
         if let Some(new) = &new {
-            spec.vocab = new.vocab;
+            model.spec.vocab = new.vocab;
         }
         notes.extend(new.as_ref().map(|new| {
             format!(
@@ -190,12 +189,16 @@ pub fn plan_for(recipe: &Recipe, like: Option<&'static GpuRates>, ranks: usize) 
                 counted(new.vocab, "row")
             )
         }));
-        (None, vocabulary::settle(recipe, new.as_ref(), &spec))
+        let recipe = vocabulary::with_new_rows(recipe, new.as_ref(), &model.spec);
+        (model, None, recipe)
     };
-    let recipe = &recipe;
-    let stored = setup::StoredWeights::find(&dir, &spec, recipe.model.init)?;
+    let (recipe, spec) = (&recipe, &model.spec);
+    let stored = model.stored_if_here(recipe.model.init).unwrap_or_else(|e| {
+        notes.push(format!("`ft train` would reject this model: {e}"));
+        None
+    });
     let RunPlan {
-        recipe: settled,
+        recipe: resolved,
         adapters,
         active_schedule,
         stream,
@@ -203,9 +206,9 @@ pub fn plan_for(recipe: &Recipe, like: Option<&'static GpuRates>, ranks: usize) 
         ..
     } = RunPlan::new(
         recipe,
-        &spec,
+        spec,
         rows.as_ref(),
-        &stored,
+        &stored.unwrap_or_default(),
         &ResumedValues::default(),
         &device,
         adapters::Values::Shapes,
@@ -216,20 +219,20 @@ pub fn plan_for(recipe: &Recipe, like: Option<&'static GpuRates>, ranks: usize) 
             let formats = rows::formats(recipe, &rows.train, rows.eval.as_ref());
             notes.extend(formats.iter().map(|line| format!("format {}", visible(line))));
             notes.extend(rows.train.readings.iter().flat_map(|r| r.warnings()));
-            match learning::check(&settled, &active_schedule, stream.steps()) {
-                Ok(()) => notes.extend(learning::warnings(&settled, &active_schedule, stream, false)),
+            match learning::check(&resolved, &active_schedule, stream.steps()) {
+                Ok(()) => notes.extend(learning::warnings(&resolved, &active_schedule, stream, false)),
                 Err(e) => notes.push(format!("`ft train` would reject this recipe: {e}")),
             }
         }
         _ => notes.push(format!(
             "the rows are not available: the plan assumes {} tokens in every row and {} forward passes per step",
-            recipe.data.max_length, settled.train.gradient_accumulation_steps
+            recipe.data.max_length, resolved.train.gradient_accumulation_steps
         )),
     }
-    let recipe = &settled;
-    ranks::check(recipe, &spec, memory.inputs.on_gpu, ranks)?;
+    let recipe = &resolved;
+    ranks::check(recipe, spec, memory.inputs.on_gpu, ranks)?;
     let time = like.map(|gpu| {
-        let model = Model::new(&spec, &memory.strategy.storage, &memory.inputs.adapters);
+        let model = Model::new(spec, &memory.strategy.storage, &memory.inputs.adapters);
         let time = match gpu_time::not_known(recipe, &memory.inputs) {
             Some(why) => Err(why),
             None => Ok(gpu_time::step_time(&model, recipe, &memory.inputs)),
@@ -251,14 +254,14 @@ pub fn plan_for(recipe: &Recipe, like: Option<&'static GpuRates>, ranks: usize) 
     let elements = header::trained_elements(&active_schedule, steps, &spec.params(), &adapters.adapters);
     let directory = Path::new(&recipe.train.output_dir);
     let disk = Space {
-        needed: directory::space_needed(recipe, &spec, elements, memory.strategy.placement),
+        needed: directory::space_needed(recipe, spec, elements, memory.strategy.placement),
         free: files::free_space(directory),
         directory: recipe.train.output_dir.clone(),
     };
     let mut sent = 0;
     if let Some(line) = ranks::header(recipe, ranks) {
         notes.push(format!("ranks: {line}"));
-        let model = Model::new(&spec, &memory.strategy.storage, &memory.inputs.adapters);
+        let model = Model::new(spec, &memory.strategy.storage, &memory.inputs.adapters);
         sent = plans::sent(&model, recipe, &memory.inputs);
         let when = match recipe.distributed.sync_every {
             0 => "in a step".to_string(),
@@ -333,15 +336,15 @@ pub fn fit(recipe: &Recipe) -> Result<MachineFit> {
     };
     let planned = plan(&recipe, None)?;
     let peak = planned.plan.peak_bytes;
-    let lost = |key: &str, values: &[&str]| {
+    let lost = |key: KeyPath, values: &[&str]| {
         let choices = planned.plan.choices.iter();
         let choice = choices
             .filter(|c| c.key == key)
             .find(|c| values.contains(&c.value.as_str()));
         choice.map(|c| c.value.clone())
     };
-    let disk = lost("memory.tier", &["disk"]).map(|_| "weights on disk".to_string());
-    let fewer = lost("memory.frozen_weights", &["int8", "int4", "nf4"]).map(|bits| format!("frozen weights in {bits}"));
+    let disk = lost(Memory::tier, &["disk"]).map(|_| "weights on disk".to_string());
+    let fewer = lost(Memory::frozen_weights, &["int8", "int4", "nf4"]).map(|bits| format!("frozen weights in {bits}"));
     let nearly_full = free.is_some_and(|free| peak > free / 10 * 9);
     let fit = if planned.refused {
         Fit::No

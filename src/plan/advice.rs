@@ -4,6 +4,7 @@ use crate::base::units::bytes;
 use crate::base::{Error, Result};
 use crate::plan::memory_plan::{MemoryLimits, Refusal};
 use crate::plan::search::{PlanContext, PlannedStrategy, fits, over};
+use crate::recipe::table::KeyPath;
 use crate::recipe::*;
 use crate::setup::active_schedule::ActiveSchedule;
 use crate::setup::adapters;
@@ -63,7 +64,7 @@ pub(super) fn refused(
                 "the run does not fit the host's memory"
             };
             let error = Error::new(what)
-                .at("memory.host_budget")
+                .at(Memory::host_budget)
                 .found(format!("a forecast host peak of {}", bytes(on_host)))
                 .expected(format!("at most {}", bytes(limits.host.unwrap_or(0))));
             (error, given)
@@ -76,7 +77,7 @@ pub(super) fn refused(
                 "the run does not fit the free memory"
             };
             let error = Error::new(what)
-                .at("memory.budget")
+                .at(Memory::budget)
                 .found(format!("a forecast peak of {}{most}", bytes(plan.peak_bytes)))
                 .expected(format!("at most {}", bytes(budget)));
             (error, given)
@@ -312,14 +313,18 @@ fn changes(recipe: &Recipe) -> Vec<Change> {
             },
         );
     }
-    for (written, key) in [
-        (tune.block.include_embedding, "tune.block.include_embedding"),
-        (tune.block.include_lm_head, "tune.block.include_lm_head"),
-    ] {
+    let tables: [(bool, KeyPath, fn(&mut BlockConfig)); 2] = [
+        (tune.block.include_embedding, BlockKeys::include_embedding, |block| {
+            block.include_embedding = false;
+        }),
+        (tune.block.include_lm_head, BlockKeys::include_lm_head, |block| {
+            block.include_lm_head = false;
+        }),
+    ];
+    for (written, key, without) in tables {
         if tune.method == Method::Block && written {
-            add(METHOD, format!("{key}=false"), "it is not trained", &|r| match key {
-                "tune.block.include_embedding" => r.tune.block.include_embedding = false,
-                _ => r.tune.block.include_lm_head = false,
+            add(METHOD, format!("{key}=false"), "it is not trained", &|r| {
+                without(&mut r.tune.block)
             });
         }
     }

@@ -3,18 +3,18 @@
 use super::Inputs;
 use super::model::Model;
 use crate::engine::Active;
-use crate::setup::{InactiveElements, Turn};
+use crate::setup::{ActivePeriod, InactiveElements};
 use crate::source::StoragePolicy;
 use std::collections::BTreeMap;
 
 /// Lowest layer and bytes of inactive masters of a turn.
-type Point<'a> = (u64, u64, &'a Turn);
+type Point<'a> = (u64, u64, &'a ActivePeriod);
 /// Shape of a set, storage and adapters of its layers, and whether another set follows.
 type Likeness = (u64, Vec<u64>, bool);
 
 /// Of sets that differ only in the index of their layer, returns those that can be the worst. A lower set saves more
 /// layer inputs, a later one has more inactive masters. Memory is linear in both, so only corners of the hull matter.
-pub(super) fn candidates<'a>(model: &Model, inputs: &'a Inputs, bytes: (u64, u64)) -> Vec<&'a Turn> {
+pub(super) fn candidates<'a>(model: &Model, inputs: &'a Inputs, bytes: (u64, u64)) -> Vec<&'a ActivePeriod> {
     let layers = model.layers();
     let mut alike: BTreeMap<Likeness, Vec<Point>> = BTreeMap::new();
     for turn in inputs.turns.iter() {
@@ -66,7 +66,7 @@ fn corners<'a>(points: &[Point<'a>]) -> Vec<Point<'a>> {
 }
 
 /// One turn for each of these sets, after all other sets were trained.
-pub fn turns_of(model: &Model, storage: &StoragePolicy, sets: Vec<Active>) -> Vec<Turn> {
+pub fn turns_of(model: &Model, storage: &StoragePolicy, sets: Vec<Active>) -> Vec<ActivePeriod> {
     let inactive = |active: &Active| {
         let mut inactive = InactiveElements::default();
         let is_inactive = |name: &str| !active.wants(name) && sets.iter().any(|s| s.wants(name));
@@ -83,7 +83,7 @@ pub fn turns_of(model: &Model, storage: &StoragePolicy, sets: Vec<Active>) -> Ve
         inactive.dense += outside.map(|p| p.elements() as u64).sum::<u64>();
         inactive
     };
-    let turn = |active: &Active| Turn {
+    let turn = |active: &Active| ActivePeriod {
         active: active.clone(),
         inactive: inactive(active),
         deactivates: sets.len() > 1,
@@ -109,13 +109,13 @@ mod tests {
     fn chosen(order: &[usize], keep: usize, place: Placement, storage: StoragePolicy) -> Vec<usize> {
         let spec = families::read(&shapes::config("shape:qwen2.5-1.5b").unwrap().unwrap()).unwrap();
         let mut inputs = inputs(layer(0), crate::engine::Gradients::Keep);
-        let turn = |(i, l): (usize, &usize)| Turn {
+        let turn = |(i, l): (usize, &usize)| ActivePeriod {
             inactive: InactiveElements {
                 dense: 100 * i as u64,
                 quantized: 0,
             },
             deactivates: true,
-            ..Turn::alone(layer(*l))
+            ..ActivePeriod::alone(layer(*l))
         };
         inputs.turns = order.iter().enumerate().map(turn).collect();
         (
@@ -155,7 +155,7 @@ mod tests {
 
     #[test]
     fn any_sum_is_largest_in_a_corner() {
-        let turn = Turn::alone(layer(0));
+        let turn = ActivePeriod::alone(layer(0));
         let inactive = [3, 9, 10, 40, 41, 55, 56, 57];
         let points: Vec<Point> = inactive
             .iter()

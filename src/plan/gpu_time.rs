@@ -14,7 +14,7 @@ use crate::model::pieces::pieces;
 use crate::model::spec::ExpertsSpec;
 use crate::ops::quantized::{Products, TILE};
 use crate::peft::Cost;
-use crate::recipe::{Dtype, Recipe};
+use crate::recipe::{Dtype, Memory, Recipe};
 use crate::sft::CausalLm;
 use crate::source::{Group, ParamInfo, Placement, Sublayer};
 
@@ -158,7 +158,7 @@ impl GpuRates {
         }
         let (major, minor) = products.least_compute();
         Err(Error::unsupported("products in fp8 are not available on this GPU")
-            .at("memory.frozen_products")
+            .at(Memory::frozen_products)
             .found(self.name)
             .expected(format!("compute capability {major}.{minor} or more"))
             .hint("use `int8`"))

@@ -10,7 +10,7 @@ use super::search::{PlanBase, PlanContext, PlannedStrategy};
 use crate::base::Result;
 use crate::base::units::bytes;
 use crate::engine::StepStrategy;
-use crate::recipe::{MemoryGoal, Recipe};
+use crate::recipe::{Memory, MemoryGoal, Recipe};
 use crate::setup::defaults::Choice;
 
 /// Percent of the peak that one percent of a step is worth.
@@ -95,7 +95,7 @@ pub(super) fn choice(chosen: &PlannedStrategy) -> Option<Choice> {
     let fast = chosen.fast?;
     let more = fast.peak_bytes.saturating_sub(chosen.plan.peak_bytes);
     Some(Choice {
-        key: "memory.goal",
+        key: Memory::goal,
         value: MemoryGoal::Balanced.name().into(),
         why: format!(
             "`fast`: an estimated {:.0} % less time for a step, {} more memory (+{:.0} %)",

@@ -12,7 +12,8 @@ use crate::plan::gpu_time::GpuRates;
 use crate::plan::knee;
 use crate::plan::search::{PlanBase, PlanContext, PlannedStrategy, fits};
 use crate::plan::{Inputs, Plan};
-use crate::recipe::{Activations, Chunk, FrozenWeights, PackedWeights, RankWeights, Recipe, Tier};
+use crate::recipe::table::KeyPath;
+use crate::recipe::{Activations, Chunk, Distributed, FrozenWeights, Memory, PackedWeights, RankWeights, Recipe, Tier};
 use crate::setup::StoredWeights;
 use crate::setup::active_schedule::ActiveSchedule;
 use crate::setup::defaults;
@@ -184,7 +185,7 @@ pub fn forecast(
     let on_gpu = recipe.model.device.starts_with("cuda") || gpu.is_some();
     if recipe.memory.host_budget.is_some() && !on_gpu {
         return Err(Error::usage("`memory.host_budget` has no effect on a CPU")
-            .at("memory.host_budget")
+            .at(Memory::host_budget)
             .found("a CPU run: host memory and device memory are the same")
             .hint("set `memory.budget`"));
     }
@@ -284,7 +285,7 @@ impl PlanContext<'_> {
         };
         if let (None, Some(goal)) = (recipe.memory.budget, limits.goal) {
             say(
-                "memory.budget",
+                Memory::budget,
                 bytes(goal),
                 format!("{} % of the free memory", 10 * OF_FREE),
             );
@@ -299,7 +300,7 @@ impl PlanContext<'_> {
         if recipe.memory.frozen_weights == FrozenWeights::Auto {
             match chosen.lossy {
                 Some(lossy) if recipe.memory.frozen_products != Products::Dequantized => say(
-                    "memory.frozen_weights",
+                    Memory::frozen_weights,
                     lossy.name().into(),
                     "`memory.frozen_products` needs it".into(),
                 ),
@@ -307,13 +308,13 @@ impl PlanContext<'_> {
                     let exact: PlanBase = self.base(recipe, None)?;
                     let least = self.least(recipe, &exact, |_| true)?;
                     say(
-                        "memory.frozen_weights",
+                        Memory::frozen_weights,
                         lossy.name().into(),
                         needs("unquantized weights", least),
                     )
                 }
                 None => say(
-                    "memory.frozen_weights",
+                    Memory::frozen_weights,
                     recipe.model.dtype.name().into(),
                     "no quantization error".into(),
                 ),
@@ -322,19 +323,17 @@ impl PlanContext<'_> {
         let on_device = |w: &StepStrategy| w.placement == Placement::Device;
         if recipe.memory.tier == Tier::Auto {
             match strategy.placement {
-                Placement::Device | Placement::Sharded | Placement::ExpertParallel => say(
-                    "memory.tier",
-                    "device".into(),
-                    "the weights are loaded only once".into(),
-                ),
+                Placement::Device | Placement::Sharded | Placement::ExpertParallel => {
+                    say(Memory::tier, "device".into(), "the weights are loaded only once".into())
+                }
                 Placement::ShardedHost => say(
-                    "memory.tier",
+                    Memory::tier,
                     "host".into(),
                     "each rank has a part of every layer in host memory".into(),
                 ),
                 Placement::Host => {
                     let least = least(&on_device)?;
-                    say("memory.tier", "host".into(), needs("all weights on the GPU", least));
+                    say(Memory::tier, "host".into(), needs("all weights on the GPU", least));
                 }
                 Placement::Disk { .. } => {
                     let on_host = |w: &StepStrategy| w.placement == Placement::Host;
@@ -343,7 +342,7 @@ impl PlanContext<'_> {
                     } else {
                         ("all weights in memory", least(&on_device)?)
                     };
-                    say("memory.tier", "disk".into(), needs(what, least));
+                    say(Memory::tier, "disk".into(), needs(what, least));
                 }
             }
         }
@@ -355,14 +354,14 @@ impl PlanContext<'_> {
                 _ if self.on_gpu => ("replicated", "ranks with GPUs have all weights".into()),
                 _ => ("replicated", "no weights travel before they are used".into()),
             };
-            say("distributed.weights", value.into(), why);
+            say(Distributed::weights, value.into(), why);
         }
         if let (Chunk::Auto, Placement::Disk { head_rows }) = (recipe.memory.head_chunk, strategy.placement) {
             let whole = |w: &StepStrategy| w.placement == Placement::Disk { head_rows: None };
             match head_rows {
-                None => say("memory.head_chunk", "0".into(), "the full output head fits".into()),
+                None => say(Memory::head_chunk, "0".into(), "the full output head fits".into()),
                 Some(rows) => say(
-                    "memory.head_chunk",
+                    Memory::head_chunk,
                     rows.to_string(),
                     needs("the full output head", least(&whole)?),
                 ),
@@ -372,7 +371,7 @@ impl PlanContext<'_> {
             let layers = self.spec.layers.len();
             let value = format!("keep {} of {layers}", strategy.saved_layers);
             if strategy.saved_layers == layers {
-                say("memory.activations", value, "no layer is recomputed".into());
+                say(Memory::activations, value, "no layer is recomputed".into());
             } else {
                 let more = StepStrategy {
                     saved_layers: strategy.saved_layers + 1,
@@ -384,15 +383,15 @@ impl PlanContext<'_> {
                 } else {
                     needs("saved activations of one more layer", Some(more))
                 };
-                say("memory.activations", value, why);
+                say(Memory::activations, value, why);
             }
         }
         if recipe.memory.mlp_chunk == Chunk::Auto {
             let whole = |w: &StepStrategy| w.mlp_tokens.is_none() && w.placement == strategy.placement;
             match strategy.mlp_tokens {
-                None => say("memory.mlp_chunk", "0".into(), "all tokens fit at once".into()),
+                None => say(Memory::mlp_chunk, "0".into(), "all tokens fit at once".into()),
                 Some(tokens) => say(
-                    "memory.mlp_chunk",
+                    Memory::mlp_chunk,
                     tokens.to_string(),
                     needs("all tokens at once", least(&whole)?),
                 ),
@@ -417,13 +416,13 @@ impl PlanContext<'_> {
                     },
                 };
                 say(
-                    "memory.packed_weights",
+                    Memory::packed_weights,
                     packed(strategy.packed_orders()).name().into(),
                     why,
                 );
             }
             PackedWeights::Forward | PackedWeights::Both if !can_pack => say(
-                "memory.packed_weights",
+                Memory::packed_weights,
                 PackedWeights::None.name().into(),
                 "needs a CPU with AMX or fast bf16 dot products, and frozen bf16 weights in memory".into(),
             ),
@@ -432,7 +431,8 @@ impl PlanContext<'_> {
         if strategy.gradients == Gradients::NormFirst {
             let kept = |w: &StepStrategy| w.gradients == Gradients::Keep && w.placement == strategy.placement;
             say(
-                "gradients",
+                // No key: it cannot be set.
+                KeyPath("gradients"),
                 "two passes".into(),
                 needs("gradients kept for clipping", least(&kept)?),
             );
@@ -455,14 +455,14 @@ pub fn pin_resumed_choices(recipe: &Recipe, resume: &Option<Option<PathBuf>>) ->
     let text = files::read_text(&file)?;
     let plan: serde_json::Value = serde_json::from_str(&text)
         .map_err(|e| Error::new("the plan of the run cannot be read").at_path(&file).cause(e))?;
-    let value = |key: &str| plan["chosen"][key]["value"].as_str();
+    let value = |key: KeyPath| plan["chosen"][key.0]["value"].as_str();
     if recipe.memory.frozen_weights == FrozenWeights::Auto
-        && let Some(before) = value("memory.frozen_weights").and_then(FrozenWeights::parse)
+        && let Some(before) = value(Memory::frozen_weights).and_then(FrozenWeights::parse)
     {
         recipe.memory.frozen_weights = before;
     }
     if recipe.memory.mlp_chunk == Chunk::Auto {
-        recipe.memory.mlp_chunk = value("memory.mlp_chunk")
+        recipe.memory.mlp_chunk = value(Memory::mlp_chunk)
             .and_then(|n| n.parse().ok())
             .map_or(Chunk::Auto, Chunk::of);
     }
@@ -470,7 +470,7 @@ pub fn pin_resumed_choices(recipe: &Recipe, resume: &Option<Option<PathBuf>>) ->
 }
 
 /// The values that `pin_resumed_choices` kept, for the plan of the resumed run: the next resume reads them there.
-pub fn settled(open: &Recipe, recipe: &Recipe) -> Vec<Choice> {
+pub fn pinned_choices(open: &Recipe, recipe: &Recipe) -> Vec<Choice> {
     let kept = |key, value| Choice {
         key,
         value,
@@ -479,10 +479,10 @@ pub fn settled(open: &Recipe, recipe: &Recipe) -> Vec<Choice> {
     let (was, memory) = (&open.memory, &recipe.memory);
     let mut all = Vec::new();
     if was.frozen_weights != memory.frozen_weights {
-        all.push(kept("memory.frozen_weights", memory.frozen_weights.name().into()));
+        all.push(kept(Memory::frozen_weights, memory.frozen_weights.name().into()));
     }
     if let (Chunk::Auto, Some(tokens)) = (was.mlp_chunk, memory.mlp_chunk.written()) {
-        all.push(kept("memory.mlp_chunk", tokens.to_string()));
+        all.push(kept(Memory::mlp_chunk, tokens.to_string()));
     }
     all
 }
@@ -520,10 +520,10 @@ mod tests {
         }
         // A second resume too, although the setting is not open any more in the new plan.
         let again = pin_resumed_choices(&open, &Some(Some(dir.path().to_path_buf()))).unwrap();
-        let choices = settled(&open, &again).into_iter().map(|c| (c.key, c.value));
+        let choices = pinned_choices(&open, &again).into_iter().map(|c| (c.key.0, c.value));
         let want = [("memory.frozen_weights", "nf4"), ("memory.mlp_chunk", "512")];
         assert!(choices.eq(want.map(|(key, value)| (key, value.to_string()))));
-        assert!(settled(&open, &open).is_empty());
+        assert!(pinned_choices(&open, &open).is_empty());
         let written = recipe("frozen_weights = \"int8\"\nmlp_chunk = 0\n");
         assert_eq!(
             memory(&written, Some(dir.path())),

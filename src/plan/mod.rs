@@ -50,7 +50,7 @@ use crate::optim::Optimizer;
 use crate::optim::config::{Master, OptimizerName};
 use crate::peft::start::cost;
 use crate::recipe::{Dtype, LoraInit, Method, PeftType, Recipe, RolloutWeights};
-use crate::setup::Turn;
+use crate::setup::ActivePeriod;
 use crate::setup::rewards::RewardModelSpec;
 use crate::setup::row_sizes::Evaluation;
 use crate::setup::teacher::TeacherSpec;
@@ -84,7 +84,7 @@ pub struct Inputs {
     /// The speed of this GPU.
     pub gpu_rates: &'static GpuRates,
     /// Every set of parameters that is active at one time, with the elements trained before it.
-    pub turns: Arc<[Turn]>,
+    pub turns: Arc<[ActivePeriod]>,
     /// Bytes per value when a weight is read for quantization; 0 if the files are quantized already.
     pub file_bytes: u64,
     /// Memory of the adapter on each linear, by module.
@@ -111,7 +111,7 @@ impl Inputs {
     /// The largest that the recipe allows: every row as long as `max_length`.
     pub fn of_recipe(
         recipe: &Recipe,
-        turns: Arc<[Turn]>,
+        turns: Arc<[ActivePeriod]>,
         adapters: Costs,
         strategy: StepStrategy,
         process: ProcessState,
@@ -193,7 +193,7 @@ impl Inputs {
     }
 
     /// `InactiveElements::bytes` of this rank.
-    fn inactive_bytes(&self, turn: &Turn, bytes: (u64, u64)) -> u64 {
+    fn inactive_bytes(&self, turn: &ActivePeriod, bytes: (u64, u64)) -> u64 {
         let placement = self.strategy.placement;
         let all = turn.inactive.bytes(placement, bytes);
         match placement {
@@ -367,7 +367,7 @@ fn of_turn(
     model: &Model,
     recipe: &Recipe,
     inputs: &Inputs,
-    turn: &Turn,
+    turn: &ActivePeriod,
     (stored, master): (u64, u64),
 ) -> (Ledger, u64) {
     let (spec, active) = (model.spec, &turn.active);

@@ -43,20 +43,20 @@ impl<'a> RunPlan<'a> {
         // Of rows that are read during the run only the first ones are known.
         let known = rows.filter(|_| !recipe.data.streaming);
         let lengths = known.map(|rows| rows.train.lengths());
-        let (mut recipe, mut choices) = defaults::settle(recipe, spec, lengths.as_deref(), before);
+        let (mut recipe, mut choices) = defaults::resolve(recipe, spec, lengths.as_deref(), before);
         let stream = match rows {
             Some(rows) => {
                 let count = rows.train.examples.len();
                 let stream = BatchStream::new(&rows.train, rows::stream(&recipe, count))?;
                 let steps = stream.steps();
-                choices.extend(defaults::settle_blocks(&mut recipe, spec, count, steps, before));
+                choices.extend(defaults::resolve_blocks(&mut recipe, spec, count, steps, before));
                 Some(stream)
             }
             None => None,
         };
         let mut adapters = adapters::with(&recipe, spec, adapters::Values::Shapes)?;
         if let Some(stream) = &stream {
-            allocation::settle(&recipe, &mut adapters, stream.steps())?;
+            allocation::resolve(&recipe, &mut adapters, stream.steps())?;
         }
         let active_schedule = ActiveSchedule::new(&recipe, spec, &spec.params(), &adapters)?;
         let eval = rows.and_then(|rows| rows.eval.as_ref());
@@ -69,10 +69,10 @@ impl<'a> RunPlan<'a> {
         memory.plan.choices.splice(0..0, choices.iter().cloned());
         // The forecast counts them: they must not be in the memory that the process has before.
         if values == adapters::Values::Drawn && recipe.tune.lora.adapter.is_none() {
-            adapters = adapters::with(&recipe, spec, values)?;
-            if let Some(stream) = &stream {
-                allocation::settle(&recipe, &mut adapters, stream.steps())?;
-            }
+            adapters = AdapterSet {
+                config: adapters.config,
+                ..adapters::with(&recipe, spec, values)?
+            };
         }
         Ok(Self {
             recipe,

@@ -14,8 +14,8 @@ use crate::plan::knee::FastStep;
 use crate::plan::memory_plan::{MemoryLimits, ProcessState};
 use crate::quant::Format;
 use crate::recipe::{
-    Activations, Chunk, Correction, Dtype, FrozenWeights, LoraInit, Method, PackedWeights, PeftType, RankWeights,
-    Recipe, Tier,
+    Activations, Chunk, Correction, Dtype, FrozenWeights, LoraInit, Memory, Method, PackedWeights, PeftType,
+    RankWeights, Recipe, Tier,
 };
 use crate::setup::active_schedule::ActiveSchedule;
 use crate::setup::prompts;
@@ -196,7 +196,7 @@ impl PlanContext<'_> {
         let layers = self.spec.layers.len();
         if recipe.memory.activations == Activations::Host && !self.on_gpu {
             return Err(Error::usage("`memory.activations = \"host\"` has no effect on a CPU")
-                .at("memory.activations")
+                .at(Memory::activations)
                 .found("a CPU run: host memory and device memory are the same")
                 .hint("use `recompute`: it needs the least memory"));
         }
@@ -299,7 +299,7 @@ impl PlanContext<'_> {
         }
         if !storage.products_apply() {
             return Err(Error::unsupported("no projection has products of 8-bit operands")
-                .at("memory.frozen_products")
+                .at(Memory::frozen_products)
                 .expected("frozen projections that are stored as int8 with one scale per row")
                 .hint("set `memory.frozen_weights = \"int8\"`, or remove `memory.frozen_products`"));
         }

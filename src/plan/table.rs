@@ -88,7 +88,7 @@ impl Plan {
         if !self.choices.is_empty() {
             out.push_str("chosen\n");
         }
-        let key = self.choices.iter().map(|c| c.key.len()).max().unwrap_or(0);
+        let key = self.choices.iter().map(|c| c.key.0.len()).max().unwrap_or(0);
         let value = self.choices.iter().map(|c| c.value.len()).max().unwrap_or(0);
         for c in &self.choices {
             let row = format!("  {:key$}  {:value$}  ", c.key, c.value);

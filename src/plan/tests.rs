@@ -86,7 +86,7 @@ pub(super) fn inputs(active: Active, gradients: Gradients) -> Inputs {
         element: 4,
         on_gpu: false,
         gpu_rates: &gpu_time::GPUS[0],
-        turns: [Turn::alone(active)].into(),
+        turns: [ActivePeriod::alone(active)].into(),
         evaluation: Evaluation::default(),
         teacher: None,
         judges: Arc::default(),

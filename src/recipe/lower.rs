@@ -29,7 +29,7 @@ fn is_set(values: &Values, key: KeyPath) -> bool {
 }
 
 /// For such a pair, an argument overrides the other key in the recipe.
-pub fn settle(values: &mut Values, warnings: &mut Vec<String>) {
+pub fn resolve_rivals(values: &mut Values, warnings: &mut Vec<String>) {
     for (a, b) in RIVALS {
         let origin = |key: KeyPath| values.entry(key).map(|e| e.origin);
         let (loser, winner) = match (origin(a), origin(b)) {
@@ -171,7 +171,7 @@ pub fn lower(mut s: Settings, values: &Values) -> Recipe {
     s.data.packing &= !stage.is_preference() && !stage.is_rl();
     s.data.chat_template = s.data.chat_template.filter(|template| template != "auto");
     s.train.predict_with_generate &= !stage.is_preference();
-    s.preference.loss_type = s.preference_loss().to_string();
+    s.preference.loss_type = s.preference_loss();
     Recipe {
         model: s.model,
         memory: s.memory,

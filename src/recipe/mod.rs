@@ -39,7 +39,7 @@ use check::Values;
 use draft::{Draft, Problem};
 use std::collections::BTreeMap;
 use std::path::Path;
-use table::{Section, Settings};
+use table::{KeyPath, Section, Settings};
 
 /// A recipe that passed every check.
 #[derive(Debug, Clone)]
@@ -57,11 +57,11 @@ pub struct LoadedRecipe {
 
 impl LoadedRecipe {
     /// Writes the resolved value of an `auto` key into `values` and `resolved`. `value` is TOML.
-    pub fn settle(&mut self, key: &str, value: &str, why: &str) {
+    pub fn resolve(&mut self, KeyPath(key): KeyPath, value: &str, why: &str) {
         if let Some((_, old)) = self.values.iter_mut().find(|(path, _)| path == key) {
             *old = value.to_string();
         }
-        self.resolved = resolved::settle(&self.resolved, key, value, why);
+        self.resolved = resolved::with_value(&self.resolved, key, value, why);
     }
 
     /// Writes remarks into `resolved`, as comments below the header of a table.
@@ -91,8 +91,8 @@ pub fn written(text: &str) -> BTreeMap<String, String> {
 }
 
 /// Formats a number as TOML for this key.
-pub fn number(key: &str, value: f64) -> String {
-    let whole = table::find(key).is_some_and(|k| matches!(k.kind, ValueKind::Integer));
+pub fn number(key: KeyPath, value: f64) -> String {
+    let whole = table::find(key.0).is_some_and(|k| matches!(k.kind, ValueKind::Integer));
     if whole {
         format!("{value:.0}")
     } else {
@@ -130,7 +130,7 @@ pub fn parse(text: &str, name: &str, overrides: &[String]) -> Result<LoadedRecip
     // If the text is not valid TOML, every key in it would be reported as missing too.
     let readable = !draft.problems.iter().any(|p| p.error.what().contains("not valid TOML"));
     if readable {
-        lower::settle(&mut values, &mut warnings);
+        lower::resolve_rivals(&mut values, &mut warnings);
     }
     let settings = Settings::read(&values);
     if readable {

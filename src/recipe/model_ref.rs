@@ -12,17 +12,17 @@ use std::path::{Path, PathBuf};
 pub enum ModelRef {
     /// `shape:NAME`: random weights of a built-in shape. Holds the whole text.
     Shape(String),
-    /// A local directory, which may not exist.
+    /// A path on this machine, which may not exist.
     Dir(PathBuf),
     /// A hub id: `owner/name`, or `owner/name@revision`.
     Hub(String),
 }
 
 impl ModelRef {
-    /// An existing directory wins over a hub id with the same name.
+    /// An existing path wins over a hub id with the same name.
     pub fn new(text: &str) -> Self {
         let id = hub::split_revision(text).map_or(text, |(id, _)| id);
-        let local = Path::new(text).is_dir() || paths::is_meant(id) || !hub::is_id(id);
+        let local = Path::new(text).exists() || paths::is_meant(id) || !hub::is_id(id);
         if text.starts_with(shapes::PREFIX) {
             Self::Shape(text.into())
         } else if local {

@@ -115,7 +115,7 @@ pub fn resolved(values: &Values, settings: &Settings) -> String {
 }
 
 /// Replaces the value of an `auto` key in the text of `resolved` by the chosen number.
-pub fn settle(text: &str, key: &str, value: &str, why: &str) -> String {
+pub fn with_value(text: &str, key: &str, value: &str, why: &str) -> String {
     let (table, name) = key.rsplit_once('.').unwrap_or(("", key));
     let (header, begin) = (format!("[{table}]"), format!("{name} = "));
     let mut inside = false;

@@ -32,12 +32,35 @@ impl KeyPath {
 
 impl fmt::Display for KeyPath {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.0)
+        f.pad(self.0)
     }
 }
 
 /// The key has an effect only if the key `.0` has one of the values `.1`.
 pub type When = Option<(KeyPath, &'static [&'static str])>;
+
+/// What may change in a key when a run is resumed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum OnResume {
+    /// Nothing: it would be another run.
+    Nothing,
+    /// The value: what the run computes does not depend on it.
+    Value,
+    /// The path that it holds, if a hash proves that the content is the same.
+    Path(Content),
+}
+
+/// The content of a path.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Content {
+    BaseModel,
+    TrainingRows,
+    /// As `TrainingRows`, of a list of tables in which only the paths may change.
+    Sources,
+    EvaluationRows,
+    /// The stage compares it: it saves the fingerprint of the teacher in its state.
+    Teacher,
+}
 
 /// One row of the table.
 #[derive(Debug)]
@@ -53,6 +76,7 @@ pub struct Key {
     pub reason: &'static str,
     pub doc: &'static str,
     pub when: When,
+    pub on_resume: OnResume,
 }
 
 impl Key {
@@ -121,6 +145,13 @@ const INSIDE_ONE: Range = Range {
     ..BELOW_ONE
 };
 
+/// What a run computes does not depend on the key: rows are the same from a cache, bits on any number of ranks.
+const FREE: OnResume = OnResume::Value;
+const BASE_MODEL: OnResume = OnResume::Path(Content::BaseModel);
+const TRAINING_ROWS: OnResume = OnResume::Path(Content::TrainingRows);
+const EVALUATION_ROWS: OnResume = OnResume::Path(Content::EvaluationRows);
+const TEACHER: OnResume = OnResume::Path(Content::Teacher);
+
 /// A part of the recipe; `section!` declares it.
 pub trait Section: Sized {
     /// The name of the table, and its subject.
@@ -137,12 +168,12 @@ pub trait Section: Sized {
 
 /// Declares a section. A row is
 ///
-/// `key: type = default, "reason for the default", in RANGE, when Section::key = ["value"];`
+/// `key: type = default, "reason for the default", in RANGE, when Section::key = ["value"], resume MARK;`
 ///
 /// under the doc comment that describes the key to users. `default` is a TOML value; a key without it is required. `in`
 /// is the range of a number. `when`: the key has an effect only with these values of another key; a row without it has
-/// that of the section. `type as KIND` sets the accepted values if the type does not (`value::Setting`). `with` adds a
-/// section inside this one.
+/// that of the section. `resume`: what may change when a run is resumed; nothing without it. `type as KIND` sets the
+/// accepted values if the type does not (`value::Setting`). `with` adds a section inside this one.
 ///
 /// The result is the struct, a constant for each key (its `KeyPath`, `Self::key` inside the section), and `impl Section`.
 macro_rules! section {
@@ -152,7 +183,7 @@ macro_rules! section {
             $(
                 $(#[doc = $doc:literal])+
                 $key:ident: $type:ty $(as $kind:ident)? $(= $default:expr, $reason:literal)? $(, in $range:expr)?
-                $(, when $other:path = [$($others:literal),+])?;
+                $(, when $other:path = [$($others:literal),+])? $(, resume $resume:expr)?;
             )*
             $(with $inner:ident: $inner_type:ty;)*
         }
@@ -187,6 +218,7 @@ macro_rules! section {
                 reason: concat!($($reason)?),
                 doc: concat!($($doc),+).trim_ascii_start(),
                 when: [$(Some(($other, &[$($others),+] as &[&str])),)? Self::WHEN][0],
+                on_resume: [$($resume,)? OnResume::Nothing][0],
             }),*];
 
             fn collect(out: &mut Vec<&'static Key>) {

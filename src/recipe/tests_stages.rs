@@ -1,6 +1,7 @@
 //! Tests of the keys for stages beyond supervised fine-tuning, and of contradictions.
 
 use super::tests::{LEAST, bad, good};
+use super::{JudgedLoss, PairLoss, PreferenceLoss};
 
 #[test]
 fn training_by_reward_needs_rewards_and_whole_groups() {
@@ -54,7 +55,7 @@ fn preference_keys_belong_to_their_stages() {
         (good(LEAST, &all).recipe, good(LEAST, &all).warnings)
     };
     let (recipe, warnings) = dpo(&[]);
-    assert_eq!(recipe.preference.loss_type, "sigmoid");
+    assert_eq!(recipe.preference.loss_type, PreferenceLoss::Pair(PairLoss::Sigmoid));
     assert!(!recipe.data.packing && warnings.is_empty());
     let (_, warnings) = dpo(&["rlhf.label_smoothing=0.1"]);
     assert!(
@@ -87,7 +88,7 @@ fn preference_keys_belong_to_their_stages() {
         assert!(e.contains(want) && !e.contains("faults"), "{e}");
     }
     let kto = good(LEAST, &["train.stage=kto", "rlhf.loss_type=apo_zero_unpaired"]);
-    assert_eq!(kto.recipe.preference.loss_type, "apo_zero_unpaired");
+    assert_eq!(kto.recipe.preference.loss_type.judged(), JudgedLoss::ApoZeroUnpaired);
     let sft = good(LEAST, &["rlhf.beta=0.3"]);
     assert!(
         sft.warnings[0].contains("no effect with `train.stage = \"sft\"`"),

@@ -7,8 +7,8 @@ use crate::hf::AdapterSet;
 use crate::model::Spec;
 use crate::model::spec::is_constant;
 use crate::optim::{BlockSchedule, Masks, Optimizer};
-use crate::recipe::{self, Correction, CorrectionScope, Method, Recipe};
-use crate::setup::{InactiveElements, Turn};
+use crate::recipe::{self, Correction, CorrectionScope, Method, Recipe, TuneKeys};
+use crate::setup::{ActivePeriod, InactiveElements};
 use crate::source::{Group, ParamInfo, StoragePolicy};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
@@ -34,6 +34,12 @@ pub struct Blocks {
     sizes: Vec<Vec<(Arc<str>, u64)>>,
 }
 
+/// Names of the matrices of adapters, without rows that train beside them.
+fn matrices(adapter_set: &AdapterSet) -> Vec<String> {
+    let rows: BTreeSet<String> = adapter_set.trained_rows().collect();
+    adapter_set.trained().filter(|name| !rows.contains(name)).collect()
+}
+
 /// Turns per block that the planner examines one by one. After that many turns each block, if it becomes active again,
 /// finds that all others were trained before.
 const ROUNDS: u64 = 4;
@@ -41,14 +47,14 @@ const ROUNDS: u64 = 4;
 const LARGE_SETS: usize = 8;
 
 impl ActiveSchedule {
-    pub fn new(recipe: &Recipe, spec: &Spec, params: &[ParamInfo], prepared: &AdapterSet) -> Result<Self> {
+    pub fn new(recipe: &Recipe, spec: &Spec, params: &[ParamInfo], adapter_set: &AdapterSet) -> Result<Self> {
         let tune = &recipe.tune;
         recipe.train.router_losses().check(spec)?;
         let routers: BTreeSet<String> = spec.router_names().collect();
         let freezes_routers = !tune.train_router && tune.method != Method::Lora;
         if freezes_routers && routers.is_empty() {
             return Err(Error::usage("the model has no routers to freeze")
-                .at("tune.train_router")
+                .at(TuneKeys::train_router)
                 .found("`false`, and a model without experts")
                 .hint("remove `tune.train_router`"));
         }
@@ -61,14 +67,13 @@ impl ActiveSchedule {
             Method::Full => Self::Static(Active::new(params.iter().map(|p| p.name.to_string()))),
             Method::Freeze => {
                 let layers = frozen(recipe, spec, params)?;
-                let rows = prepared.trained_rows();
+                let rows = adapter_set.trained_rows();
                 Self::Static(Active::new(layers.names().map(str::to_string).chain(rows)))
             }
-            Method::Lora => Self::Static(Active::new(prepared.trained())),
+            Method::Lora => Self::Static(Active::new(adapter_set.trained())),
             Method::Block => {
                 let mut schedule = BlockSchedule::new(&tune.block, params, spec.tied, recipe.train.seed)?;
-                let rows: BTreeSet<String> = prepared.trained_rows().collect();
-                schedule.always.extend(rows.iter().cloned());
+                schedule.always.extend(adapter_set.trained_rows());
                 let recipe::BlockConfig {
                     correction,
                     correction_scope: scope,
@@ -91,10 +96,21 @@ impl ActiveSchedule {
                     correction,
                     scope,
                     scale,
-                    adapters: prepared.trained().filter(|name| !rows.contains(name)).collect(),
+                    adapters: matrices(adapter_set),
                 }))
             }
         })
+    }
+
+    /// The schedule of the same run with these adapters: their start values decide which modules have one. `method`: that
+    /// of the run.
+    pub fn with_adapters(mut self, method: Method, adapter_set: &AdapterSet) -> Self {
+        match &mut self {
+            Self::Static(active) if method == Method::Lora => *active = Active::new(adapter_set.trained()),
+            Self::Static(_) => {}
+            Self::Blocks(b) => b.adapters = matrices(adapter_set),
+        }
+        self
     }
 
     /// Adds these parameters of the objective, which train in every step.
@@ -131,9 +147,9 @@ impl ActiveSchedule {
     }
 
     /// Every set that is active within `steps` steps, with the elements trained before it, for the planner.
-    pub fn turns(&self, steps: u64, storage: &StoragePolicy) -> Arc<[Turn]> {
+    pub fn turns(&self, steps: u64, storage: &StoragePolicy) -> Arc<[ActivePeriod]> {
         match self {
-            Self::Static(active) => [Turn::alone(active.clone())].into(),
+            Self::Static(active) => [ActivePeriod::alone(active.clone())].into(),
             Self::Blocks(b) => b.turns(steps, storage),
         }
     }
@@ -254,11 +270,11 @@ pub fn optimizer(recipe: &Recipe) -> Optimizer {
 }
 
 impl Blocks {
-    fn turns(&self, steps: u64, storage: &StoragePolicy) -> Arc<[Turn]> {
+    fn turns(&self, steps: u64, storage: &StoragePolicy) -> Arc<[ActivePeriod]> {
         let s = &self.schedule;
         // All turns are alike.
         if let Some(masks) = s.masks(1) {
-            return [Turn::alone(self.set(&[0], Some(masks)))].into();
+            return [ActivePeriod::alone(self.set(&[0], Some(masks)))].into();
         }
         let count = steps.div_ceil(s.switch_every.max(1)).max(1);
         let long = count > ROUNDS * s.blocks.len() as u64;
@@ -298,7 +314,7 @@ impl Blocks {
             .collect();
         let turns = self.fewer(turns, storage).into_iter();
         turns
-            .map(|(set, inactive, deactivates)| Turn {
+            .map(|(set, inactive, deactivates)| ActivePeriod {
                 active: self.set(&set, None),
                 inactive,
                 deactivates,
@@ -443,8 +459,8 @@ mod tests {
         let text = format!("[model]\npath = \"shape:small\"\n[tune]\nmethod = \"block\"\n[tune.block]\n{more}");
         let recipe = recipe::parse(&text, "r.toml", &[]).unwrap().recipe;
         let spec = families::read(&shapes::config("shape:small").unwrap().unwrap()).unwrap();
-        let prepared = adapters::of(&recipe, &spec).unwrap();
-        let schedule = ActiveSchedule::new(&recipe, &spec, &spec.params(), &prepared).unwrap();
+        let adapter_set = adapters::of(&recipe, &spec).unwrap();
+        let schedule = ActiveSchedule::new(&recipe, &spec, &spec.params(), &adapter_set).unwrap();
         let turns = schedule.turns(steps, &StoragePolicy::dense(Dtype::Bf16));
         let found = turns
             .iter()
@@ -495,8 +511,8 @@ mod tests {
         let text = "[model]\npath = \"shape:small\"\n[tune]\nmethod = \"block\"\nblock.switch_every = 3\n";
         let recipe = recipe::parse(text, "r.toml", &[]).unwrap().recipe;
         let spec = families::read(&shapes::config("shape:small").unwrap().unwrap()).unwrap();
-        let prepared = adapters::of(&recipe, &spec).unwrap();
-        let schedule = ActiveSchedule::new(&recipe, &spec, &spec.params(), &prepared).unwrap();
+        let adapter_set = adapters::of(&recipe, &spec).unwrap();
+        let schedule = ActiveSchedule::new(&recipe, &spec, &spec.params(), &adapter_set).unwrap();
         let ActiveSchedule::Blocks(b) = &schedule else {
             panic!("blocks")
         };

@@ -6,7 +6,7 @@ use crate::hf::{self, LoadedAdapter};
 use crate::model::Spec;
 use crate::model::spec::{EMBEDDING, LM_HEAD};
 use crate::peft::Adapter;
-use crate::recipe::{Correction, Method, Recipe};
+use crate::recipe::{Correction, LoraKeys, Method, Recipe};
 use crate::setup::locate;
 use std::sync::Arc;
 
@@ -68,7 +68,7 @@ fn check_new_tokens(recipe: &Recipe, loaded: &LoadedAdapter) -> Result<()> {
         None => Ok(()),
         Some(id) => Err(
             Error::new("the adapter has no row for a new token, and a given adapter gets none")
-                .at("tune.lora.adapter")
+                .at(LoraKeys::adapter)
                 .found(format!("token {id}"))
                 .hint("merge the adapter first (`ft merge`), and add the tokens to the merged model"),
         ),
@@ -90,7 +90,7 @@ fn fresh_or_given(recipe: &Recipe, spec: &Spec, values: Values) -> Result<hf::Ad
         if score.is_some() {
             return Err(
                 Error::new("the adapter belongs to a reward model and cannot be trained further")
-                    .at("tune.lora.adapter")
+                    .at(LoraKeys::adapter)
                     .found(dir)
                     .hint("start from a new adapter, or from the adapter of a language model"),
             );
@@ -102,7 +102,7 @@ fn fresh_or_given(recipe: &Recipe, spec: &Spec, values: Values) -> Result<hf::Ad
         if !config.target_parameters.is_empty() && config.lora_dropout > 0.0 {
             return Err(
                 Error::usage("the adapter is on parameters of experts: PEFT has no dropout for those")
-                    .at("tune.lora.lora_dropout")
+                    .at(LoraKeys::lora_dropout)
                     .found(config.lora_dropout)
                     .hint("set `tune.lora.lora_dropout = 0.0`"),
             );

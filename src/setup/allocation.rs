@@ -6,17 +6,21 @@ use crate::formats::adapter::{AdapterKind, Allocation};
 use crate::hf::AdapterSet;
 use crate::peft::Adapter;
 use crate::peft::ranks::{RankAllocator, RankSchedule};
-use crate::recipe::{Method, Recipe};
+use crate::recipe::{AdaloraKeys, Method, Recipe};
 
-/// Writes the rank schedule into the config of `prepared`, in the form that PEFT reads.
+/// Writes the rank schedule into the config of `adapter_set`, in the form that PEFT reads.
 ///
 /// Errors: settings that leave no step to reduce ranks; a given adapter that is not AdaLoRA, or whose ranks are already
 /// reduced.
-pub fn settle(recipe: &Recipe, prepared: &mut AdapterSet, steps: u64) -> Result<()> {
+pub fn resolve(recipe: &Recipe, adapter_set: &mut AdapterSet, steps: u64) -> Result<()> {
     let lora = &recipe.tune.lora;
     let given = lora.adapter.is_some();
     let ranks = &lora.adalora;
-    let Some(config) = prepared.config.as_mut().filter(|_| recipe.tune.method == Method::Lora) else {
+    let Some(config) = adapter_set
+        .config
+        .as_mut()
+        .filter(|_| recipe.tune.method == Method::Lora)
+    else {
         return Ok(());
     };
     let r = config.r;
@@ -24,7 +28,7 @@ pub fn settle(recipe: &Recipe, prepared: &mut AdapterSet, steps: u64) -> Result<
         return if given && ranks.target_r > 0 {
             Err(
                 Error::usage("the given adapter is not an AdaLoRA adapter: it has no ranks to allocate")
-                    .at("tune.lora.adalora.target_r")
+                    .at(AdaloraKeys::target_r)
                     .hint("remove the key, or start a new adapter with `tune.lora.peft_type = \"adalora\"`"),
             )
         } else {
@@ -57,7 +61,7 @@ pub fn settle(recipe: &Recipe, prepared: &mut AdapterSet, steps: u64) -> Result<
     if !own.kept.is_empty() {
         return Err(
             Error::usage("the ranks of the given adapter are already reduced: they are not allocated again")
-                .at("tune.lora.adalora.target_r")
+                .at(AdaloraKeys::target_r)
                 .hint("remove the key: training continues with the current ranks of the adapter"),
         );
     }
@@ -85,12 +89,12 @@ pub fn settle(recipe: &Recipe, prepared: &mut AdapterSet, steps: u64) -> Result<
 }
 
 /// Returns the allocator that changes the ranks of these adapters during training; `None` if they are not AdaLoRA.
-pub fn of(recipe: &Recipe, prepared: &AdapterSet) -> Option<Box<dyn StepHook>> {
-    let config = prepared.config.as_ref()?;
+pub fn of(recipe: &Recipe, adapter_set: &AdapterSet) -> Option<Box<dyn StepHook>> {
+    let config = adapter_set.config.as_ref()?;
     let AdapterKind::Adalora(own) = &config.kind else {
         return None;
     };
-    let adapters = prepared
+    let adapters = adapter_set
         .adapters
         .iter()
         .filter_map(|(module, adapter)| match &**adapter {

@@ -5,8 +5,10 @@
 use crate::base::{Result, files};
 use crate::model::Spec;
 use crate::optim;
+use crate::recipe::table::KeyPath;
 use crate::recipe::{
-    self, ACCUMULATION, BlockOrder, LoadedRecipe, Method, ModelInit, OptimizerName, PeftType, Recipe, Stage,
+    self, ACCUMULATION, BlockKeys, BlockOrder, Data, LoadedRecipe, Method, ModelInit, OptimizerKeys, OptimizerName,
+    PeftType, Recipe, Stage, Train,
 };
 use crate::setup::prompts;
 use std::collections::BTreeMap;
@@ -16,7 +18,7 @@ use std::path::{Path, PathBuf};
 #[derive(Debug, Clone, PartialEq)]
 pub struct Choice {
     /// `memory.tier`
-    pub key: &'static str,
+    pub key: KeyPath,
     pub value: String,
     pub why: String,
 }
@@ -53,8 +55,8 @@ impl ResumedValues {
         })
     }
 
-    fn number(&self, key: &str) -> Option<f64> {
-        self.values.get(key)?.parse().ok()
+    fn number(&self, key: KeyPath) -> Option<f64> {
+        self.values.get(key.0)?.parse().ok()
     }
 }
 
@@ -70,10 +72,10 @@ pub fn run_of<'a>(recipe: &'a Recipe, from: Option<&'a Path>) -> &'a Path {
 
 /// Returns the recipe with all `auto` keys resolved, and the choices. `lengths`: tokens of each row; without them the
 /// values for runs of unknown size stay.
-pub fn settle(recipe: &Recipe, spec: &Spec, lengths: Option<&[u32]>, before: &ResumedValues) -> (Recipe, Vec<Choice>) {
-    let (mut settled, open) = (recipe.clone(), recipe.open);
+pub fn resolve(recipe: &Recipe, spec: &Spec, lengths: Option<&[u32]>, before: &ResumedValues) -> (Recipe, Vec<Choice>) {
+    let (mut resolved, open) = (recipe.clone(), recipe.open);
     let mut choices = Vec::new();
-    let mut choose = |key: &'static str, found: Option<f64>, now: f64, why: String| {
+    let mut choose = |key: KeyPath, found: Option<f64>, now: f64, why: String| {
         let why = match found {
             Some(_) => AS_BEFORE.to_string(),
             None => why,
@@ -88,34 +90,34 @@ pub fn settle(recipe: &Recipe, spec: &Spec, lengths: Option<&[u32]>, before: &Re
     };
     if open.learning_rate {
         let why = format!("{}, hidden size {}", recipe.tune.method.name(), spec.hidden);
-        let key = "optimizer.learning_rate";
-        settled.optimizer.learning_rate = choose(key, before.number(key), learning_rate(recipe, spec.hidden), why);
+        let key = OptimizerKeys::learning_rate;
+        resolved.optimizer.learning_rate = choose(key, before.number(key), learning_rate(recipe, spec.hidden), why);
     }
     if open.num_epochs && recipe.train.max_steps < 0 {
-        let key = "train.num_epochs";
+        let key = Train::num_epochs;
         let why = format!("stage `{}`", recipe.train.stage.name());
-        settled.train.num_epochs = choose(key, before.number(key), recipe.train.num_epochs, why);
+        resolved.train.num_epochs = choose(key, before.number(key), recipe.train.num_epochs, why);
     }
-    let key = "train.gradient_accumulation_steps";
+    let key = Train::gradient_accumulation_steps;
     let Some(lengths) = lengths.filter(|l| !l.is_empty()) else {
-        return (settled, choices);
+        return (resolved, choices);
     };
     if prompts::reinforces(recipe) {
         if open.gradient_accumulation_steps {
             let why = "complete groups of answers".to_string();
             let now = whole_groups(recipe);
-            settled.train.gradient_accumulation_steps = choose(key, before.number(key), now as f64, why) as usize;
+            resolved.train.gradient_accumulation_steps = choose(key, before.number(key), now as f64, why) as usize;
         }
-        settled.open = recipe::Open::default();
-        return (settled, choices);
+        resolved.open = recipe::Open::default();
+        return (resolved, choices);
     }
-    let step = Step::of(&settled, lengths);
+    let step = Step::of(&resolved, lengths);
     if open.gradient_accumulation_steps {
         let found = before.number(key);
-        settled.train.gradient_accumulation_steps = choose(key, found, step.accumulation as f64, step.why()) as usize;
+        resolved.train.gradient_accumulation_steps = choose(key, found, step.accumulation as f64, step.why()) as usize;
     }
     if open.packing_length && recipe.data.packing {
-        let key = "data.packing_length";
+        let key = Data::packing_length;
         let full = before.older.then_some(recipe.data.max_length as f64);
         let found = before.number(key).or(full);
         let why = if step.length == recipe.data.max_length {
@@ -123,14 +125,14 @@ pub fn settle(recipe: &Recipe, spec: &Spec, lengths: Option<&[u32]>, before: &Re
         } else {
             step.why()
         };
-        settled.data.packing_length = choose(key, found, step.length as f64, why) as usize;
+        resolved.data.packing_length = choose(key, found, step.length as f64, why) as usize;
     }
-    settled.open = recipe::Open::default();
-    (settled, choices)
+    resolved.open = recipe::Open::default();
+    (resolved, choices)
 }
 
 /// Chooses the steps per block if `tune.block.switch_every` is `auto`; `rows` is the number of training rows.
-pub fn settle_blocks(
+pub fn resolve_blocks(
     recipe: &mut Recipe,
     spec: &Spec,
     rows: usize,
@@ -152,7 +154,7 @@ pub fn settle_blocks(
         block.switch_every = Some((rows * together / (batch * blocks).max(1)).clamp(50, 100));
         return None;
     }
-    let key = "tune.block.switch_every";
+    let key = BlockKeys::switch_every;
     let found = before.number(key);
     let every = match found {
         Some(every) => every as u64,
@@ -175,7 +177,7 @@ pub fn settle_blocks(
 /// Writes the choices into the recipe and into `resolved.toml`.
 pub fn record(loaded: &LoadedRecipe, choices: &[Choice]) -> LoadedRecipe {
     let mut loaded = loaded.clone();
-    choices.iter().for_each(|c| loaded.settle(c.key, &c.value, &c.why));
+    choices.iter().for_each(|c| loaded.resolve(c.key, &c.value, &c.why));
     loaded
 }
 
@@ -409,29 +411,31 @@ mod tests {
             "[data]\npacking_length = 77\n[tune.block]\nswitch_every = 9\n[optimizer]\nlearning_rate = 3.3e-4\n\
              [train]\nnum_epochs = 2.0\ngradient_accumulation_steps = 5\n",
         );
-        let spec = crate::setup::read_spec(&"shape:small".into(), "main", crate::recipe::ModelInit::Pretrained)
-            .unwrap()
-            .1;
-        let (mut settled, choices) = settle(&r, &spec, Some(&[20; 200]), &new);
-        assert_eq!(settled.data.packing_length, 77);
-        assert_eq!(settled.optimizer.learning_rate, 3.3e-4);
-        let train = &settled.train;
+        let shape = crate::setup::ModelFiles::of_config(&"shape:small".into(), "main", ModelInit::Pretrained);
+        let spec = shape.unwrap().spec;
+        let (mut resolved, choices) = resolve(&r, &spec, Some(&[20; 200]), &new);
+        assert_eq!(resolved.data.packing_length, 77);
+        assert_eq!(resolved.optimizer.learning_rate, 3.3e-4);
+        let train = &resolved.train;
         assert_eq!((train.num_epochs, train.gradient_accumulation_steps), (2.0, 5));
         assert!(choices.len() == 4 && choices.iter().all(|c| c.why == AS_BEFORE));
-        let choice = settle_blocks(&mut settled, &spec, 200, 75, &new).unwrap();
-        assert_eq!((choice.value.as_str(), settled.tune.block.switch_every), ("9", Some(9)));
+        let choice = resolve_blocks(&mut resolved, &spec, 200, 75, &new).unwrap();
+        assert_eq!(
+            (choice.value.as_str(), resolved.tune.block.switch_every),
+            ("9", Some(9))
+        );
 
         // A file of an older version: full rows, and the old rule for blocks, which its checkpoints call `auto`.
         let old =
             read("[train]\nnum_epochs = 1.0\ngradient_accumulation_steps = 8\n[optimizer]\nlearning_rate = 1e-5\n");
-        let (mut settled, choices) = settle(&r, &spec, Some(&[20; 200]), &old);
+        let (mut resolved, choices) = resolve(&r, &spec, Some(&[20; 200]), &old);
         assert_eq!(
-            (settled.data.packing_length, settled.train.gradient_accumulation_steps),
+            (resolved.data.packing_length, resolved.train.gradient_accumulation_steps),
             (2048, 8)
         );
-        let shown: Vec<(&str, &str)> = choices.iter().map(|c| (c.key, c.value.as_str())).collect();
+        let shown: Vec<(&str, &str)> = choices.iter().map(|c| (c.key.0, c.value.as_str())).collect();
         assert!(shown.contains(&("optimizer.learning_rate", "1e-5")), "{shown:?}");
-        assert!(settle_blocks(&mut settled, &spec, 200, 75, &old).is_none());
-        assert_eq!(settled.tune.block.switch_every, Some(50));
+        assert!(resolve_blocks(&mut resolved, &spec, 200, 75, &old).is_none());
+        assert_eq!(resolved.tune.block.switch_every, Some(50));
     }
 }

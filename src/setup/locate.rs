@@ -2,6 +2,7 @@
 
 use crate::base::{Error, Result, files};
 use crate::formats::config::Config;
+use crate::recipe::ModelRef;
 use crate::{checkpoint, hub};
 use std::path::{Path, PathBuf};
 
@@ -17,10 +18,10 @@ pub enum NamedKind {
 ///
 /// Errors: the directory does not exist or holds no model.
 pub fn locate(name: &str) -> Result<NamedKind> {
-    let dir = if Path::new(name).exists() {
-        PathBuf::from(name)
-    } else {
-        hub::resolve_model(name, "main", true)?
+    let dir = match ModelRef::new(name) {
+        ModelRef::Hub(id) => hub::resolve_model(&id, "main", true)?,
+        ModelRef::Dir(path) if path.exists() => path,
+        ModelRef::Dir(_) | ModelRef::Shape(_) => hub::local_model(Path::new(name))?,
     };
     if dir.is_file() {
         return Err(Error::new("the model is a file, not a directory")

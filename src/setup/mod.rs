@@ -1,6 +1,7 @@
 //! Everything that a recipe names, opened and checked: the model directory, the rows, the adapters, the teacher, the
 //! rewards; values for `auto` keys; the parameters that are active in each step. Loads no weights of the trained model.
 
+mod active_period;
 pub mod adapters;
 pub mod alignment;
 pub mod allocation;
@@ -14,8 +15,7 @@ pub mod rows;
 pub mod sources;
 pub mod teacher;
 pub mod active_schedule;
-mod turn;
 pub mod vocabulary;
 
+pub use active_period::{ActivePeriod, InactiveElements};
 pub use model::*;
-pub use turn::{InactiveElements, Turn};

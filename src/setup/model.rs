@@ -1,6 +1,6 @@
 //! Opens the model directory with its config, tokenizer and template: the first step of every program.
 
-use crate::base::{Error, Result, progress, staging};
+use crate::base::{Error, ErrorKind, Result, progress, staging};
 use crate::comm::Collective;
 use crate::data::codec::ChatRender;
 use crate::engine::StepStrategy;
@@ -14,51 +14,76 @@ use crate::hub;
 use crate::model::{Network, Spec, TokenRows, TrainableNetwork, families, shapes};
 use crate::ops::transfer::HostMemory;
 use crate::ops::{self, update};
-use crate::quant::Format;
 use crate::recipe::{self, Dtype, Method, ModelInit, ModelRef, Recipe};
 use crate::report;
 use crate::setup::locate::{adapter_directory, model_config};
 use crate::setup::vocabulary::{NewRows, TextChanges};
 use crate::source::sharded::{Division, Origin};
-use crate::source::{Disk, Resident, Sharded, StoragePolicy, TrainableStore, Uploaded, disk, policy, resident, stored};
+use crate::source::{Disk, Resident, Sharded, StoragePolicy, TrainableStore, Uploaded, disk, resident};
 use crate::source::{ParamInfo, Placement};
 use candle_core::{Device, Tensor};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
+use std::ops::{Deref, DerefMut};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 mod decoded;
+mod stored;
+
+pub use stored::StoredWeights;
 
 /// Keys of `config.json` that name code of a model directory.
 const CODE: [&str; 3] = ["auto_map", "model_file", "_attn_implementation_internal"];
 
-/// A model directory whose config, tokenizer and template are read and whose weights are not loaded.
-pub struct ModelDir {
+/// A model of which only the config is read, and the headers of its weights at first use. A plan needs no more, and
+/// tokenizer and weights may be absent.
+pub struct ModelFiles {
     /// The name from which it was opened.
     pub named: ModelRef,
     pub dir: PathBuf,
     pub config: Config,
     pub spec: Spec,
-    pub tokenizer: Tokenizer,
-    pub template: Option<ChatTemplate>,
-    /// The token that ends a turn of a template by name, which the files of the model do not name as an end.
-    pub turn_end: Option<u32>,
     /// Rows that the files of the model do not have.
     pub new_rows: Option<NewRows>,
     /// Opened at first use.
     weights: OnceLock<Arc<Weights>>,
 }
 
+/// A model with its tokenizer and template. The weights are not loaded.
+pub struct ModelDir {
+    pub files: ModelFiles,
+    pub tokenizer: Tokenizer,
+    pub template: Option<ChatTemplate>,
+    /// The token that ends a turn of a template by name, which the files of the model do not name as an end.
+    pub turn_end: Option<u32>,
+}
+
+impl Deref for ModelDir {
+    type Target = ModelFiles;
+    fn deref(&self) -> &ModelFiles {
+        &self.files
+    }
+}
+
+impl DerefMut for ModelDir {
+    fn deref_mut(&mut self) -> &mut ModelFiles {
+        &mut self.files
+    }
+}
+
+/// The files of a model that must be on this machine.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Needed {
+    /// `config.json`; of a hub id no other file is downloaded.
+    Config,
+    All,
+}
+
 impl ModelDir {
     /// Opens the model of a recipe. Errors: as `open`.
     pub fn of_recipe(recipe: &Recipe) -> Result<Self> {
-        Self::of_recipe_at(recipe, &recipe.model.path)
-    }
-
-    /// As `of_recipe`, for another place of the model.
-    pub fn of_recipe_at(recipe: &Recipe, model: &ModelRef) -> Result<Self> {
-        let changes = TextChanges::of_recipe(recipe)?;
-        Self::read(model, &recipe.model.revision, recipe.model.init, &changes)
+        let (model, changes) = (&recipe.model, TextChanges::of_recipe(recipe)?);
+        Self::read(&model.path, &model.revision, model.init, &changes)
     }
 
     /// Opens a model by its name.
@@ -69,60 +94,107 @@ impl ModelDir {
     }
 
     pub fn read(named: &ModelRef, revision: &str, init: ModelInit, changes: &TextChanges) -> Result<Self> {
-        let path = &named.to_string();
-        if let Some(config) = shapes::config(path)? {
-            let tokenizer = Tokenizer::bytes()?;
-            return Self::changed(named, PathBuf::from(path), config, tokenizer, changes);
-        }
-        let dir = hub::resolve_model(path, revision, true)?;
-        let config = read_config(&dir, init)?;
-        // A family that is not supported is named before anything else is missed.
-        families::read(&config)?;
-        let code: Vec<&str> = CODE.into_iter().filter(|key| config.get(key).is_some()).collect();
-        if !code.is_empty() {
-            report::warn(&format!(
-                "{} refers to custom code (`{}`): ft never runs code of a model directory, and loads the model \
-                 as `{}`",
-                config.path.display(),
-                code.join("`, `"),
-                families::read(&config)?.model_type
-            ));
-        }
-        let phase = progress::phase("reading the tokenizer", 0, "");
-        let tokenizer = Tokenizer::load(&dir)?;
-        drop(phase);
-        Self::changed(named, dir, config, tokenizer, changes)
+        ModelFiles::find(named, revision, init, Needed::All)?.with_text(changes)
     }
 
-    /// Applies the changes of the user to tokenizer, embedding and template.
-    fn changed(
-        named: &ModelRef,
-        dir: PathBuf,
-        config: Config,
-        mut tokenizer: Tokenizer,
-        changes: &TextChanges,
-    ) -> Result<Self> {
-        let mut spec = families::read(&config)?;
-        let warnings = spec.warnings.iter().map(String::as_str);
-        warnings.chain(tokenizer.warning()).for_each(warn_once);
-        let new_rows = NewRows::add(changes, &mut tokenizer, &dir, spec.vocab)?;
-        if let Some(new) = &new_rows {
-            spec.vocab = new.vocab;
-        }
-        let (template, turn_end) = changes.template(&dir, &tokenizer)?;
-        let turn_end = turn_end.filter(|id| !tokenizer.stop_ids().contains(id));
-        turn_end.into_iter().for_each(|id| tokenizer.add_stop(id));
+    /// The chat template as a trait object of `data`.
+    pub fn template(&self) -> Option<&dyn ChatRender> {
+        self.template.as_ref().map(|t| t as &dyn ChatRender)
+    }
+}
+
+impl ModelFiles {
+    /// Reads the config of a recipe's model. Errors: as `of_config`.
+    pub fn of_recipe(recipe: &Recipe) -> Result<Self> {
+        Self::of_config(&recipe.model.path, &recipe.model.revision, recipe.model.init)
+    }
+
+    /// Reads the config of a model.
+    ///
+    /// Errors: no such directory, hub id or shape; a config that is not supported.
+    pub fn of_config(named: &ModelRef, revision: &str, init: ModelInit) -> Result<Self> {
+        Self::find(named, revision, init, Needed::Config)
+    }
+
+    fn find(named: &ModelRef, revision: &str, init: ModelInit, needed: Needed) -> Result<Self> {
+        let (dir, config) = match named {
+            ModelRef::Shape(text) => {
+                let config = shapes::config(text)?;
+                (
+                    text.into(),
+                    config.ok_or_else(|| Error::internal("a shape has no prefix"))?,
+                )
+            }
+            ModelRef::Dir(dir) => {
+                let dir = hub::local_model(dir)?;
+                let config = read_config(&dir, init)?;
+                (dir, config)
+            }
+            ModelRef::Hub(id) => {
+                let dir = match needed {
+                    Needed::Config => hub::resolve_config(id, revision)?,
+                    Needed::All => hub::resolve_model(id, revision, true)?,
+                };
+                let config = read_config(&dir, init)?;
+                (dir, config)
+            }
+        };
+        // A family that is not supported is named before anything else is missed.
+        let spec = families::read(&config)?;
         Ok(Self {
             named: named.clone(),
             dir,
             config,
             spec,
+            new_rows: None,
+            weights: OnceLock::new(),
+        })
+    }
+
+    /// True if the directory has a tokenizer. A built-in shape has no directory.
+    pub fn has_tokenizer(&self) -> bool {
+        self.dir.join("tokenizer.json").is_file()
+    }
+
+    /// Reads tokenizer and template, with the changes of the user to tokenizer, embedding and template.
+    ///
+    /// Errors: no tokenizer, or an invalid one; more ids than the embedding has rows.
+    pub fn with_text(mut self, changes: &TextChanges) -> Result<ModelDir> {
+        let mut tokenizer = if self.is_shape() {
+            Tokenizer::bytes()?
+        } else {
+            self.warn_of_code();
+            let _phase = progress::phase("reading the tokenizer", 0, "");
+            Tokenizer::load(&self.dir)?
+        };
+        let warnings = self.spec.warnings.iter().map(String::as_str);
+        warnings.chain(tokenizer.warning()).for_each(warn_once);
+        self.new_rows = NewRows::add(changes, &mut tokenizer, &self.dir, self.spec.vocab)?;
+        if let Some(new) = &self.new_rows {
+            self.spec.vocab = new.vocab;
+        }
+        let (template, turn_end) = changes.template(&self.dir, &tokenizer)?;
+        let turn_end = turn_end.filter(|id| !tokenizer.stop_ids().contains(id));
+        turn_end.into_iter().for_each(|id| tokenizer.add_stop(id));
+        Ok(ModelDir {
+            files: self,
             tokenizer,
             template,
             turn_end,
-            new_rows,
-            weights: OnceLock::new(),
         })
+    }
+
+    fn warn_of_code(&self) {
+        let code: Vec<&str> = CODE.into_iter().filter(|key| self.config.get(key).is_some()).collect();
+        if !code.is_empty() {
+            report::warn(&format!(
+                "{} refers to custom code (`{}`): ft never runs code of a model directory, and loads the model \
+                 as `{}`",
+                self.config.path.display(),
+                code.join("`, `"),
+                self.spec.model_type
+            ));
+        }
     }
 
     /// True for random weights of a built-in shape: they have no directory and are not exported.
@@ -132,7 +204,12 @@ impl ModelDir {
 
     /// Unties embedding and head if the adapter that the recipe continues to train does so (`hf::unties`).
     pub fn untie_for(&mut self, recipe: &Recipe) -> Result<()> {
-        self.spec.tied = stays_tied(recipe, &self.spec)?;
+        if let Some(dir) = &recipe.tune.lora.adapter
+            && self.spec.tied
+            && recipe.tune.method == Method::Lora
+        {
+            self.spec.tied = !hf::unties(&adapter_directory(dir)?, &self.spec)?;
+        }
         Ok(())
     }
 
@@ -145,12 +222,17 @@ impl ModelDir {
         Ok(self.weights.get_or_init(|| weights).clone())
     }
 
+    /// As `weights`, with handles of its own.
     fn open_weights(&self) -> Result<Weights> {
+        self.open_untied(!self.spec.tied && families::read(&self.config)?.tied)
+    }
+
+    fn open_untied(&self, untied: bool) -> Result<Weights> {
         let mut weights = Weights::open(&self.dir)?;
         if let Some(new) = &self.new_rows {
             new.place(&mut weights)?;
         }
-        if !self.spec.tied && families::read(&self.config)?.tied {
+        if untied {
             hf::untied_weights(weights)
         } else {
             Ok(weights)
@@ -162,6 +244,7 @@ impl ModelDir {
         let spec = families::read(&self.config)?;
         match self.new_rows {
             None => hf::fingerprint_of(&spec, &*self.weights()?),
+            // `weights` has the new rows.
             Some(_) => hf::fingerprint_of(&spec, &Weights::open(&self.dir)?),
         }
     }
@@ -175,11 +258,6 @@ impl ModelDir {
         // What is exported is not quantized.
         raw.remove("quantization_config");
         raw
-    }
-
-    /// The chat template as a trait object of `data`.
-    pub fn template(&self) -> Option<&dyn ChatRender> {
-        self.template.as_ref().map(|t| t as &dyn ChatRender)
     }
 
     /// Checks that the weights fit the config. Reads headers only.
@@ -203,6 +281,16 @@ impl ModelDir {
         match init {
             ModelInit::Random => Ok(StoredWeights::random()),
             ModelInit::Pretrained => StoredWeights::of(&*self.weights()?, &self.spec),
+        }
+    }
+
+    /// As `stored`; `None`: the weights are not on this machine.
+    ///
+    /// Errors: they are here and cannot be read.
+    pub fn stored_if_here(&self, init: ModelInit) -> Result<Option<StoredWeights>> {
+        match self.stored(init) {
+            Err(e) if e.kind() == ErrorKind::NotFound => Ok(None),
+            stored => stored.map(Some),
         }
     }
 
@@ -280,8 +368,7 @@ impl ModelDir {
     ) -> Result<TrainableNetwork> {
         strategy.storage.products().check(device)?;
         let mut loaded = self.place(strategy, recipe, run_dir, device, ranks)?;
-        loaded.network.mlp_tokens = strategy.mlp_tokens;
-        loaded.network.products = strategy.storage.products();
+        strategy.apply(&mut loaded.network);
         Ok(loaded)
     }
 
@@ -391,7 +478,7 @@ pub const TEACHER: &str = "teacher";
 /// Quantized data of the weights that are stored quantized.
 pub const CODES: &str = "codes.safetensors";
 
-impl ModelDir {
+impl ModelFiles {
     /// True if the model has a score head instead of the output projection. Errors: it has several scores.
     pub fn has_score(&self, weights: &Weights) -> Result<bool> {
         let width = self.spec.hidden;
@@ -448,11 +535,7 @@ impl ModelDir {
             && hf::unties(dir, &spec)?
         {
             spec.tied = false;
-            let mut own = Weights::open(&self.dir)?;
-            if let Some(new) = &self.new_rows {
-                new.place(&mut own)?;
-            }
-            weights = Arc::new(hf::untied_weights(own)?);
+            weights = Arc::new(self.open_untied(true)?);
         }
         let mut kinds = spec
             .params()
@@ -484,82 +567,6 @@ impl ModelDir {
         }
         Ok((network, score))
     }
-}
-
-/// How the files of a model store its weights.
-#[derive(Debug, Default)]
-pub struct StoredWeights {
-    /// Weights that are quantized in the files, with their formats.
-    pub codes: BTreeMap<Arc<str>, Format>,
-    /// Bytes per value when a weight is read for quantization; `None` if the files are not available.
-    pub number_bytes: Option<u64>,
-}
-
-impl StoredWeights {
-    /// Inspects the files in `dir`, if they exist; random weights are f32. Reads headers only.
-    pub fn find(dir: &Path, spec: &Spec, init: ModelInit) -> Result<Self> {
-        match init {
-            ModelInit::Random => Ok(Self::random()),
-            // A plan needs no weights. If they cannot be opened, loading them later reports it.
-            ModelInit::Pretrained => Weights::open(dir).map_or(Ok(Self::default()), |w| Self::of(&w, spec)),
-        }
-    }
-
-    fn random() -> Self {
-        Self {
-            number_bytes: Some(Dtype::F32.bytes()),
-            ..Self::default()
-        }
-    }
-
-    fn of(weights: &Weights, spec: &Spec) -> Result<Self> {
-        let mut found = Self::default();
-        let mut all_bf16 = true;
-        for p in spec.params() {
-            if let Some((_, format)) = stored::find(weights, &p.name)? {
-                found.codes.insert(p.name.clone(), format);
-            }
-            let info = weights.info(&p.name).filter(|_| policy::is_projection(&p));
-            all_bf16 &= info.is_none_or(|i| i.dtype == StoredDtype::Bf16);
-        }
-        found.number_bytes = Some(if found.codes.values().any(|format| format.is_read_only()) {
-            // While the codes of other tools are reordered, they are in memory twice.
-            1
-        } else if !found.codes.is_empty() {
-            0
-        } else if all_bf16 {
-            Dtype::Bf16.bytes()
-        } else {
-            Dtype::F32.bytes()
-        });
-        Ok(found)
-    }
-
-    /// True if a run with this method trains decoded values of the files.
-    pub fn is_decoded(&self, method: Method) -> bool {
-        method != Method::Lora && !self.codes.is_empty()
-    }
-}
-
-/// True if embedding and head of the recipe's model stay tied with the adapter that it continues to train.
-pub fn stays_tied(recipe: &Recipe, spec: &Spec) -> Result<bool> {
-    match &recipe.tune.lora.adapter {
-        Some(dir) if spec.tied && recipe.tune.method == Method::Lora => {
-            Ok(!hf::unties(&adapter_directory(dir)?, spec)?)
-        }
-        _ => Ok(spec.tied),
-    }
-}
-
-/// Reads the structure of a model from `config.json` alone; also returns its directory.
-pub fn read_spec(model: &ModelRef, revision: &str, init: ModelInit) -> Result<(PathBuf, Spec)> {
-    let path = &model.to_string();
-    if let Some(config) = shapes::config(path)? {
-        return Ok((PathBuf::from(path), families::read(&config)?));
-    }
-    let dir = hub::resolve_config(path, revision)?;
-    let spec = families::read(&read_config(&dir, init)?)?;
-    Ok((dir, spec))
 }
 
 /// Shows a warning once: config and tokenizer are read several times in a run.

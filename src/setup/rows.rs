@@ -351,7 +351,7 @@ fn preference_form(stage: recipe::Stage) -> Option<Want> {
 
 /// For KTO with its KL term: adds the mismatched pairs that estimate it. Errors: too few rows.
 fn completed(dataset: Dataset, recipe: &Recipe) -> Result<Dataset> {
-    if recipe.train.stage != recipe::Stage::Kto || recipe.preference.loss_type != JudgedLoss::Kto.name() {
+    if recipe.train.stage != recipe::Stage::Kto || recipe.preference.loss_type.judged() != JudgedLoss::Kto {
         return Ok(dataset);
     }
     let seed = recipe.data.shuffle.then_some(recipe.train.seed);

@@ -8,9 +8,9 @@ use crate::engine::StepStrategy;
 use crate::formats::Tokenizer;
 use crate::model::{Network, Spec};
 use crate::ops::cross_entropy::PIECE;
-use crate::recipe::{Alignment, Dtype, FrozenWeights, ModelInit, Recipe, Stage, TeacherTier};
+use crate::recipe::{Alignment, Data, Distill, Dtype, FrozenWeights, ModelInit, Recipe, Stage, TeacherTier};
 use crate::setup::vocabulary::TextChanges;
-use crate::setup::{self, ModelDir};
+use crate::setup::{ModelDir, ModelFiles, StoredWeights};
 use crate::source::Placement;
 use crate::source::StoragePolicy;
 use candle_core::Device;
@@ -57,10 +57,10 @@ const PROBES: [&str; 3] = [
 pub fn open(recipe: &Recipe, model: &ModelDir) -> Result<TeacherModel> {
     let d = &recipe.distill;
     let Some(path) = &d.teacher else {
-        return Err(Error::usage("no teacher is given").at("distill.teacher"));
+        return Err(Error::usage("no teacher is given").at(Distill::teacher));
     };
     if path.is_shape() {
-        return Err(Error::usage("a built-in shape has random weights: it cannot be a teacher").at("distill.teacher"));
+        return Err(Error::usage("a built-in shape has random weights: it cannot be a teacher").at(Distill::teacher));
     }
     let teacher = ModelDir::read(
         path,
@@ -68,15 +68,13 @@ pub fn open(recipe: &Recipe, model: &ModelDir) -> Result<TeacherModel> {
         ModelInit::Pretrained,
         &TextChanges::default(),
     )
-    .map_err(|e| e.or_at("distill.teacher"))?;
+    .map_err(|e| e.or_at(Distill::teacher))?;
     if d.alignment == Alignment::None {
-        check_tokenizers(&model.tokenizer, &teacher.tokenizer).map_err(|e| e.or_at("distill.teacher"))?;
+        check_tokenizers(&model.tokenizer, &teacher.tokenizer).map_err(|e| e.or_at(Distill::teacher))?;
     }
     teacher.check_weights(ModelInit::Pretrained)?;
-    let (dtype, mut storage) = storage(recipe, &teacher.spec)?;
-    for (name, format) in teacher.stored(ModelInit::Pretrained)?.codes {
-        storage.set(name, Some(format));
-    }
+    let stored = teacher.stored(ModelInit::Pretrained)?;
+    let (dtype, storage) = storage(recipe, &teacher.spec, stored)?;
     if d.hidden_weight > 0.0 {
         layer_map(recipe, &model.spec, &teacher.spec)?;
     }
@@ -93,7 +91,7 @@ pub fn refuse_alignment(recipe: &Recipe) -> Result<()> {
         Alignment::None => Ok(()),
         other => Err(
             Error::usage("outputs of a teacher with another tokenizer cannot be stored")
-                .at("distill.alignment")
+                .at(Distill::alignment)
                 .found(format!("`{}`", other.name()))
                 .expected(
                     "`none`: stored outputs have only the most likely ids of each token; two tokenizers need all probabilities",
@@ -126,7 +124,7 @@ impl TeacherModel {
         if longest > self.model.spec.max_positions {
             return Err(
                 Error::new("rows are longer than the teacher's maximum number of positions")
-                    .at("data.max_length")
+                    .at(Data::max_length)
                     .found(format!("{longest} tokens"))
                     .expected(format!("at most {}", self.model.spec.max_positions)),
             );
@@ -140,7 +138,7 @@ impl TeacherModel {
         if highest as usize >= self.model.spec.vocab {
             return Err(
                 Error::new("the rows contain a token for which the teacher has no embedding")
-                    .at("distill.teacher")
+                    .at(Distill::teacher)
                     .found(format!("id {highest}"))
                     .expected(format!("below {}", self.model.spec.vocab)),
             );
@@ -204,12 +202,11 @@ pub fn spec(recipe: &Recipe, student: &Spec, on_gpu: bool) -> Result<Option<Teac
     if d.teacher_cache.is_some() {
         return Ok(None);
     }
-    let (dir, spec) = setup::read_spec(path, &d.teacher_revision, crate::recipe::ModelInit::Pretrained)
-        .map_err(|e| e.or_at("distill.teacher"))?;
-    let (dtype, mut storage) = storage(recipe, &spec)?;
-    for (name, format) in setup::StoredWeights::find(&dir, &spec, ModelInit::Pretrained)?.codes {
-        storage.set(name, Some(format));
-    }
+    let files = ModelFiles::of_config(path, &d.teacher_revision, ModelInit::Pretrained)
+        .map_err(|e| e.or_at(Distill::teacher))?;
+    let stored = files.stored_if_here(ModelInit::Pretrained)?.unwrap_or_default();
+    let (dtype, storage) = storage(recipe, &files.spec, stored)?;
+    let spec = files.spec;
     let states = if d.hidden_weight > 0.0 {
         layer_map(recipe, student, &spec)?.len()
     } else {
@@ -230,8 +227,8 @@ pub fn spec(recipe: &Recipe, student: &Spec, on_gpu: bool) -> Result<Option<Teac
     }))
 }
 
-/// Type of the unquantized weights, and the storage type of each weight.
-fn storage(recipe: &Recipe, spec: &Spec) -> Result<(Dtype, StoragePolicy)> {
+/// Type of the unquantized weights, and the storage type of each weight; a weight that its files store quantized stays so.
+fn storage(recipe: &Recipe, spec: &Spec, stored: StoredWeights) -> Result<(Dtype, StoragePolicy)> {
     let wanted = recipe.distill.teacher_weights;
     let dtype = match wanted {
         FrozenWeights::F32 => Dtype::F32,
@@ -242,10 +239,11 @@ fn storage(recipe: &Recipe, spec: &Spec) -> Result<(Dtype, StoragePolicy)> {
     memory.overrides.clear();
     memory.group_size = None;
     memory.frozen_weights = wanted;
-    Ok((
-        dtype,
-        StoragePolicy::new(&memory.storage_rules(), dtype, &spec.params(), |_| false)?,
-    ))
+    let mut policy = StoragePolicy::new(&memory.storage_rules(), dtype, &spec.params(), |_| false)?;
+    for (name, format) in stored.codes {
+        policy.set(name, Some(format));
+    }
+    Ok((dtype, policy))
 }
 
 fn place(recipe: &Recipe, on_gpu: bool) -> Placement {

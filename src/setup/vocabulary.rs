@@ -348,7 +348,7 @@ fn without_rows(tokenizer: &Tokenizer, dir: &Path, stored: usize, unasked: &[&st
 }
 
 /// The recipe with the rows of the new tokens among the trained parameters.
-pub fn settle(recipe: &Recipe, new: Option<&NewRows>, spec: &Spec) -> Recipe {
+pub fn with_new_rows(recipe: &Recipe, new: Option<&NewRows>, spec: &Spec) -> Recipe {
     let mut recipe = recipe.clone();
     let Some(new) = new else { return recipe };
     let tune = &mut recipe.tune;

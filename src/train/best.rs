@@ -67,7 +67,7 @@ impl BestModel {
         let Some((name, value)) = found else {
             let names: Vec<&str> = values.iter().map(|(name, _)| name.as_str()).collect();
             return Err(Error::usage("the evaluation has no such number")
-                .at("train.metric_for_best_model")
+                .at(Train::metric_for_best_model)
                 .found(self.metric.as_deref().unwrap_or("auto"))
                 .expected(format!("one of {}", names.join(", "))));
         };

@@ -29,7 +29,7 @@ pub struct TrainedModel<'a> {
     pub recipe: &'a Recipe,
     pub model: &'a ModelDir,
     pub engine: &'a Engine,
-    pub prepared: &'a hf::AdapterSet,
+    pub adapter_set: &'a hf::AdapterSet,
     /// The fingerprint of the base weights.
     pub print: &'a BaseHashes,
 }
@@ -39,14 +39,14 @@ impl<'a> TrainedModel<'a> {
         recipe: &'a Recipe,
         model: &'a ModelDir,
         engine: &'a Engine,
-        prepared: &'a hf::AdapterSet,
+        adapter_set: &'a hf::AdapterSet,
         print: &'a BaseHashes,
     ) -> Self {
         Self {
             recipe,
             model,
             engine,
-            prepared,
+            adapter_set,
             print,
         }
     }
@@ -54,7 +54,7 @@ impl<'a> TrainedModel<'a> {
 
 /// What an export does.
 #[derive(Debug, Clone, Copy, PartialEq)]
-enum Way {
+enum ExportMode {
     Write,
     /// All checks that need no values of weights, but one: nothing is written.
     Rehearse,
@@ -63,20 +63,20 @@ enum Way {
 /// Writes `out` (`final/` of a run) atomically. A run on random weights of a shape writes nothing. `note` receives
 /// notes for the user.
 pub fn export(trained: &TrainedModel, out: &Path, note: &mut dyn FnMut(&str)) -> Result<Option<PathBuf>> {
-    written(trained, out, note, Way::Write)
+    written(trained, out, note, ExportMode::Write)
 }
 
 /// Checks before the first step that `export` will be able to write `out`: names, shapes and formats of its tensors, the
 /// config, and the files of the base model that it copies.
 pub fn rehearse(trained: &TrainedModel, out: &Path) -> Result<()> {
     let model = trained.model;
-    if written(trained, out, &mut |_| {}, Way::Rehearse)?.is_some() {
+    if written(trained, out, &mut |_| {}, ExportMode::Rehearse)?.is_some() {
         model.tokenizer.files_with_added(&model.dir)?;
     }
     Ok(())
 }
 
-fn written(trained: &TrainedModel, out: &Path, note: &mut dyn FnMut(&str), way: Way) -> Result<Option<PathBuf>> {
+fn written(trained: &TrainedModel, out: &Path, note: &mut dyn FnMut(&str), way: ExportMode) -> Result<Option<PathBuf>> {
     let TrainedModel {
         recipe, model, engine, ..
     } = *trained;
@@ -110,7 +110,7 @@ fn base(
     out: &Path,
     whole: bool,
     dtype: Dtype,
-    way: Way,
+    way: ExportMode,
     fill: &mut hf::ParamFill,
 ) -> Result<PathBuf> {
     let TrainedModel {
@@ -118,8 +118,8 @@ fn base(
     } = *trained;
     let scores = whole && recipe.train.stage == Stage::Reward;
     let write = |parts: &ModelExport, fill: &mut hf::ParamFill| match way {
-        Way::Write => hf::model(parts, fill),
-        Way::Rehearse => hf::rehearse_model(parts, fill).map(|()| out.to_path_buf()),
+        ExportMode::Write => hf::model(parts, fill),
+        ExportMode::Rehearse => hf::rehearse_model(parts, fill).map(|()| out.to_path_buf()),
     };
     let more = |dir: &Path| write_text_files(recipe, model, dir);
     let mut parts = ModelExport {
@@ -150,25 +150,27 @@ fn base(
     })
 }
 
-fn adapter(trained: &TrainedModel, out: &Path, note: &mut dyn FnMut(&str), way: Way) -> Result<Option<PathBuf>> {
+fn adapter(trained: &TrainedModel, out: &Path, note: &mut dyn FnMut(&str), way: ExportMode) -> Result<Option<PathBuf>> {
     let TrainedModel {
         recipe,
         model,
         engine,
-        prepared,
+        adapter_set,
         print,
     } = *trained;
-    let Some(config) = &prepared.config else {
+    let Some(config) = &adapter_set.config else {
         return Ok(None);
     };
     let lora = &recipe.tune.lora;
     let network = &engine.network;
     let mut whole: BTreeMap<String, Tensor> = BTreeMap::new();
-    for name in &prepared.whole {
+    for name in &adapter_set.whole {
         match network.param(name) {
             Ok(param) => whole.insert(name.clone(), param.tensor),
             // On the disk until the first step needs it.
-            Err(_) if way == Way::Rehearse && engine.elements(name).is_ok() => return Ok(Some(out.to_path_buf())),
+            Err(_) if way == ExportMode::Rehearse && engine.elements(name).is_ok() => {
+                return Ok(Some(out.to_path_buf()));
+            }
             Err(e) => return Err(e),
         };
     }
@@ -199,13 +201,15 @@ fn adapter(trained: &TrainedModel, out: &Path, note: &mut dyn FnMut(&str), way: 
     let (config, adapters) = match (moved, residual, lora.save_rank) {
         (true, true, _) => (config.clone(), without_start(&network.adapters)),
         // The compression takes long; it can be computed for every LoRA.
-        (true, false, rank) if rank > 0 && way == Way::Write => compressed(config, &network.adapters, rank, note)?,
+        (true, false, rank) if rank > 0 && way == ExportMode::Write => {
+            compressed(config, &network.adapters, rank, note)?
+        }
         _ => hf::plain_lora(config, &network.adapters)?,
     };
     let state = engine.step_hook.as_ref().map(|hook| hook.state()).unwrap_or_default();
     let (mut config, adapters) = hf::pruned(&config, &adapters, &ranks::kept(&state))?;
     let quantized = starts::requantizes_base(recipe);
-    if way == Way::Rehearse {
+    if way == ExportMode::Rehearse {
         hf::rehearse_adapter(out, &config, &adapters, &whole, &model.dir)?;
         return Ok(Some(out.to_path_buf()));
     }

@@ -4,7 +4,7 @@
 use crate::base::{Error, Result, files, memory};
 use crate::checkpoint::{self, LoadedState};
 use crate::data::Dataset;
-use crate::engine::{Active, Engine, StepStrategy};
+use crate::engine::{Active, Engine, StepStrategy, TrainConfig};
 use crate::hf;
 use crate::model::Objective;
 use crate::plan::memory_plan::pin_resumed_choices;
@@ -63,12 +63,12 @@ impl Drop for Scratch {
 /// Errors: the base model is not the one of the run; `out` cannot be written.
 pub fn write(dir: &Path, out: &Path) -> Result<Written> {
     let loaded = checkpoint::load(dir)?;
-    let facts = state::facts(&loaded);
-    let written = recipe::again(&facts.recipe).map_err(|e| e.within(dir.display()))?;
+    let fingerprint = state::fingerprint(&loaded);
+    let written = recipe::again(&fingerprint.recipe).map_err(|e| e.within(dir.display()))?;
     let recipe = &pin_resumed_choices(&written.recipe, &Some(Some(dir.to_path_buf())))?;
     let device = Device::Cpu;
     let model = ModelDir::of_recipe(recipe).map_err(|e| e.after("the base model of the checkpoint is needed"))?;
-    let recipe = &vocabulary::settle(recipe, model.new_rows.as_ref(), &model.spec);
+    let recipe = &vocabulary::with_new_rows(recipe, model.new_rows.as_ref(), &model.spec);
     if model.is_shape() {
         return Err(Error::new("a built-in shape has random weights: there is nothing to export").at_path(dir));
     }
@@ -77,7 +77,7 @@ pub fn write(dir: &Path, out: &Path) -> Result<Written> {
         ModelInit::Random => None,
     };
     if let Some(print) = &print
-        && ![&print.exact, &print.sampled].contains(&&facts.base)
+        && ![&print.exact, &print.sampled].contains(&&fingerprint.base)
     {
         return Err(Error::new("the base model differs from the model that was trained")
             .at_path(&model.dir)
@@ -86,8 +86,8 @@ pub fn write(dir: &Path, out: &Path) -> Result<Written> {
             ));
     }
     let base = print.as_ref().map(hf::Fingerprint::base).unwrap_or_default();
-    let mut prepared = adapters::of(recipe, &model.spec)?;
-    allocation::settle(recipe, &mut prepared, steps_of_run(&loaded, recipe))?;
+    let mut adapter_set = adapters::of(recipe, &model.spec)?;
+    allocation::resolve(recipe, &mut adapter_set, steps_of_run(&loaded, recipe))?;
     let params = model.spec.params();
     let storage = if starts::requantizes_base(recipe) {
         StoragePolicy::new(&recipe.memory.storage_rules(), recipe.model.dtype, &params, |_| false)?
@@ -113,23 +113,26 @@ pub fn write(dir: &Path, out: &Path) -> Result<Written> {
     };
     let mut loaded_model = model.load_for(&strategy, recipe, &scratch.0, &device, &Ranks::default().0)?;
     let network = &mut loaded_model.network;
-    prepared.attach(network)?;
-    let step_hook = allocation::of(recipe, &prepared);
+    adapter_set.attach(network)?;
+    let config = TrainConfig {
+        step_hook: allocation::of(recipe, &adapter_set),
+        ..TrainConfig::default()
+    };
     let sizes = state::sizes(&loaded)?;
     let ranks = starts::ranks_of(network, |name| sizes.get(name).copied());
-    starts::resize(recipe, network, &mut prepared, &ranks)?;
+    starts::resize(recipe, network, &mut adapter_set, &ranks)?;
     if starts::requantizes_base(recipe) {
         let mut setting = AdapterInitContext {
             recipe,
             model: &model,
             objective: &CausalLm::new(model.spec.vocab),
             train: &Dataset::default(),
-            base: &facts.base,
+            base: &fingerprint.base,
             cache: &scratch.0,
             store: &*loaded_model.store,
             note: &mut |_| {},
         };
-        starts::fill(&mut setting, network, &mut prepared)?;
+        starts::fill(&mut setting, network, &mut adapter_set)?;
     }
     let objective: Box<dyn Objective> = if recipe.train.stage == Stage::Reward {
         let pad = preference::pad_id(&model.tokenizer);
@@ -138,20 +141,20 @@ pub fn write(dir: &Path, out: &Path) -> Result<Written> {
         Box::new(CausalLm::new(model.spec.vocab))
     };
     let optimizer = active_schedule::optimizer(recipe);
-    let mut engine = Engine::new(loaded_model, objective, optimizer, strategy, &Active::new([]))?;
-    engine.step_hook = step_hook;
+    let none = Active::new([]);
+    let mut engine = Engine::with_config(loaded_model, objective, optimizer, strategy, &none, config)?;
     state::restore_weights(&loaded, &mut engine)?;
     let mut notes = Vec::new();
     let trained = TrainedModel {
         recipe,
         model: &model,
         engine: &engine,
-        prepared: &prepared,
+        adapter_set: &adapter_set,
         print: &base,
     };
     finish::export(&trained, out, &mut |line| notes.push(line.to_string()))?;
     Ok(Written {
-        adapter: prepared.config.is_some(),
+        adapter: adapter_set.config.is_some(),
         step: loaded.step,
         notes,
     })

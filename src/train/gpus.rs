@@ -4,6 +4,7 @@ use crate::base::units::counted;
 use crate::base::{Error, Result};
 use crate::comm::Patience;
 use crate::ops::device;
+use crate::recipe::Model;
 use crate::setup;
 use crate::train::ranks::Ranks;
 use candle_core::Device;
@@ -103,7 +104,7 @@ fn assign(all: &[Seen]) -> Result<Vec<Option<usize>>> {
     match all.iter().position(|rank| !rank.gpus.is_empty()) {
         None => Ok(vec![None; all.len()]),
         Some(with) => Err(Error::usage("some ranks have a GPU and others have none")
-            .at("model.device")
+            .at(Model::device)
             .found(format!(
                 "rank {with} (host {}) has one, rank {without} (host {}) has none",
                 all[with].host, all[without].host
@@ -128,7 +129,7 @@ fn assign_own(all: &[Seen]) -> Result<Vec<Option<usize>>> {
             let ranks = counted(all.iter().filter(|other| other.host == *host).count(), "rank");
             let (n, less) = (counted(others.len(), "GPU"), counted(others.len(), "rank"));
             return Err(Error::usage("there are more ranks than GPUs on a machine")
-                .at("model.device")
+                .at(Model::device)
                 .found(format!("{ranks} and {n} on host {host}"))
                 .expected("a GPU for each rank")
                 .hint(format!(

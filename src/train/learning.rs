@@ -1,12 +1,12 @@
 //! Checks if a run can learn: before the first step from recipe, schedule and rows, during the run from its losses.
-//! Works on numbers only; `configure` alone gets the engine.
+//! Works on numbers only.
 
 use crate::base::units::{self, count};
 use crate::base::{Error, Result};
 use crate::data::order::BatchStream;
-use crate::engine::{Ema, Engine, LossScale};
+use crate::engine::TrainConfig;
 use crate::optim::Schedule;
-use crate::recipe::{Recipe, Stage};
+use crate::recipe::{OptimizerKeys, Recipe, Stage};
 use crate::setup::active_schedule::ActiveSchedule;
 use crate::setup::prompts;
 use std::collections::VecDeque;
@@ -43,16 +43,19 @@ impl RateSweep {
     }
 }
 
-/// Gives the engine the settings of a step.
-pub fn configure(engine: &mut Engine, recipe: &Recipe) {
+/// The settings of a step that the recipe has.
+pub fn train_config(recipe: &Recipe) -> TrainConfig {
     let train = &recipe.train;
-    engine.max_grad_norm = train.max_grad_norm;
-    engine.routers.losses = train.router_losses();
-    engine.seed = train.seed;
-    engine.neftune_noise_alpha = train.neftune_noise_alpha;
-    engine.ema = train.ema().map(Ema::new);
     let scaled = recipe.model.dtype.needs_loss_scale();
-    engine.loss_scale = scaled.then(|| LossScale::new(train.scale_config()));
+    TrainConfig {
+        max_grad_norm: train.max_grad_norm,
+        seed: train.seed,
+        neftune_noise_alpha: train.neftune_noise_alpha,
+        router_losses: train.router_losses(),
+        ema: train.ema(),
+        loss_scale: scaled.then(|| train.scale_config()),
+        ..TrainConfig::default()
+    }
 }
 
 /// True if the rate is above 0 in f32, the type in which weights are updated.
@@ -70,7 +73,7 @@ pub fn check(recipe: &Recipe, schedule: &ActiveSchedule, steps: u64) -> Result<(
     let set = recipe.optimizer.learning_rate;
     if !learns(set) {
         return Err(Error::usage("the learning rate is 0: the run would train nothing")
-            .at("optimizer.learning_rate")
+            .at(OptimizerKeys::learning_rate)
             .found(units::rate(set))
             .hint("remove the key to get the default, or set `train.max_steps = 0` to save the model as it is"));
     }
@@ -277,8 +280,7 @@ impl Watch {
 mod tests {
     use super::*;
     use crate::recipe;
-    use crate::setup;
-    use crate::setup::adapters;
+    use crate::setup::{ModelFiles, adapters};
 
     fn recipe(more: &str) -> Recipe {
         let text = format!("[model]\npath = \"shape:small\"\n{more}");
@@ -286,11 +288,9 @@ mod tests {
     }
 
     fn schedule(recipe: &Recipe) -> ActiveSchedule {
-        let spec = setup::read_spec(&"shape:small".into(), "main", crate::recipe::ModelInit::Pretrained)
-            .unwrap()
-            .1;
-        let prepared = adapters::of(recipe, &spec).unwrap();
-        ActiveSchedule::new(recipe, &spec, &spec.params(), &prepared).unwrap()
+        let spec = ModelFiles::of_recipe(recipe).unwrap().spec;
+        let adapter_set = adapters::of(recipe, &spec).unwrap();
+        ActiveSchedule::new(recipe, &spec, &spec.params(), &adapter_set).unwrap()
     }
 
     #[test]

@@ -12,7 +12,7 @@ use crate::model::linear::Linear;
 use crate::peft::Frozen;
 use crate::peft::start::{self, Pair, algebra};
 use crate::quant::{self, Format};
-use crate::recipe::{Dtype, LoraInit};
+use crate::recipe::{Dtype, LoraInit, LoraKeys};
 use crate::source::{Numbers, TrainableStore};
 use crate::train::starts::{AdapterInitContext, Progress, Task, each, set, tasks};
 use faer::{Mat, MatRef};
@@ -56,7 +56,7 @@ pub(super) fn fill(s: &mut AdapterInitContext, network: &Network) -> Result<()> 
     }
     if n == 0 {
         return Err(Error::usage("LoftQ needs quantized weights, and this model has none")
-            .at("tune.lora.init_lora_weights")
+            .at(LoraKeys::init_lora_weights)
             .hint("set `memory.frozen_weights` to `nf4`, `int4` or `int8`"));
     }
     (s.note)(&format!(

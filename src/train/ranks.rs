@@ -6,7 +6,7 @@ use crate::comm::{Alone, Collective, Patience};
 use crate::model::Spec;
 use crate::ops::CpuBackend;
 use crate::plan::{PlanDevice, ProcessState};
-use crate::recipe::{RankWeights, Recipe};
+use crate::recipe::{Distributed, RankWeights, Recipe, Train};
 use crate::train::Options;
 use crate::train::gpus::OwnDevice;
 use crate::train::state::RunFingerprint;
@@ -40,13 +40,18 @@ pub type Fact = (String, String);
 const SHOWN: usize = 8;
 
 /// What must be the same on all ranks: program, recipe, inputs and decisions.
-pub fn agreed(facts: &RunFingerprint, strategy: &str, device: &str, options: &Options) -> Result<Vec<Fact>> {
+pub fn agreed(fingerprint: &RunFingerprint, strategy: &str, device: &str, options: &Options) -> Result<Vec<Fact>> {
     let mut all = of_program()?;
-    all.extend(facts.recipe.iter().map(|(key, value)| (key.clone(), value.clone())));
+    all.extend(
+        fingerprint
+            .recipe
+            .iter()
+            .map(|(key, value)| (key.clone(), value.clone())),
+    );
     let more = [
-        ("training rows", facts.data.clone()),
-        ("evaluation rows", facts.eval_data.clone()),
-        ("base model", facts.base.clone()),
+        ("training rows", fingerprint.data.clone()),
+        ("evaluation rows", fingerprint.eval_data.clone()),
+        ("base model", fingerprint.base.clone()),
         ("device", device.to_string()),
         ("memory plan", strategy.to_string()),
         ("options", format!("{:?} {}", options.resume, options.overwrite)),
@@ -231,7 +236,7 @@ pub fn check(recipe: &Recipe, spec: &Spec, on_gpu: bool, size: usize) -> Result<
     if !size.is_multiple_of(shared.ranks) {
         return Err(
             Error::usage("the ranks cannot be divided into groups that share a micro-batch")
-                .at("distributed.sequence")
+                .at(Distributed::sequence)
                 .found(format!("{} with {size} ranks", shared.ranks))
                 .expected(format!("a divisor of {size}")),
         );
@@ -242,7 +247,7 @@ pub fn check(recipe: &Recipe, spec: &Spec, on_gpu: bool, size: usize) -> Result<
         let what = if shared.ranks > 1 { "groups of ranks" } else { "ranks" };
         return Err(
             Error::usage(format!("there are more {what} than micro-batches in a step"))
-                .at("train.gradient_accumulation_steps")
+                .at(Train::gradient_accumulation_steps)
                 .found(format!("{window} with {groups} {what}"))
                 .expected(format!("at least {groups}"))
                 .hint(format!(
@@ -253,7 +258,7 @@ pub fn check(recipe: &Recipe, spec: &Spec, on_gpu: bool, size: usize) -> Result<
     if on_gpu && shared.ranks > 1 {
         return Err(
             Error::usage("`distributed.sequence` above 1 is not supported on GPUs yet")
-                .at("distributed.sequence")
+                .at(Distributed::sequence)
                 .found(shared.ranks)
                 .expected("1 on a GPU")
                 .hint("set `distributed.sequence = 1`, or `model.device = \"cpu\"`"),
@@ -262,7 +267,7 @@ pub fn check(recipe: &Recipe, spec: &Spec, on_gpu: bool, size: usize) -> Result<
     let weights = recipe.distributed.weights;
     if on_gpu && weights == RankWeights::ExpertParallel {
         return Err(Error::usage("divided experts are not supported on GPUs yet")
-            .at("distributed.weights")
+            .at(Distributed::weights)
             .found(weights.name())
             .expected("`replicated` or `sharded` on a GPU")
             .hint("set `distributed.weights = \"sharded\"`: each rank has a part of every layer in host memory"));

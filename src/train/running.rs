@@ -13,7 +13,7 @@ use crate::history;
 use crate::ops;
 use crate::ops::step_stats::StepSums;
 use crate::plan::Plan;
-use crate::recipe::{self, Recipe};
+use crate::recipe::{self, Memory, Recipe};
 use crate::report::{self, EvalMetrics, Reporter, StepMetrics};
 use crate::setup::ModelDir;
 use crate::setup::active_schedule::ActiveSchedule;
@@ -37,9 +37,9 @@ pub struct Run<'a> {
     pub run_dir: &'a Path,
     pub model: &'a ModelDir,
     pub eval: Option<&'a Dataset>,
-    pub feed: Box<dyn BatchSource + 'a>,
+    pub batches: Box<dyn BatchSource + 'a>,
     pub schedule: &'a ActiveSchedule,
-    pub facts: RunFingerprint,
+    pub fingerprint: RunFingerprint,
     pub reporter: Reporter,
     pub plan: &'a Plan,
     pub directory: Directory,
@@ -53,17 +53,17 @@ pub struct Run<'a> {
 }
 
 /// Prepares a stage for a new run. What a stage computes on rank 0 alone, the others get from it.
-pub fn prepare(feed: &mut dyn BatchSource, engine: &Engine, ranks: &Ranks) -> Result<()> {
-    if !ranks.several() || !feed.is_made_by_root() {
-        return feed.prepare(engine);
+pub fn prepare(batches: &mut dyn BatchSource, engine: &Engine, ranks: &Ranks) -> Result<()> {
+    if !ranks.several() || !batches.is_made_by_root() {
+        return batches.prepare(engine);
     }
-    let done = engine.by_root(|| feed.prepare(engine))?;
-    if done.is_some() {
-        ranks.from_root(feed.state(0)?.unwrap_or_default())?;
-        return Ok(());
+    let done = engine.by_root(|| batches.prepare(engine))?.is_some();
+    let own = if done { batches.state(0)? } else { None };
+    let state = ranks.from_root(own.unwrap_or_default())?;
+    if !done && !state.is_empty() {
+        batches.restore(&state)?;
     }
-    let state = ranks.from_root(Vec::new())?;
-    if state.is_empty() { Ok(()) } else { feed.restore(&state) }
+    Ok(())
 }
 
 /// The last saved step, and the duration of the last step and save.
@@ -178,10 +178,10 @@ impl Run<'_> {
     /// Errors: those of the stage; a signal on rank 0 (`stopped` is set then).
     pub fn window(&mut self, step: u64, engine: &Engine) -> Result<Vec<Batch>> {
         let ranks = self.ranks;
-        if !ranks.several() || !self.feed.is_made_by_root() {
-            return self.feed.window(step, engine);
+        if !ranks.several() || !self.batches.is_made_by_root() {
+            return self.batches.window(step, engine);
         }
-        let made = engine.by_root(|| self.feed.window(step, engine));
+        let made = engine.by_root(|| self.batches.window(step, engine));
         if ranks.is_root() {
             let window = match made.map(Option::unwrap_or_default) {
                 Err(e) if signal::received().is_some() => {
@@ -191,18 +191,18 @@ impl Run<'_> {
                 }
                 window => window?,
             };
-            ranks.from_root([vec![1], self.feed.state(step)?.unwrap_or_default()].concat())?;
+            ranks.from_root([vec![1], self.batches.state(step)?.unwrap_or_default()].concat())?;
             return Ok(window);
         }
         made?;
         let state = ranks.from_root(Vec::new())?;
         match state.split_first() {
             Some((_, state)) => {
-                self.feed.restore(state)?;
+                self.batches.restore(state)?;
                 // They were for rank 0.
-                self.feed.metrics();
-                self.feed.samples();
-                self.feed.window(step, engine)
+                self.batches.metrics();
+                self.batches.samples();
+                self.batches.window(step, engine)
             }
             None => {
                 self.stopped = true;
@@ -264,7 +264,7 @@ impl Run<'_> {
         } else if let Some(warning) = watch.step(metrics.loss, metrics.learning_rate, metrics.grad_norm) {
             self.reporter.warn(&warning);
         }
-        self.facts.trained_tokens = trained_tokens;
+        self.fingerprint.trained_tokens = trained_tokens;
         Ok(())
     }
 
@@ -304,8 +304,8 @@ impl Run<'_> {
             step,
             engine,
             self.schedule,
-            &self.facts,
-            self.feed.state(step)?,
+            &self.fingerprint,
+            self.batches.state(step)?,
         );
         let path = match path {
             Ok(path) => path,
@@ -347,7 +347,7 @@ impl Run<'_> {
     /// The numbers of an evaluation after `step`; they are reported. `None`: a signal ended it.
     fn measure(&mut self, engine: &Engine, step: u64) -> Result<Option<Vec<(String, f64)>>> {
         let measured = engine
-            .by_root(|| self.feed.evaluate(engine))
+            .by_root(|| self.batches.evaluate(engine))
             .map(Option::unwrap_or_default);
         let Some(found) = self.ranks.unless_root_stopped(measured)? else {
             return Ok(None);
@@ -356,7 +356,7 @@ impl Run<'_> {
             self.reporter.measured(step, &found);
         }
         let mut numbers: Vec<_> = found.iter().map(|(name, x)| (format!("eval_{name}"), *x)).collect();
-        let batches = self.feed.eval()?;
+        let batches = self.batches.eval()?;
         if batches.is_empty() {
             return Ok(Some(numbers));
         }
@@ -458,7 +458,7 @@ impl Run<'_> {
     /// Errors: as `stop_if_asked`.
     pub fn evaluate_if_missing(&mut self, engine: &mut Engine, step: u64) -> Result<()> {
         // The last line that `evaluate` writes.
-        let last = if self.feed.eval()?.is_empty() {
+        let last = if self.batches.eval()?.is_empty() {
             "eval_"
         } else {
             "eval_loss"
@@ -499,7 +499,7 @@ impl Run<'_> {
         };
         // A saved state is saved again only if the stage has new state.
         let saved = self.run_dir.join(format!("checkpoint-{step}/manifest.json")).exists();
-        let due = !saved || self.pace.saved != step || self.feed.state(step)?.is_some();
+        let due = !saved || self.pace.saved != step || self.batches.state(step)?.is_some();
         if self.ranks.of_root(due)? {
             self.save_here(engine, step)?;
         }
@@ -531,7 +531,7 @@ impl Run<'_> {
         );
         self.reporter.finish();
         Err(Error::new("the run used more memory than its budget")
-            .at("memory.budget")
+            .at(Memory::budget)
             .found(format!(
                 "a measured peak of {} in step {step}, {} forecast",
                 bytes(peak),
@@ -550,7 +550,7 @@ impl Run<'_> {
 
     /// Handles a failed step. If gradients are kept, the weights are still those of the step before, which are saved.
     pub fn failed(&mut self, engine: &Engine, step: u64, trained_tokens: u64, e: Error) -> Error {
-        self.facts.trained_tokens = trained_tokens;
+        self.fingerprint.trained_tokens = trained_tokens;
         let whole = engine.strategy.gradients == Gradients::Keep && !self.schedule.corrects_at_once();
         // After the error of one rank its part of the state is missing. A number that is not finite is the error of all ranks.
         let together = !engine.trains_apart() && (!engine.is_divided() || e.kind() == ErrorKind::NonFinite);

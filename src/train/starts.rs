@@ -57,12 +57,12 @@ pub fn requantizes_base(recipe: &Recipe) -> bool {
         && lora.init_lora_weights == LoraInit::Loftq
 }
 
-/// Initializes the adapters of `network`; an adaptive method also changes ranks by module, and with them `prepared`.
+/// Initializes the adapters of `network`; an adaptive method also changes ranks by module, and with them `adapter_set`.
 ///
 /// Errors: a rank larger than a weight allows, rows that cannot be read, a signal.
-pub fn fill(s: &mut AdapterInitContext, network: &mut Network, prepared: &mut hf::AdapterSet) -> Result<()> {
+pub fn fill(s: &mut AdapterInitContext, network: &mut Network, adapter_set: &mut hf::AdapterSet) -> Result<()> {
     let lora = &s.recipe.tune.lora;
-    if lora.adapter.is_some() || prepared.config.is_none() {
+    if lora.adapter.is_some() || adapter_set.config.is_none() {
         return Ok(());
     }
     if lora.peft_type == PeftType::Lora {
@@ -70,8 +70,8 @@ pub fn fill(s: &mut AdapterInitContext, network: &mut Network, prepared: &mut hf
             LoraInit::Default | LoraInit::Gaussian => {}
             LoraInit::Loftq => loftq::fill(s, network)?,
             LoraInit::Pissa | LoraInit::Olora => from_weights(s, network)?,
-            LoraInit::Eva => eva(s, network, prepared)?,
-            LoraInit::Corda => corda(s, network, prepared)?,
+            LoraInit::Eva => eva(s, network, adapter_set)?,
+            LoraInit::Corda => corda(s, network, adapter_set)?,
             LoraInit::LoraGa => from_gradient(s, network)?,
         }
     }
@@ -241,7 +241,7 @@ struct Directions {
     first: usize,
 }
 
-fn eva(s: &mut AdapterInitContext, network: &mut Network, prepared: &mut hf::AdapterSet) -> Result<()> {
+fn eva(s: &mut AdapterInitContext, network: &mut Network, adapter_set: &mut hf::AdapterSet) -> Result<()> {
     let (batches, rho) = (
         first_rows(s.train, s.recipe.tune.lora.init_samples)?,
         s.recipe.tune.lora.eva.rho,
@@ -280,7 +280,7 @@ fn eva(s: &mut AdapterInitContext, network: &mut Network, prepared: &mut hf::Ada
     let first_of: Vec<usize> = all.iter().map(|d| d.first).collect();
     let ranks = start::eva_ranks(&explained, &first_of, budget);
     let modules = all.iter().map(|d| d.module.clone());
-    resize(s.recipe, network, prepared, &modules.zip(ranks).collect())?;
+    resize(s.recipe, network, adapter_set, &modules.zip(ranks).collect())?;
     for d in &all {
         let Some(lora) = network.adapters.get(&d.module).and_then(|a| a.lora()) else {
             continue;
@@ -294,7 +294,7 @@ fn eva(s: &mut AdapterInitContext, network: &mut Network, prepared: &mut hf::Ada
     Ok(())
 }
 
-fn corda(s: &mut AdapterInitContext, network: &mut Network, prepared: &mut hf::AdapterSet) -> Result<()> {
+fn corda(s: &mut AdapterInitContext, network: &mut Network, adapter_set: &mut hf::AdapterSet) -> Result<()> {
     let settings = &s.recipe.tune.lora.corda;
     let own;
     let rows = if settings.data.is_empty() {
@@ -306,7 +306,7 @@ fn corda(s: &mut AdapterInitContext, network: &mut Network, prepared: &mut hf::A
     let key = cache::key(s.recipe, s.base, rows, network)?;
     if let Some(pairs) = cache::read(s.cache, &key, network, s.note)? {
         (s.note)("corda: uses the components of an earlier run with the same model, rows and settings");
-        return place(s.recipe, network, prepared, pairs);
+        return place(s.recipe, network, adapter_set, pairs);
     }
     let (method, arithmetic) = (settings.method, settings.compatible);
     let examples = &rows.examples.head(settings.samples)?;
@@ -366,25 +366,27 @@ fn corda(s: &mut AdapterInitContext, network: &mut Network, prepared: &mut hf::A
         let values: Vec<(Vec<f64>, f64)> = found.values().map(|c| (c.s.clone(), c.total)).collect();
         start::allocate(&values, method, budget)
     };
-    let Some(config) = &prepared.config else { return Ok(()) };
+    let Some(config) = &adapter_set.config else {
+        return Ok(());
+    };
     let mut pairs = BTreeMap::new();
     for ((module, component), r) in found.iter().zip(ranks) {
         let scale = scaling(hf::alpha_of(config, module)?, r, config.use_rslora);
         pairs.insert(module.clone(), (r, start::pair_of(component, method, r, scale)));
     }
     cache::write(s.cache, &key, network, &pairs)?;
-    place(s.recipe, network, prepared, pairs)
+    place(s.recipe, network, adapter_set, pairs)
 }
 
 /// Sets these pairs on the network; the config lists ranks that differ from `r`.
 fn place(
     recipe: &Recipe,
     network: &mut Network,
-    prepared: &mut hf::AdapterSet,
+    adapter_set: &mut hf::AdapterSet,
     pairs: BTreeMap<String, (usize, Pair)>,
 ) -> Result<()> {
     let ranks = pairs.iter().map(|(m, (r, _))| (m.clone(), *r)).collect();
-    resize(recipe, network, prepared, &ranks)?;
+    resize(recipe, network, adapter_set, &ranks)?;
     for (module, (_, pair)) in &pairs {
         if let Some(lora) = network.adapters.get(module).and_then(|a| a.lora()) {
             set(lora, pair)?;
@@ -398,10 +400,10 @@ fn place(
 pub fn resize(
     recipe: &Recipe,
     network: &mut Network,
-    prepared: &mut hf::AdapterSet,
+    adapter_set: &mut hf::AdapterSet,
     ranks: &BTreeMap<String, usize>,
 ) -> Result<()> {
-    let Some(config) = &mut prepared.config else {
+    let Some(config) = &mut adapter_set.config else {
         return Ok(());
     };
     let lora = &recipe.tune.lora;
@@ -458,7 +460,7 @@ pub fn resize(
             _ => Adapter::Lora(other),
         });
     }
-    prepared.adapters = network.adapters.clone();
+    adapter_set.adapters = network.adapters.clone();
     Ok(())
 }
 

@@ -11,6 +11,7 @@ use crate::engine::{Active, Ema, Engine, MomentValues, SavedMoment};
 use crate::formats::dtype::StoredDtype;
 use crate::formats::writer::{TensorPlan, Values};
 use crate::hf::Fingerprint;
+use crate::recipe::table::{self, Content, OnResume};
 use crate::recipe::{self, LoadedRecipe};
 use crate::report;
 use crate::setup::active_schedule::ActiveSchedule;
@@ -51,8 +52,8 @@ pub fn save(
     step: u64,
     engine: &Engine,
     schedule: &ActiveSchedule,
-    facts: &RunFingerprint,
-    feed: Option<Vec<u8>>,
+    fingerprint: &RunFingerprint,
+    stage_state: Option<Vec<u8>>,
 ) -> Result<PathBuf> {
     let plan = |name: String, n: usize| TensorPlan {
         name,
@@ -85,16 +86,16 @@ pub fn save(
     let of_average = |(name, _): (&str, u64)| Ok(plan(name.to_string(), engine.elements(name)?));
     let average_plans = averages().map(of_average).collect::<Result<Vec<TensorPlan>>>()?;
     let state = json!({
-        "recipe": facts.recipe,
-        "data": facts.data,
-        "eval_data": facts.eval_data,
-        "base": facts.base,
-        "trained_tokens": facts.trained_tokens,
-        "made_by": facts.made_by,
+        "recipe": fingerprint.recipe,
+        "data": fingerprint.data,
+        "eval_data": fingerprint.eval_data,
+        "base": fingerprint.base,
+        "trained_tokens": fingerprint.trained_tokens,
+        "made_by": fingerprint.made_by,
         "active_block": schedule.label(step.max(1)),
         "optimizer_steps": steps,
         "averages": updates,
-        "stage": feed.is_some(),
+        "stage": stage_state.is_some(),
         "loss_scale": engine.loss_scale.map(|s| json!({"scale": s.scale, "steps": s.steps, "skipped": s.skipped})),
     });
     let ranks = engine.step_hook.as_ref().map(|hook| hook.state()).unwrap_or_default();
@@ -104,7 +105,7 @@ pub fn save(
         .collect();
     let kept = [TensorPlan {
         dtype: StoredDtype::U8,
-        ..plan("state".into(), feed.as_ref().map_or(0, Vec::len))
+        ..plan("state".into(), stage_state.as_ref().map_or(0, Vec::len))
     }];
     let mut files = vec![
         Files {
@@ -128,7 +129,7 @@ pub fn save(
             tensors: &average_plans,
         });
     }
-    if feed.is_some() {
+    if stage_state.is_some() {
         files.push(Files {
             name: FEED,
             tensors: &kept,
@@ -138,7 +139,7 @@ pub fn save(
         WEIGHTS => engine.exact(&tensor.name, &mut |values| write(Values::F32(values))),
         RANKS => write(Values::F32(ranks.get(&tensor.name).map_or(&[], Vec::as_slice))),
         AVERAGES => engine.average_values(&tensor.name, &mut |values| write(Values::F32(values))),
-        FEED => write(Values::Raw(feed.as_deref().unwrap_or_default())),
+        FEED => write(Values::Raw(stage_state.as_deref().unwrap_or_default())),
         _ => {
             let found = moments.iter().position(|moment| moment.name == tensor.name);
             let found = found.ok_or_else(|| Error::new("optimizer state is missing").at(&tensor.name))?;
@@ -180,7 +181,7 @@ pub fn bytes(trained_elements: u64, active_elements: u64, averages: bool) -> u64
 }
 
 /// The values that `save` stored beside tensors.
-pub fn facts(loaded: &LoadedState) -> RunFingerprint {
+pub fn fingerprint(loaded: &LoadedState) -> RunFingerprint {
     let text = |key: &str| {
         loaded
             .state
@@ -207,7 +208,7 @@ pub fn facts(loaded: &LoadedState) -> RunFingerprint {
 }
 
 /// The saved state of the stage.
-pub fn feed(loaded: &LoadedState) -> Result<Option<Vec<u8>>> {
+pub fn stage_state(loaded: &LoadedState) -> Result<Option<Vec<u8>>> {
     match loaded.state.get("stage").and_then(Value::as_bool) {
         Some(true) => Ok(Some(loaded.open(FEED)?.read_bytes("state")?)),
         _ => Ok(None),
@@ -336,71 +337,29 @@ pub fn restore(loaded: &LoadedState, engine: &mut Engine, active: &Active) -> Re
     Ok(())
 }
 
-/// Keys that may differ between a run and its resume.
-const FREE: [&str; 27] = [
-    // The tokens are the same with and without a cache.
-    "data.cache",
-    "data.cache_dir",
-    "data.cache_limit",
-    "train.logging_steps",
-    "train.report_to",
-    "train.eval_steps",
-    "train.metric_for_best_model",
-    "train.load_best_model_at_end",
-    "train.early_stopping_patience",
-    "train.early_stopping_threshold",
-    "train.save_steps",
-    "train.save_total_limit",
-    "train.output_dir",
-    "train.sample_prompts",
-    "train.predict_with_generate",
-    "train.max_steps",
-    "train.num_epochs",
-    "memory.budget",
-    // Rights of a program, not what it computes.
-    "rlhf.reward_network",
-    "rlhf.reward_memory",
-    // The bits do not depend on the number of ranks.
-    "distributed.weights",
-    "distributed.sum",
-    "distributed.reduce",
-    "distributed.sequence",
-    "distributed.sequence_by",
-    "distributed.timeout",
-    "distributed.checkpoint",
-];
-
 /// Value of `base` for random weights.
 pub const RANDOM: &str = "random";
-
-/// Keys that hold paths: the path may change if a hash proves that the content is the same.
-const MODEL_PATHS: [&str; 2] = ["model.path", "model.revision"];
-const DATA_PATHS: [&str; 4] = ["data.train", "data.config", "data.split", "data.revision"];
-const EVAL_PATHS: [&str; 2] = ["data.eval", "data.eval_split"];
-const SOURCES: &str = "data.sources";
-/// Keys that the stage compares: it saves the teacher's fingerprint in its state.
-const TEACHER_PATHS: [&str; 3] = ["distill.teacher", "distill.teacher_revision", "distill.teacher_cache"];
 
 /// Errors: any change that would make the resumed run a different run, as a table old -> new.
 pub fn check_same(old: &RunFingerprint, new: &RunFingerprint) -> Result<()> {
     let same_base = old.base == new.base || (!new.sampled.is_empty() && old.base == new.sampled);
-    let moved = |key: &str| {
-        MODEL_PATHS.contains(&key) && same_base && new.base != RANDOM
-            || DATA_PATHS.contains(&key) && old.data == new.data
-            || EVAL_PATHS.contains(&key) && old.eval_data == new.eval_data
-            || TEACHER_PATHS.contains(&key)
+    let may_change = |key: &str, was: &str, now: &str| match table::find(key).map(|key| key.on_resume) {
+        None | Some(OnResume::Nothing) => false,
+        Some(OnResume::Value) => true,
+        Some(OnResume::Path(content)) => match content {
+            Content::BaseModel => same_base && new.base != RANDOM,
+            Content::TrainingRows => old.data == new.data,
+            Content::Sources => old.data == new.data && recipe::without_paths(was) == recipe::without_paths(now),
+            Content::EvaluationRows => old.eval_data == new.eval_data,
+            Content::Teacher => true,
+        },
     };
     let mut differences = Vec::new();
     for (key, now) in &new.recipe {
-        match old.recipe.get(key) {
-            Some(was)
-                if key == SOURCES
-                    && old.data == new.data
-                    && recipe::without_paths(was) == recipe::without_paths(now) => {}
-            Some(was) if was != now && !FREE.contains(&key.as_str()) && !moved(key) => {
-                differences.push(format!("{key}: {was} -> {now}"))
-            }
-            _ => {}
+        if let Some(was) = old.recipe.get(key).filter(|was| *was != now)
+            && !may_change(key, was, now)
+        {
+            differences.push(format!("{key}: {was} -> {now}"));
         }
     }
     for (what, was, now, same) in [
@@ -431,7 +390,7 @@ pub fn check_same(old: &RunFingerprint, new: &RunFingerprint) -> Result<()> {
 
 /// A warning if another program, processor or device goes on with `checkpoint`.
 pub fn other_bits(checkpoint: &LoadedState, new: &RunFingerprint) -> Option<String> {
-    let old = facts(checkpoint);
+    let old = fingerprint(checkpoint);
     let changed: Vec<String> = new
         .made_by
         .iter()
@@ -462,7 +421,7 @@ fn short(hash: &str) -> &str {
     digits.get(..12).unwrap_or(digits)
 }
 
-/// The facts of a run that starts.
+/// The fingerprint of a run that starts.
 pub fn of_run(
     loaded: &LoadedRecipe,
     print: Option<Fingerprint>,
@@ -498,14 +457,20 @@ mod tests {
     /// Row R6.
     #[test]
     fn only_harmless_changes_are_let_through() {
-        let facts = |pairs: &[(&str, &str)], data: &str| RunFingerprint {
+        let fingerprint = |pairs: &[(&str, &str)], data: &str| RunFingerprint {
             recipe: pairs.iter().map(|(k, v)| (k.to_string(), v.to_string())).collect(),
             data: data.into(),
             ..RunFingerprint::default()
         };
-        let old = facts(&[("train.seed", "1"), ("train.save_steps", "5")], "aa");
-        assert!(check_same(&old, &facts(&[("train.seed", "1"), ("train.save_steps", "9")], "aa")).is_ok());
-        let e = check_same(&old, &facts(&[("train.seed", "2")], "bb"))
+        let old = fingerprint(&[("train.seed", "1"), ("train.save_steps", "5")], "aa");
+        assert!(
+            check_same(
+                &old,
+                &fingerprint(&[("train.seed", "1"), ("train.save_steps", "9")], "aa")
+            )
+            .is_ok()
+        );
+        let e = check_same(&old, &fingerprint(&[("train.seed", "2")], "bb"))
             .unwrap_err()
             .to_string();
         assert!(e.contains("train.seed: 1 -> 2") && e.contains("training rows"), "{e}");
@@ -514,36 +479,36 @@ mod tests {
     /// Row R6.
     #[test]
     fn sources_may_move_and_keep_their_weights() {
-        let facts = |sources: &str, data: &str| RunFingerprint {
+        let fingerprint = |sources: &str, data: &str| RunFingerprint {
             recipe: [("data.sources".to_string(), sources.to_string())].into(),
             data: data.into(),
             ..RunFingerprint::default()
         };
         let source = |path: &str, weight: &str| format!("[{{ path = [\"{path}\"], weight = {weight} }}]");
-        let old = facts(&source("a.jsonl", "2.0"), "aa");
-        check_same(&old, &facts(&source("moved/a.jsonl", "2.0"), "aa")).unwrap();
+        let old = fingerprint(&source("a.jsonl", "2.0"), "aa");
+        check_same(&old, &fingerprint(&source("moved/a.jsonl", "2.0"), "aa")).unwrap();
         check_same(
             &old,
-            &facts("[{ path = [\"org/name\"], split = \"train\", weight = 2.0 }]", "aa"),
+            &fingerprint("[{ path = [\"org/name\"], split = \"train\", weight = 2.0 }]", "aa"),
         )
         .unwrap();
-        let weight = check_same(&old, &facts(&source("a.jsonl", "3.0"), "aa")).unwrap_err();
+        let weight = check_same(&old, &fingerprint(&source("a.jsonl", "3.0"), "aa")).unwrap_err();
         assert!(weight.to_string().contains("data.sources"), "{weight}");
-        let rows = check_same(&old, &facts(&source("moved/a.jsonl", "2.0"), "bb")).unwrap_err();
+        let rows = check_same(&old, &fingerprint(&source("moved/a.jsonl", "2.0"), "bb")).unwrap_err();
         assert!(rows.to_string().contains("2 differences"), "{rows}");
     }
 
     #[test]
     fn what_was_moved_is_known_by_its_hash() {
-        let facts = |path: &str, base: &str, sampled: &str| RunFingerprint {
+        let fingerprint = |path: &str, base: &str, sampled: &str| RunFingerprint {
             recipe: [("model.path".to_string(), path.to_string())].into(),
             base: base.into(),
             sampled: sampled.into(),
             ..RunFingerprint::default()
         };
-        let old = facts("a", "blake3-exact:11", "");
-        check_same(&old, &facts("b", "blake3-exact:11", "blake3:7")).unwrap();
-        let e = check_same(&old, &facts("b", "blake3-exact:12", "blake3:7"))
+        let old = fingerprint("a", "blake3-exact:11", "");
+        check_same(&old, &fingerprint("b", "blake3-exact:11", "blake3:7")).unwrap();
+        let e = check_same(&old, &fingerprint("b", "blake3-exact:12", "blake3:7"))
             .unwrap_err()
             .to_string();
         assert!(
@@ -551,9 +516,19 @@ mod tests {
             "{e}"
         );
         // A checkpoint with only the hash of a part of the weights.
-        check_same(&facts("a", "blake3:7", ""), &facts("b", "blake3-exact:12", "blake3:7")).unwrap();
-        assert!(check_same(&facts("a", "blake3:8", ""), &facts("a", "blake3-exact:12", "blake3:7")).is_err());
+        check_same(
+            &fingerprint("a", "blake3:7", ""),
+            &fingerprint("b", "blake3-exact:12", "blake3:7"),
+        )
+        .unwrap();
+        assert!(
+            check_same(
+                &fingerprint("a", "blake3:8", ""),
+                &fingerprint("a", "blake3-exact:12", "blake3:7")
+            )
+            .is_err()
+        );
         // For random weights the path identifies the shape.
-        assert!(check_same(&facts("a", RANDOM, ""), &facts("b", RANDOM, "")).is_err());
+        assert!(check_same(&fingerprint("a", RANDOM, ""), &fingerprint("b", RANDOM, "")).is_err());
     }
 }

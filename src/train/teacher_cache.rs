@@ -16,7 +16,7 @@ use crate::formats::dtype::StoredDtype;
 use crate::formats::weights::Weights;
 use crate::formats::writer::{self, TensorPlan, Values};
 use crate::ops::distill::TopK;
-use crate::recipe::Recipe;
+use crate::recipe::{Distill, Recipe};
 use crate::report;
 use crate::setup;
 use crate::setup::ModelDir;
@@ -212,7 +212,7 @@ pub fn cache(recipe: &Recipe, out: &Path, note: &mut dyn FnMut(&str)) -> Result<
             phase.add(batch.documents.len().saturating_sub(1) as u64);
             if part.log_probs.iter().chain(&part.rest).any(|x| x.is_nan()) {
                 return Err(Error::new("the teacher's outputs are not finite")
-                    .at("distill.teacher")
+                    .at(Distill::teacher)
                     .hint("check its weights, or set `distill.teacher_weights = \"f32\"`"));
             }
             top.ids.extend(part.ids);
@@ -463,7 +463,7 @@ pub struct Cache {
 /// Errors: an incomplete directory; other rows, another temperature, more ids than the student has, or a different
 /// teacher than that of the recipe.
 pub fn open(dir: &Path, recipe: &Recipe, model: &ModelDir, rows: &Dataset) -> Result<Cache> {
-    let at = |e: Error| e.or_at("distill.teacher_cache");
+    let at = |e: Error| e.or_at(Distill::teacher_cache);
     let path = dir.join(MANIFEST);
     if let (false, Some(hint)) = (dir.exists(), paths::hint(dir)) {
         return Err(paths::missing("directory", dir).hint(hint));

@@ -59,13 +59,44 @@ fn a_cached_model_is_planned_like_its_directory() {
         assert_eq!(cached[part], local[part], "{part}");
     }
     assert_eq!(own(&cached), own(&local));
-    // A training run has the same plan.
-    let out = "train.output_dir=run";
-    ft(&["train", "--recipe", "r.toml", "train.max_steps=1", out]);
-    let text = std::fs::read_to_string(cache.path().join("run/plan.json")).unwrap();
-    let run: Value = serde_json::from_str(&text).unwrap();
-    let short = of(&["train.max_steps=1", out]);
-    for part in parts {
-        assert_eq!(short[part], run[part], "{part}");
+    // A training run has the same plan, with new tokens too.
+    for (name, more) in [("run", "train.seed=1"), ("tokens", "data.new_tokens=[\"<new>\"]")] {
+        let arguments = ["train.max_steps=1", more, &format!("train.output_dir={name}")];
+        ft(&[&["train", "--recipe", "r.toml"], &arguments[..]].concat());
+        let text = std::fs::read_to_string(cache.path().join(name).join("plan.json")).unwrap();
+        let run: Value = serde_json::from_str(&text).unwrap();
+        let short = of(&arguments);
+        for part in parts {
+            assert_eq!(short[part], run[part], "{name} {part}");
+        }
     }
+}
+
+/// Weights that cannot be read are named by the plan, as training refuses them; a plan needs no weights.
+#[test]
+fn weights_that_cannot_be_read_are_named_by_the_plan() {
+    let dir = tempfile::tempdir().unwrap();
+    let tiny = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/tiny");
+    for file in ["config.json", "tokenizer.json", "tokenizer_config.json"] {
+        std::fs::copy(tiny.join(file), dir.path().join(file)).unwrap();
+    }
+    let plan = || {
+        let out = std::process::Command::new(env!("CARGO_BIN_EXE_ft"))
+            .args(["plan", "--recipe", "recipes/quickstart.toml"])
+            .arg(format!("model.path={}", dir.path().display()))
+            .current_dir(env!("CARGO_MANIFEST_DIR"))
+            .output()
+            .unwrap();
+        let said = String::from_utf8_lossy(&out.stderr).into_owned();
+        assert!(out.status.success(), "{said}");
+        said
+    };
+    assert!(!plan().contains("would reject this model"));
+    let weights = std::fs::read(tiny.join("model.safetensors")).unwrap();
+    std::fs::write(dir.path().join("model.safetensors"), &weights[..weights.len() / 2]).unwrap();
+    let said = plan();
+    assert!(
+        said.contains("would reject this model") && said.contains("model.safetensors"),
+        "{said}"
+    );
 }

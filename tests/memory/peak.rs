@@ -19,7 +19,7 @@ use ft::optim::Optimizer;
 use ft::peft::{Adapter, Cost, Lora, Mask, lora};
 use ft::plan::{self, Inputs};
 use ft::recipe::{self, Dtype, Method, Recipe};
-use ft::setup::Turn;
+use ft::setup::ActivePeriod;
 use ft::setup::row_sizes::Evaluation;
 use ft::sft::CausalLm;
 use ft::source::Placement;
@@ -398,7 +398,7 @@ fn measure(s: &Shape, way: Way, dtype: Dtype, place: Placement, before: usize) -
         element: 4,
         on_gpu: false,
         gpu_rates: &ft::plan::gpu_time::GPUS[0],
-        turns: [Turn::alone(active)].into(),
+        turns: [ActivePeriod::alone(active)].into(),
         evaluation: Evaluation::default(),
         teacher: None,
         judges: Arc::default(),

@@ -283,7 +283,10 @@ pub fn preference_step(policy: &Path, reference: &Path, rows: &Path, lines: &str
         eval: None,
         questions: None,
     };
-    let stage::Stage { mut feed, objective } = stage::open(setting).unwrap_or_else(|e| panic!("{e}"));
+    let stage::Stage {
+        batches: mut source,
+        objective,
+    } = stage::open(setting).unwrap_or_else(|e| panic!("{e}"));
     let model = ModelDir::open(reference.to_str().unwrap(), "main", &TextChanges::default()).unwrap();
     let model = model.load(
         &StoragePolicy::dense(Dtype::F32),
@@ -294,8 +297,8 @@ pub fn preference_step(policy: &Path, reference: &Path, rows: &Path, lines: &str
     let optimizer = Optimizer::new(recipe.optimizer.clone());
     let (strategy, none) = (StepStrategy::new(Dtype::F32), Active::new([]));
     let engine = Engine::new(model.unwrap(), objective, optimizer, strategy, &none).unwrap();
-    feed.prepare(&engine).unwrap_or_else(|e| panic!("{e}"));
-    let batches = feed.window(0, &engine).unwrap_or_else(|e| panic!("{e}"));
+    source.prepare(&engine).unwrap_or_else(|e| panic!("{e}"));
+    let batches = source.window(0, &engine).unwrap_or_else(|e| panic!("{e}"));
     let mut optimizer = engine.optimizer;
     let objective = engine.objective;
     let mut network = open(policy, None);

@@ -69,23 +69,30 @@ pub fn resolve_model(path: &str, revision: &str, progress: bool) -> Result<PathB
 /// As for `resolve_model`.
 pub fn resolve_with(settings: &HubSettings, path: &str, revision: &str) -> Result<PathBuf> {
     let (path, revision) = with_revision(path, revision)?;
-    if Path::new(path).is_dir() {
-        return Ok(PathBuf::from(path));
-    }
-    if Path::new(path).is_file() {
-        return Err(Error::format("the model is a file, not a directory")
-            .at(path)
-            .hint("give the directory that contains `config.json` and the weights"));
-    }
-    if paths::is_meant(path) || !is_id(path) {
-        return Err(paths::missing("directory", Path::new(path))
-            .expected("a directory, or a hub id such as `Qwen/Qwen2.5-0.5B-Instruct`"));
+    if Path::new(path).exists() || paths::is_meant(path) || !is_id(path) {
+        return local_model(Path::new(path));
     }
     check_revision(revision)?;
     #[cfg(feature = "hub")]
     return model::resolve(settings, path, revision).map_err(|e| not_here("directory", path, e));
     #[cfg(not(feature = "hub"))]
     Err(no_feature(settings, path))
+}
+
+/// The local directory of a model, which is not a hub id.
+///
+/// # Errors
+/// There is no such directory.
+pub fn local_model(path: &Path) -> Result<PathBuf> {
+    if path.is_dir() {
+        return Ok(path.to_path_buf());
+    }
+    if path.is_file() {
+        return Err(Error::format("the model is a file, not a directory")
+            .at_path(path)
+            .hint("give the directory that contains `config.json` and the weights"));
+    }
+    Err(paths::missing("directory", path).expected("a directory, or a hub id such as `Qwen/Qwen2.5-0.5B-Instruct`"))
 }
 
 /// As `resolve_model`, but downloads only `config.json`: enough for a plan.

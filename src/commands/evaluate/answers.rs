@@ -60,7 +60,7 @@ pub fn pairs(opened: &EvaluatedModel, recipe: &Recipe, request: &Request) -> Res
     let first = |row| Ok(set.parts(row)?.into_iter().next());
     let chosen: Vec<Option<Example>> = (0..set.examples.len()).map(first).collect::<Result<_>>()?;
     let chosen = Dataset::from_examples(chosen.into_iter().flatten().collect());
-    let objective = CausalLm::new(opened.described.spec.vocab);
+    let objective = CausalLm::new(opened.model_dir.spec.vocab);
     let batches = crate::data::order::eval_batches(&chosen, super::BATCH_TOKENS);
     let count = chosen.examples.len();
     let totals = totals(&opened.network, &objective, batches, count, &files(recipe, request))?;
@@ -101,11 +101,11 @@ fn reference(opened: &EvaluatedModel, request: &Request) -> Result<Option<Evalua
     match request.reference {
         Some(name) => {
             let reference = open(name, None, request)?;
-            if reference.described.spec.vocab != opened.described.spec.vocab {
+            if reference.model_dir.spec.vocab != opened.model_dir.spec.vocab {
                 return Err(Error::new("the reference has another vocabulary")
                     .at(name)
-                    .found(reference.described.spec.vocab)
-                    .expected(opened.described.spec.vocab));
+                    .found(reference.model_dir.spec.vocab)
+                    .expected(opened.model_dir.spec.vocab));
             }
             Ok(Some(reference))
         }
@@ -117,7 +117,7 @@ fn reference(opened: &EvaluatedModel, request: &Request) -> Result<Option<Evalua
 /// Evaluates KTO rows: how likely the desirable and the undesirable answers are.
 pub fn judged(opened: &EvaluatedModel, recipe: &Recipe, request: &Request) -> Result<Report> {
     let set = read(opened, recipe, request, Stage::Kto)?;
-    let objective = CausalLm::new(opened.described.spec.vocab);
+    let objective = CausalLm::new(opened.model_dir.spec.vocab);
     let is_good: Vec<bool> = set.preferences.iter().map(|p| p.label).collect();
     let of = |good: bool| -> Result<Vec<Example>> {
         let rows = (0..set.examples.len()).filter(|row| is_good[*row] == good);
@@ -155,15 +155,15 @@ pub fn judged(opened: &EvaluatedModel, recipe: &Recipe, request: &Request) -> Re
 
 /// Evaluates prompts with known answers: greedy decoding, scored as by the rewards `exact` and `numeric`.
 pub fn prompts(opened: &EvaluatedModel, recipe: &Recipe, request: &Request) -> Result<Report> {
-    let EvaluatedModel { described, network, .. } = opened;
+    let EvaluatedModel { model_dir, network, .. } = opened;
     let encoder = Encoder {
-        codec: &described.tokenizer,
-        template: described.template(),
+        codec: &model_dir.tokenizer,
+        template: model_dir.template(),
         train_on: TrainOn::Assistant,
         max_length: recipe.data.max_length,
-        embedding_rows: described.spec.vocab,
+        embedding_rows: model_dir.spec.vocab,
     };
-    let window = recipe.data.max_length.min(described.spec.decoded_positions());
+    let window = recipe.data.max_length.min(model_dir.spec.decoded_positions());
     let longest = request.max_new_tokens.min(window / 2).max(1);
     let column = &recipe.rl.answer_column;
     let sources = sources(recipe, rows_of(recipe, request))?;
@@ -197,7 +197,7 @@ pub fn prompts(opened: &EvaluatedModel, recipe: &Recipe, request: &Request) -> R
             .hint("name the field with `rlhf.answer_column=NAME`"));
     }
     let ids: Vec<Vec<u32>> = known.iter().map(|p| p.ids.clone()).collect();
-    let texts = samples::greedy(described, network, &ids, longest)?;
+    let texts = samples::greedy(model_dir, network, &ids, longest)?;
     let judge = |of: fn(&str, &serde_json::Value) -> f64| -> Vec<f64> {
         let pairs = texts.iter().zip(&known);
         pairs

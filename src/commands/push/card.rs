@@ -4,6 +4,7 @@ use crate::base::files;
 use crate::base::units::{bytes, count, duration};
 use crate::history::{Curve, Record};
 use crate::hub;
+use crate::recipe::ModelRef;
 use serde_json::Value;
 use std::path::Path;
 use std::time::Duration;
@@ -52,9 +53,10 @@ impl Card<'_> {
 
     /// The id of the base on the hub. A directory says nothing elsewhere.
     fn base_id(&self) -> Option<String> {
-        let base = self.base()?;
-        let id = hub::split_revision(&base).map_or(base.as_str(), |(id, _)| id);
-        (hub::is_id(id) && !Path::new(id).exists()).then(|| id.to_string())
+        match ModelRef::new(&self.base()?) {
+            ModelRef::Hub(text) => Some(hub::split_revision(&text).map_or(text.clone(), |(id, _)| id.into())),
+            ModelRef::Dir(_) | ModelRef::Shape(_) => None,
+        }
     }
 
     fn header(&self) -> String {

@@ -17,9 +17,9 @@ section! {
     pub struct Distill in "distill", when Train::stage = ["distill"] {
         /// The teacher: hub id or local directory, of any family, with the same tokenizer, or with `alignment`. `ft distill cache` needs it;
         /// training too, unless `teacher_cache` is set.
-        teacher: Option<ModelRef> = "", "stored outputs can replace it";
+        teacher: Option<ModelRef> = "", "stored outputs can replace it", resume TEACHER;
         /// Branch, tag or commit of a hub teacher.
-        teacher_revision: String = "main", "the default branch of every hub repository";
+        teacher_revision: String = "main", "the default branch of every hub repository", resume TEACHER;
         /// A teacher with another tokenizer: the tokens of both are grouped to spans of the same text. `uld` compares the
         /// probabilities after sorting; `gold` compares those of equal tokens, and the others after sorting. `none`: the tokenizer
         /// must be the same.
@@ -31,7 +31,7 @@ section! {
         /// layer by layer.
         teacher_tier: TeacherTier = "device", "the fastest";
         /// Directory written by `ft distill cache`: its stored outputs replace the teacher.
-        teacher_cache: Option<String> = "", "the teacher runs together with the student";
+        teacher_cache: Option<String> = "", "the teacher runs together with the student", resume TEACHER;
         /// Number of log-probabilities that `ft distill cache` stores per token, for the most likely ids; one number is
         /// stored for all other ids.
         top_k: usize = 64, "most of the probability mass, in 260 to 388 bytes per token", in between(1, 65536);

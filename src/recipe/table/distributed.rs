@@ -59,25 +59,25 @@ section! {
         /// layers, and a layer is collected from all ranks before it is used. `expert-parallel`: each rank has some of the routed
         /// experts and all other weights, and the hidden states of the tokens travel to the experts. Not available yet: `sharded-in-node`,
         /// `host`.
-        weights: RankWeights = "auto", "replicated if it fits, else sharded";
+        weights: RankWeights = "auto", "replicated if it fits, else sharded", resume FREE;
         /// How gradients are added. `ordered`: in the order of the micro-batches, which gives the result of one rank, bit for bit. On one GPU
         /// `auto` lets a product add to the sum, which is faster and rounds differently: write `ordered` there for the result of
         /// several GPUs, bit for bit. `window`: each rank adds its own ones first, so they travel once in a step; it has whole gradients then, and
         /// the last bits depend on the number of ranks.
-        sum: RankSum = "auto", "ordered on several ranks";
+        sum: RankSum = "auto", "ordered on several ranks", resume FREE;
         /// The type in which a gradient travels; it is added in f32. `bf16`: half the bytes, and the same bits on any number
         /// of ranks from 2 on.
-        reduce: RankReduce = "f32", "bit-identical to one rank";
+        reduce: RankReduce = "f32", "bit-identical to one rank", resume FREE;
         /// Ranks that share the tokens of one micro-batch, for long contexts. They divide the number of ranks.
-        sequence: usize = 1, "each micro-batch is computed by one rank", in from(1);
+        sequence: usize = 1, "each micro-batch is computed by one rank", in from(1), resume FREE;
         /// How attention reads the tokens of other ranks. `ulysses`: each rank gets all tokens of a part of the heads. `gather`:
         /// each rank gets the keys and values of the tokens before its own ones.
-        sequence_by: RankSequence = "auto", "ulysses if the heads can be divided, else gather";
+        sequence_by: RankSequence = "auto", "ulysses if the heads can be divided, else gather", resume FREE;
         /// Seconds that a rank waits for the numbers of another one in a step before it ends the job.
-        timeout: usize = 600, "longer than a step", in between(1, 1_000_000);
+        timeout: usize = 600, "longer than a step", in between(1, 1_000_000), resume FREE;
         /// The form of a checkpoint: `one`, written by rank 0, the same files on any number of ranks. Not available yet:
         /// `parts`.
-        checkpoint: RankCheckpoint = "auto", "one";
+        checkpoint: RankCheckpoint = "auto", "one", resume FREE;
         /// Steps that each rank trains alone before the weights of all ranks are averaged (DiLoCo); 0: gradients travel in each
         /// step. Checkpoints and evaluations are made after an average.
         sync_every: usize = 0, "the result of one rank", in from(0);

@@ -38,9 +38,9 @@ section! {
     pub struct Model in "model" {
         /// Hub id (`org/name`, `org/name@revision`), local directory, or `shape:NAME` (seeded random weights of a built-in shape, for plans and
         /// benchmarks).
-        path: ModelRef;
+        path: ModelRef, resume BASE_MODEL;
         /// Branch, tag or commit of a hub model.
-        revision: String = "main", "the default branch of every hub repository";
+        revision: String = "main", "the default branch of every hub repository", resume BASE_MODEL;
         /// Data type of unquantized weights and of matrix multiplications. `final/` is stored in it.
         dtype: Dtype = "bf16", "half the memory of f32; sums and optimizer states stay in f32";
         /// `auto`, `cpu`, or `cuda:0` and so on.
@@ -55,7 +55,7 @@ section! {
     pub struct Memory in "memory" {
         /// Most memory to use, such as `22GiB`. On a CPU, if you give a size and the process uses more than this size
         /// plus 10 %, the run stops after the step and saves its state.
-        budget: Option<u64> = "auto", "the free memory of the device at the start";
+        budget: Option<u64> = "auto", "the free memory of the device at the start", resume FREE;
         /// With a GPU: most host memory to use. Set it to plan for a GPU in another machine. On a CPU it has no effect
         /// and is an error.
         host_budget: Option<u64> = "auto", "the free memory of this machine at the start";
@@ -109,9 +109,9 @@ section! {
         /// File or list of files (jsonl, ndjson, json, csv, tsv, parquet, arrow, txt, md; also .gz and .zst), folders or patterns
         /// such as `data/*.jsonl`, relative to the current directory; or a hub dataset: `org/name`,
         /// `org/name:file.jsonl`. Not with `sources`.
-        train: Vec<String>;
+        train: Vec<String>, resume TRAINING_ROWS;
         /// File or list of files to evaluate on.
-        eval: Vec<String> = [], "no evaluation by default";
+        eval: Vec<String> = [], "no evaluation by default", resume EVALUATION_ROWS;
         /// Fraction of the train rows that are held out for evaluation, in place of `eval`.
         eval_fraction: f64 = 0.0, "all rows are training rows", in BELOW_ONE;
         /// Format of the rows.
@@ -132,16 +132,16 @@ section! {
         /// Number of rows to read from the training files, from the first one; `0`: all.
         limit: usize = 0, "all rows", in from(0);
         /// Configuration of a hub dataset, such as `main`.
-        config: Option<String> = "", "the only one; if there are several, they are listed";
+        config: Option<String> = "", "the only one; if there are several, they are listed", resume TRAINING_ROWS;
         /// Split of a hub dataset or of a folder, for training.
-        split: String = "train", "the rows that are meant for training";
+        split: String = "train", "the rows that are meant for training", resume TRAINING_ROWS;
         /// Split of a hub dataset or of a folder in `eval`.
-        eval_split: String = "auto", "`validation`, else `test`";
+        eval_split: String = "auto", "`validation`, else `test`", resume EVALUATION_ROWS;
         /// Branch, tag or commit of hub datasets.
-        revision: String = "main", "the current version";
+        revision: String = "main", "the current version", resume TRAINING_ROWS;
         /// Several sources with their own settings and weights, in place of `train`; a setting that is left out is that of
         /// `[data]`.
-        sources: Vec<SourceKeys> = [], "give it, or `train`";
+        sources: Vec<SourceKeys> = [], "give it, or `train`", resume OnResume::Path(Content::Sources);
         /// How a prompt and an answer (plain texts) are joined. `chat`: as a user and an assistant message, with the
         /// chat template; `plain`: concatenated; `auto`: `chat` if the model has a template and the stage is not
         /// `pretrain`. Conversations always use the template, text rows never.
@@ -159,12 +159,12 @@ section! {
         overlap: usize = 1, "every token is trained once, and a piece repeats as little as possible", in from(1);
         /// Stores the tokens of the rows in files that runs share: rows are tokenized once, and need little memory. The
         /// prompts of `grpo` and `ppo` are tokenized once too, and stay in memory with their columns.
-        cache: Option<bool> = "auto", "`true` if the data files have 16 MiB or more: tokenizing takes seconds below that";
+        cache: Option<bool> = "auto", "`true` if the data files have 16 MiB or more: tokenizing takes seconds below that", resume FREE;
         /// Directory of these files. They can be removed at any time between runs.
-        cache_dir: Option<String> = "auto", "`.ft-tokens` beside the run directory";
+        cache_dir: Option<String> = "auto", "`.ft-tokens` beside the run directory", resume FREE;
         /// Most bytes of these files. Beyond it the files of the datasets that no run used for the longest time are
         /// removed when new ones are written; those of a run in progress stay.
-        cache_limit: Option<u64> = "auto", "half of the space that the files and the free part of the disk have together";
+        cache_limit: Option<u64> = "auto", "half of the space that the files and the free part of the disk have together", resume FREE;
         /// Reads rows during training in place of before it, for data that is too large to tokenize first. Needs
         /// `train.max_steps`.
         streaming: bool = false, "an exact shuffle of all rows, a run by epochs, and all rows checked before the first step";

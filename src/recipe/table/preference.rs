@@ -1,5 +1,6 @@
 //! The keys of `rlhf` for the preference stages.
 
+use super::super::value::{ByKind, Value};
 use super::*;
 
 /// The values of `rlhf.loss_type`; each stage accepts its own.
@@ -24,7 +25,7 @@ section! {
     /// meaning as in TRL.
     pub struct Preference in "rlhf" {
         /// The loss: for `dpo` any except the last two, for `kto` one of the last two.
-        loss_type: String as LOSS = "auto", "`sigmoid` for `dpo`, `kto` for `kto`", when Train::stage = ["dpo", "kto"];
+        loss_type: PreferenceLoss = "auto", "`sigmoid` for `dpo`, `kto` for `kto`", when Train::stage = ["dpo", "kto"];
         /// Strength of the constraint to the reference: a higher value keeps the policy closer. In `ipo` it is τ, in
         /// `simpo` the scale of the rewards, in `orpo` the weight of the odds.
         beta: f64 = 0.1, "as in TRL", in POSITIVE, when Train::stage = ["dpo", "orpo", "simpo", "kto"];
@@ -53,7 +54,62 @@ section! {
     }
 }
 
-/// Losses of the stages that have several; the first is the default of the stage.
+/// The loss of a preference stage.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PreferenceLoss {
+    /// That of the stage; a recipe has it only for stages with one loss.
+    Auto,
+    /// Of `dpo`.
+    Pair(PairLoss),
+    /// Of `kto`.
+    Judged(JudgedLoss),
+}
+
+impl PreferenceLoss {
+    fn parse(text: &str) -> Self {
+        let judged = || JudgedLoss::parse(text).map(Self::Judged);
+        PairLoss::parse(text)
+            .map(Self::Pair)
+            .or_else(judged)
+            .unwrap_or(Self::Auto)
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::Pair(loss) => loss.name(),
+            Self::Judged(loss) => loss.name(),
+        }
+    }
+
+    /// The loss of stage `dpo`.
+    pub fn pair(self) -> PairLoss {
+        match self {
+            Self::Pair(loss) => loss,
+            Self::Auto | Self::Judged(_) => PairLoss::Sigmoid,
+        }
+    }
+
+    /// The loss of stage `kto`.
+    pub fn judged(self) -> JudgedLoss {
+        match self {
+            Self::Judged(loss) => loss,
+            Self::Auto | Self::Pair(_) => JudgedLoss::Kto,
+        }
+    }
+}
+
+impl Setting<ByKind> for PreferenceLoss {
+    const KIND: ValueKind = LOSS;
+    fn read(value: &Value) -> Self {
+        match value {
+            Value::Text(text) => Self::parse(text),
+            _ => Self::Auto,
+        }
+    }
+}
+
+/// Losses of the stages that have several.
 fn losses(stage: Stage) -> &'static [&'static str] {
     match stage {
         Stage::Dpo => PairLoss::NAMES,
@@ -64,24 +120,37 @@ fn losses(stage: Stage) -> &'static [&'static str] {
 
 impl Settings {
     /// The loss of the recipe's stage: the written one, or the default of the stage.
-    pub fn preference_loss(&self) -> &str {
-        match (&*self.preference.loss_type, losses(self.train.stage).first()) {
-            ("auto", Some(own)) => own,
+    pub fn preference_loss(&self) -> PreferenceLoss {
+        match (self.preference.loss_type, self.train.stage) {
+            (PreferenceLoss::Auto, Stage::Dpo) => PreferenceLoss::Pair(PairLoss::Sigmoid),
+            (PreferenceLoss::Auto, Stage::Kto) => PreferenceLoss::Judged(JudgedLoss::Kto),
             (written, _) => written,
         }
     }
 }
 
 /// Losses that need the difference of two scores (f-DPO).
-const OF_DIFFERENCES: [&str; 8] = [
-    "sigmoid",
-    "sigmoid_norm",
-    "hinge",
-    "ipo",
-    "exo_pair",
-    "robust",
-    "discopop",
-    "sft",
+const OF_DIFFERENCES: [PairLoss; 8] = [
+    PairLoss::Sigmoid,
+    PairLoss::SigmoidNorm,
+    PairLoss::Hinge,
+    PairLoss::Ipo,
+    PairLoss::ExoPair,
+    PairLoss::Robust,
+    PairLoss::Discopop,
+    PairLoss::Sft,
+];
+
+fn of_differences(loss: PreferenceLoss) -> bool {
+    OF_DIFFERENCES.map(PreferenceLoss::Pair).contains(&loss)
+}
+
+/// Losses that read `label_smoothing`.
+const SMOOTHED: [PairLoss; 4] = [
+    PairLoss::Robust,
+    PairLoss::ExoPair,
+    PairLoss::Aot,
+    PairLoss::AotUnpaired,
 ];
 
 /// Contradictions.
@@ -91,21 +160,21 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
         return;
     }
     let (loss, known) = (s.preference_loss(), losses(stage));
-    if !known.is_empty() && !known.contains(&loss) {
+    if !known.is_empty() && !known.contains(&loss.name()) {
         faults.add(
             &[Preference::loss_type, Train::stage],
-            Error::usage(format!("stage `{}` has no loss `{loss}`", stage.name()))
+            Error::usage(format!("stage `{}` has no loss `{}`", stage.name(), loss.name()))
                 .expected(format!("one of {}", known.join(", "))),
         );
     }
     let smoothing = s.preference.label_smoothing;
-    if stage == Stage::Dpo && loss == "exo_pair" && smoothing == 0.0 {
+    if stage == Stage::Dpo && loss == PreferenceLoss::Pair(PairLoss::ExoPair) && smoothing == 0.0 {
         faults.add(
             &[Preference::loss_type, Preference::label_smoothing],
             Error::usage("`exo_pair` needs `rlhf.label_smoothing` above 0").hint("its paper uses 1e-3"),
         );
     }
-    if stage == Stage::Dpo && loss == "robust" && smoothing >= 0.5 {
+    if stage == Stage::Dpo && loss == PreferenceLoss::Pair(PairLoss::Robust) && smoothing >= 0.5 {
         faults.add(
             &[Preference::loss_type, Preference::label_smoothing],
             Error::usage("`robust` needs `rlhf.label_smoothing` below 0.5")
@@ -114,17 +183,18 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
         );
     }
     let divergence = s.preference.f_divergence_type;
-    if stage == Stage::Dpo && divergence != FDivergence::ReverseKl && !OF_DIFFERENCES.contains(&loss) {
+    if stage == Stage::Dpo && divergence != FDivergence::ReverseKl && !of_differences(loss) {
         faults.add(
             &[Preference::loss_type, Preference::f_divergence_type],
             Error::usage(format!(
-                "`{}` has no meaning for `{loss}`",
-                Preference::f_divergence_type.is(divergence.name())
+                "`{}` has no meaning for `{}`",
+                Preference::f_divergence_type.is(divergence.name()),
+                loss.name()
             ))
-            .expected(format!("one of {}", OF_DIFFERENCES.join(", "))),
+            .expected(format!("one of {}", OF_DIFFERENCES.map(PairLoss::name).join(", "))),
         );
     }
-    if stage == Stage::Kto && loss == "kto" && s.train.batch_size == 1 {
+    if stage == Stage::Kto && loss == PreferenceLoss::Judged(JudgedLoss::Kto) && s.train.batch_size == 1 {
         faults.add(
             &[Train::batch_size, Train::stage, Preference::loss_type],
             Error::usage("KTO needs at least two rows in a micro-batch")
@@ -147,12 +217,12 @@ pub(super) fn unused(s: &Settings, key: KeyPath) -> Option<String> {
         Data::packing | Data::packing_length | Data::train_on | Train::predict_with_generate => {
             Some(Train::stage.is(stage.name()))
         }
-        Preference::label_smoothing
-            if stage == Stage::Dpo && !["robust", "exo_pair", "aot", "aot_unpaired"].contains(&loss) =>
-        {
-            Some(Preference::loss_type.is(loss))
+        Preference::label_smoothing if stage == Stage::Dpo && !SMOOTHED.map(PreferenceLoss::Pair).contains(&loss) => {
+            Some(Preference::loss_type.is(loss.name()))
         }
-        Preference::discopop_tau if loss != "discopop" => Some(Preference::loss_type.is(loss)),
+        Preference::discopop_tau if loss != PreferenceLoss::Pair(PairLoss::Discopop) => {
+            Some(Preference::loss_type.is(loss.name()))
+        }
         Preference::f_alpha_divergence_coef if divergence != FDivergence::AlphaDivergence => {
             Some(Preference::f_divergence_type.is(divergence.name()))
         }

@@ -22,9 +22,9 @@ section! {
         reward_restarts: usize = 3, "tolerates a rare crash, and reports a persistent one", in from(0);
         /// A reward program may use the network, also that of this machine (`localhost`), and gets all variables of the
         /// environment. Without it, the system refuses its sockets, and variables such as `HF_TOKEN` are removed.
-        reward_network: bool = false, "a program that only computes needs none";
+        reward_network: bool = false, "a program that only computes needs none", resume FREE;
         /// Most memory that a reward program may allocate.
-        reward_memory: Option<u64> = "auto", "the free memory of this machine when the program starts";
+        reward_memory: Option<u64> = "auto", "the free memory of this machine when the program starts", resume FREE;
         /// Answers to each prompt: the group of GRPO. PPO generates as many, without groups.
         num_generations: usize = 8, "as in TRL", in MANY;
         /// Longest answer in tokens; prompt and answer together fit in `data.max_length`.

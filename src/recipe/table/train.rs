@@ -99,9 +99,9 @@ section! {
         /// The objective. `reward`, `dpo`, `orpo`, `simpo` and `kto` use preference rows.
         stage: Stage = "sft", "supervised fine-tuning";
         /// Passes over the data.
-        num_epochs: f64 = "auto", "3 for `sft` and `distill`, as in TRL; 1 for the other stages", in POSITIVE;
+        num_epochs: f64 = "auto", "3 for `sft` and `distill`, as in TRL; 1 for the other stages", in POSITIVE, resume FREE;
         /// Number of optimizer steps; 0 saves the initial state in `final/`; -1 derives it from `num_epochs`.
-        max_steps: i64 = -1, "derived from `num_epochs`", in from(-1);
+        max_steps: i64 = -1, "derived from `num_epochs`", in from(-1), resume FREE;
         /// Sequences in one forward pass.
         batch_size: usize = 1, "least memory", in MANY;
         /// Forward passes in one optimizer step; the loss is divided by the trained tokens of all of them. With
@@ -139,32 +139,32 @@ section! {
         /// Seed of every random choice.
         seed: u64 = 42, "as in transformers", in from(0);
         /// Steps between two report lines.
-        logging_steps: usize = 1, "every step is reported", in from(1);
+        logging_steps: usize = 1, "every step is reported", in from(1), resume FREE;
         /// `tensorboard`: the numbers of `metrics.jsonl` are also written to an event file in the run directory, while the run
         /// goes on. `tensorboard --logdir runs` shows them.
-        report_to: ReportTo = "none", "`metrics.jsonl` has all numbers";
+        report_to: ReportTo = "none", "`metrics.jsonl` has all numbers", resume FREE;
         /// Steps between two evaluations; 0: only before and after.
-        eval_steps: usize = 0, "evaluate before and after only", in from(0);
+        eval_steps: usize = 0, "evaluate before and after only", in from(0), resume FREE;
         /// The number of an evaluation that says which model is best: `eval_loss`, or another one of `metrics.jsonl`. Lower
         /// is better for losses, perplexities and divergences, higher for the others. The evaluation before the first step
         /// does not count.
-        metric_for_best_model: String = "auto", "`eval_loss`; `eval_reward` in `grpo` and `ppo`";
+        metric_for_best_model: String = "auto", "`eval_loss`; `eval_reward` in `grpo` and `ppo`", resume FREE;
         /// `final/` is the model of the best evaluation. Its checkpoint is kept beside the newest ones.
-        load_best_model_at_end: bool = false, "the schedule ends with the last step";
+        load_best_model_at_end: bool = false, "the schedule ends with the last step", resume FREE;
         /// Evaluations without a better value after which the run ends; 0: it has all its steps.
-        early_stopping_patience: usize = 0, "the learning rate reaches its end", in from(0);
+        early_stopping_patience: usize = 0, "the learning rate reaches its end", in from(0), resume FREE;
         /// A value is better for this purpose if it differs from the best one by more than this.
-        early_stopping_threshold: f64 = 0.0, "as in transformers", in POSITIVE_OR_ZERO;
+        early_stopping_threshold: f64 = 0.0, "as in transformers", in POSITIVE_OR_ZERO, resume FREE;
         /// Steps between two checkpoints; 0: no periodic checkpoints.
-        save_steps: usize = 100, "little work is lost if the run is killed", in from(0);
+        save_steps: usize = 100, "little work is lost if the run is killed", in from(0), resume FREE;
         /// Number of checkpoints to keep; an old one is deleted only after the new one is verified.
-        save_total_limit: usize = 2, "the newest and the one before it", in from(1);
+        save_total_limit: usize = 2, "the newest and the one before it", in from(1), resume FREE;
         /// The run directory.
-        output_dir: String = "runs/sft", "one folder for all runs";
+        output_dir: String = "runs/sft", "one folder for all runs", resume FREE;
         /// Prompts that the model answers before and after the run, to show the difference.
-        sample_prompts: Vec<String> = [], "no samples by default";
+        sample_prompts: Vec<String> = [], "no samples by default", resume FREE;
         /// Evaluations also generate an answer to each row by greedy decoding and count exact matches.
-        predict_with_generate: bool = false, "decoding takes longer than the loss";
+        predict_with_generate: bool = false, "decoding takes longer than the loss", resume FREE;
     }
 }
 

@@ -1,6 +1,6 @@
 //! Decoded copies of weights that are quantized in the model files.
 
-use super::{DECODED, ModelDir};
+use super::{DECODED, ModelFiles};
 use crate::base::{Result, staging};
 use crate::checkpoint;
 use crate::formats::weights::Weights;
@@ -8,7 +8,7 @@ use crate::recipe::Dtype;
 use crate::source::{StoragePolicy, resident, stored};
 use std::path::Path;
 
-impl ModelDir {
+impl ModelFiles {
     /// The weights of quantized files, those that `storage` does not keep in their format decoded, from a file in the
     /// directory of the run.
     pub(super) fn decode(&self, storage: &StoragePolicy, dtype: Dtype, run_dir: &Path) -> Result<Weights> {

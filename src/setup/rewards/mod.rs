@@ -68,7 +68,7 @@ impl RewardKind {
         };
         let fault = |what: &str| {
             Error::usage(what)
-                .at("rlhf.rewards")
+                .at(RlConfig::rewards)
                 .found(format!("`{text}`"))
                 .expected(KNOWN)
         };

@@ -6,7 +6,6 @@ use super::RewardInput;
 use crate::base::{Error, Result};
 use crate::data::encode::Encoder;
 use crate::data::{Batch, Example};
-use crate::formats::weights::Weights;
 use crate::hf;
 use crate::model::{Network, Spec};
 use crate::recipe::{Dtype, ModelInit, TrainOn};
@@ -29,7 +28,7 @@ pub struct RewardModelSpec {
 const TOKENS: usize = 4096;
 
 pub struct RewardModel {
-    described: ModelDir,
+    model_dir: ModelDir,
     network: Network,
     /// `[1, D]`
     score: Tensor,
@@ -37,9 +36,9 @@ pub struct RewardModel {
     pad: Option<u32>,
 }
 
-fn no_score(described: &ModelDir) -> Error {
+fn no_score(model_dir: &ModelDir) -> Error {
     Error::new("the directory does not contain a reward model")
-        .at_path(&described.dir)
+        .at_path(&model_dir.dir)
         .found(format!("no tensor `{}`", hf::SCORE))
         .hint(
             "train one with `train.stage = \"reward\"` and give its `final/`; for a LoRA adapter, give the output \
@@ -50,40 +49,37 @@ fn no_score(described: &ModelDir) -> Error {
 impl RewardModel {
     /// Reads the directory without loading the weights. Errors: it is not a reward model.
     pub fn describe(dir: &str) -> Result<ModelDir> {
-        let mut described = ModelDir::open(dir, "main", &TextChanges::default())?;
-        if !described.has_score(&Weights::open(&described.dir)?)? {
-            return Err(no_score(&described));
+        let mut model_dir = ModelDir::open(dir, "main", &TextChanges::default())?;
+        if !model_dir.has_score(&*model_dir.weights()?)? {
+            return Err(no_score(&model_dir));
         }
         // The model has no output projection.
-        described.spec = Spec {
-            tied: true,
-            ..described.spec
-        };
-        Ok(described)
+        model_dir.spec.tied = true;
+        Ok(model_dir)
     }
 
     /// The memory for the plan. Errors: as `describe`.
     pub fn cost(dir: &str) -> Result<RewardModelSpec> {
-        let described = Self::describe(dir)?;
-        let stored = described.stored(ModelInit::Pretrained)?;
+        let model_dir = Self::describe(dir)?;
+        let stored = model_dir.stored(ModelInit::Pretrained)?;
         let dtype = match stored.number_bytes {
             Some(2) => Dtype::Bf16,
             _ => Dtype::F32,
         };
         Ok(RewardModelSpec {
-            spec: described.spec,
+            spec: model_dir.files.spec,
             storage: StoragePolicy::dense(dtype),
             tokens: TOKENS,
         })
     }
 
     pub fn open(dir: &str, device: &Device) -> Result<Self> {
-        let described = Self::describe(dir)?;
-        let (network, score) = described.infer_scored(None, None, device)?;
-        let score = score.ok_or_else(|| no_score(&described))?;
-        let pad = described.config.opt_usize0("pad_token_id")?.map(|id| id as u32);
+        let model_dir = Self::describe(dir)?;
+        let (network, score) = model_dir.infer_scored(None, None, device)?;
+        let score = score.ok_or_else(|| no_score(&model_dir))?;
+        let pad = model_dir.config.opt_usize0("pad_token_id")?.map(|id| id as u32);
         Ok(Self {
-            described,
+            model_dir,
             network,
             score,
             pad,
@@ -93,11 +89,11 @@ impl RewardModel {
     /// The score at the last token of the conversation, or of prompt and answer.
     pub fn scores(&self, answers: &[RewardInput]) -> Result<Vec<f64>> {
         let encoder = Encoder {
-            codec: &self.described.tokenizer,
-            template: self.described.template(),
+            codec: &self.model_dir.tokenizer,
+            template: self.model_dir.template(),
             train_on: TrainOn::All,
-            max_length: self.described.spec.max_positions,
-            embedding_rows: self.described.spec.vocab,
+            max_length: self.model_dir.spec.max_positions,
+            embedding_rows: self.model_dir.spec.vocab,
         };
         let mut examples = Vec::with_capacity(answers.len());
         for answer in answers {

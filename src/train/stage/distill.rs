@@ -11,7 +11,7 @@ use crate::distill::hidden::Hidden;
 use crate::distill::{Distill, Teacher, Terms};
 use crate::engine::Engine;
 use crate::generate::{GenerateSettings, Request, rollout};
-use crate::recipe::{Alignment, Recipe};
+use crate::recipe::{self, Alignment, Recipe};
 use crate::report;
 use crate::setup;
 use crate::setup::alignment::Aligner;
@@ -69,7 +69,7 @@ pub(super) fn open<'a>(setting: StageContext<'a>) -> Result<Stage<'a>> {
     let students = (d.lmbda > 0.0).then(|| Students::new(recipe, setting.model));
     Ok(Stage {
         objective: Box::new(Distill::new(teacher, terms, matched, setting.spec.vocab)?),
-        feed: Box::new(DistillSource {
+        batches: Box::new(DistillSource {
             stream: setting.stream,
             eval: setting.eval,
             eval_tokens: recipe.train.batch_size * recipe.data.max_length,
@@ -95,7 +95,7 @@ fn matched(
     if let Some(of) = [student, other].into_iter().find(|spec| spec.streams.is_some()) {
         return Err(
             Error::unsupported("hidden states of a model with several streams per token cannot be compared")
-                .at("distill.hidden_weight")
+                .at(recipe::Distill::hidden_weight)
                 .found(&of.model_type)
                 .expected("0, or a model without AltUp"),
         );

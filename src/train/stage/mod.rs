@@ -80,7 +80,7 @@ pub trait BatchSource {
 
 /// The data source and the objective of a stage.
 pub struct Stage<'a> {
-    pub feed: Box<dyn BatchSource + 'a>,
+    pub batches: Box<dyn BatchSource + 'a>,
     pub objective: Box<dyn Objective>,
 }
 

@@ -11,7 +11,7 @@ use crate::data::order::BatchStream;
 use crate::data::{Batch, Dataset};
 use crate::engine::{Engine, window};
 use crate::formats::tokenizer::Tokenizer;
-use crate::recipe::{self, JudgedLoss, PairLoss, Recipe};
+use crate::recipe::{self, Recipe, Train};
 use crate::report;
 use crate::rlhf::preference::losses::Dpo;
 use crate::rlhf::preference::unpaired::Kto;
@@ -32,14 +32,14 @@ fn algorithm(recipe: &Recipe) -> Algorithm {
             1.0,
         ),
         recipe::Stage::Kto => Algorithm::Judged(Kto {
-            loss: JudgedLoss::parse(&p.loss_type).unwrap_or(JudgedLoss::Kto),
+            loss: p.loss_type.judged(),
             beta: p.beta,
             desirable_weight: p.desirable_weight,
             undesirable_weight: p.undesirable_weight,
         }),
         _ => pairs(
             Pairwise::Dpo(Dpo {
-                losses: vec![(PairLoss::parse(&p.loss_type).unwrap_or(PairLoss::Sigmoid), 1.0)],
+                losses: vec![(p.loss_type.pair(), 1.0)],
                 beta: p.beta,
                 label_smoothing: p.label_smoothing,
                 f_divergence: p.f_divergence_type,
@@ -58,7 +58,7 @@ pub fn pad_id(tokenizer: &Tokenizer) -> Option<u32> {
 
 pub(super) fn open<'a>(setting: StageContext<'a>) -> Result<Stage<'a>> {
     let recipe = setting.recipe;
-    let mut feed = PreferenceSource {
+    let mut batches = PreferenceSource {
         stream: setting.stream,
         sets: [Some(setting.train), setting.eval],
         units: recipe.train.batch_size,
@@ -70,7 +70,7 @@ pub(super) fn open<'a>(setting: StageContext<'a>) -> Result<Stage<'a>> {
         if spec.multimodal {
             let reason = "a reward model from a multimodal model is not supported: ft writes text-only classifiers";
             return Err(Error::unsupported(reason)
-                .at("train.stage")
+                .at(Train::stage)
                 .found(format!("a multimodal model with the text model `{}`", spec.model_type))
                 .hint("train the reward model from another family; it may judge answers of this one"));
         }
@@ -90,14 +90,14 @@ pub(super) fn open<'a>(setting: StageContext<'a>) -> Result<Stage<'a>> {
             setting.device,
         )?;
         return Ok(Stage {
-            feed: Box::new(feed),
+            batches: Box::new(batches),
             objective: Box::new(reward),
         });
     }
     let algorithm = algorithm(recipe);
-    feed.algorithm = algorithm.has_reference().then(|| algorithm.clone());
+    batches.algorithm = algorithm.has_reference().then(|| algorithm.clone());
     Ok(Stage {
-        feed: Box::new(feed),
+        batches: Box::new(batches),
         objective: Box::new(Preferences::new(algorithm)),
     })
 }

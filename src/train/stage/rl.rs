@@ -68,7 +68,7 @@ pub(super) fn open<'a>(setting: StageContext<'a>) -> Result<Stage<'a>> {
     };
     Ok(Stage {
         objective: advantages::objective(recipe, setting.model.spec.hidden, setting.device)?,
-        feed: Box::new(Rollouts {
+        batches: Box::new(Rollouts {
             recipe,
             model: setting.model,
             prompts: &questions.train,

@@ -45,7 +45,7 @@ pub(super) fn open<'a>(setting: StageContext<'a>) -> Result<Stage<'a>> {
         objective: Box::new(
             CausalLm::new(setting.spec.vocab).with_label_smoothing(recipe.train.label_smoothing_factor),
         ),
-        feed: Box::new(SftSource {
+        batches: Box::new(SftSource {
             rows,
             eval: setting.eval,
             eval_tokens: recipe.train.batch_size * recipe.data.max_length,

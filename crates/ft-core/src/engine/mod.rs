@@ -2,6 +2,7 @@
 //! Depends on the four contracts and the optimizer. No file IO, no data formats.
 
 pub mod active;
+mod config;
 pub mod divided;
 mod ema;
 
@@ -19,6 +20,7 @@ mod switch;
 pub mod window;
 
 pub use active::Active;
+pub use config::{RankConfig, TrainConfig};
 pub use divided::{MomentValues, SavedMoment};
 pub use ema::{Ema, EmaConfig, ema_bytes};
 pub use hook::StepHook;

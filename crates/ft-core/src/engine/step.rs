@@ -1,6 +1,7 @@
 //! One optimizer step: gradients of a window, clipping by the global norm, update.
 
 use super::active::Active;
+use super::config::TrainConfig;
 use super::ema::Ema;
 use super::hook::StepHook;
 use super::loss_scale::LossScale;
@@ -162,8 +163,8 @@ pub struct StepReport {
 }
 
 impl Engine {
-    /// Prepares `model` for training steps as `strategy` says. Gradients are clipped to a global norm of 1; change
-    /// `max_grad_norm` and `seed` before the first step. `first`: the active parameters of the first step.
+    /// Prepares `model` for training steps as `strategy` says, with the default `TrainConfig`: gradients are clipped to a
+    /// global norm of 1. `first`: the active parameters of the first step.
     ///
     /// # Errors
     /// The copy streams of the device cannot be created.
@@ -174,9 +175,23 @@ impl Engine {
         strategy: StepStrategy,
         first: &Active,
     ) -> Result<Self> {
+        Self::with_config(model, objective, optimizer, strategy, first, TrainConfig::default())
+    }
+
+    /// As `new`, with these settings.
+    ///
+    /// # Errors
+    /// As for `new`.
+    pub fn with_config(
+        model: TrainableNetwork,
+        objective: Box<dyn Objective>,
+        optimizer: Optimizer,
+        strategy: StepStrategy,
+        first: &Active,
+        config: TrainConfig,
+    ) -> Result<Self> {
         let TrainableNetwork { mut network, mut store } = model;
-        network.mlp_tokens = strategy.mlp_tokens;
-        network.products = strategy.storage.products();
+        strategy.apply(&mut network);
         network.objective_params = objective.params();
         if let Some(copies) = &strategy.packed_copies {
             store = Arc::new(Prepacking::new(store, copies.clone(), first.names()));
@@ -187,27 +202,35 @@ impl Engine {
         } else {
             None
         };
-        Ok(Self {
+        let mut engine = Self {
             network,
             store,
             objective,
             optimizer,
             strategy,
             input_offload,
-            max_grad_norm: 1.0,
-            seed: 0,
-            neftune_noise_alpha: 0.0,
-            step_hook: None,
-            ema: None,
-            routers: Routers::default(),
+            max_grad_norm: config.max_grad_norm,
+            seed: config.seed,
+            neftune_noise_alpha: config.neftune_noise_alpha,
+            step_hook: config.step_hook,
+            ema: config.ema.map(Ema::new),
+            routers: Routers::new(config.router_losses),
             sequence: SequenceConfig::default(),
-            loss_scale: None,
+            loss_scale: config.loss_scale.map(LossScale::new),
             comm: Arc::new(Alone::default()),
             divided: false,
             exchange: Exchange::default(),
             copier: None,
             outer: None,
-        })
+        };
+        if let Some(ranks) = config.ranks {
+            engine.join(ranks.comm, first, ranks.exchange)?;
+            engine.sequence = ranks.sequence;
+            if let Some(outer) = ranks.outer {
+                engine.train_apart(outer);
+            }
+        }
+        Ok(engine)
     }
 
     /// The ranks that share the micro-batches of a step.

@@ -2,6 +2,7 @@
 //! the storage of frozen weights, a strategy does not change the results of training.
 
 use super::step::Gradients;
+use crate::model::Network;
 use crate::ops::Dtype;
 use crate::ops::prepacked::Orders;
 use crate::source::{PackedCopies, Placement, StoragePolicy};
@@ -38,6 +39,12 @@ impl StepStrategy {
             storage: StoragePolicy::dense(dtype),
             packed_copies: None,
         }
+    }
+
+    /// Sets how `network` computes. Results are the same in every strategy with these storage types.
+    pub fn apply(&self, network: &mut Network) {
+        network.mlp_tokens = self.mlp_tokens;
+        network.products = self.storage.products();
     }
 
     /// Every setting in words, for a model of `layers` layers.

@@ -29,14 +29,14 @@ impl InactiveElements {
 
 /// A set of parameters that is active at one time.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Turn {
+pub struct ActivePeriod {
     pub active: Active,
     pub inactive: InactiveElements,
     /// True if another set becomes active after it.
     pub deactivates: bool,
 }
 
-impl Turn {
+impl ActivePeriod {
     /// A run with only one set.
     pub fn alone(active: Active) -> Self {
         Self {

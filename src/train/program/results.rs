@@ -1,0 +1,100 @@
+//! The results for the user: the last evaluation, samples, and `final/`.
+
+use super::RunContext;
+use super::steps::Ended;
+use crate::base::signal::{Conduct, Stop};
+use crate::base::{Result, signal};
+use crate::engine::Engine;
+use crate::hf::{AdapterSet, BaseHashes};
+use crate::train::finish::{self, TrainedModel};
+use crate::train::running::{self, Run};
+use crate::train::{from_checkpoint, owner};
+use serde_json::json;
+use std::path::PathBuf;
+
+/// What the run leaves.
+pub(super) struct Results {
+    /// `None`: the weights are random.
+    pub final_dir: Option<PathBuf>,
+    pub peak_memory_bytes: u64,
+}
+
+/// Writes the results. `start_step`: the step after which the run went on.
+///
+/// Errors: as for an evaluation or an export.
+pub(super) fn write(
+    mut run: Run,
+    mut engine: Engine,
+    cx: &RunContext,
+    (start_step, ended): (u64, &Ended),
+    (adapters, base): (&AdapterSet, &BaseHashes),
+) -> Result<Results> {
+    let (ranks, model, last_step) = (cx.ranks(), &cx.inputs.model, ended.last_step);
+    for warning in &ended.warnings {
+        run.reporter.warn(warning);
+    }
+    if cx.total_steps > 0 {
+        run.evaluate_if_missing(&mut engine, last_step)?;
+    }
+    let out = cx.run_dir.join("final");
+    if ranks.of_root(last_step > start_step || !out.exists())? {
+        run.samples(&mut engine, last_step, "after")?;
+        run.stop_if_asked(&engine, last_step)?;
+    }
+    signal::conduct(Conduct::Stop(Stop {
+        what: "the last step is done and `final/` is being written".into(),
+        then: "; Ctrl-C again stops now, without `final/`".into(),
+        lost: "`final/` was not written; `--resume` continues from the newest checkpoint".into(),
+        finishes: None,
+    }));
+    let mut said = Vec::new();
+    run.directory.check()?;
+    let before = run.directory.aside()?;
+    let peak_memory_bytes = running::peak_memory(cx.device)?;
+    let earlier = run.best.step().filter(|step| *step != last_step && !model.is_shape());
+    let final_dir = if ranks.of_root(earlier.is_some())? {
+        drop(engine);
+        match earlier.filter(|_| ranks.is_root()) {
+            Some(step) => {
+                said.push(format!(
+                    "final/ is the model of the best evaluation: {}",
+                    run.best.describe()
+                ));
+                let written = from_checkpoint::write(&cx.checkpoint_of(step), &out);
+                said.extend(written.map_err(|e| run.ended(last_step, e))?.notes);
+                Some(out)
+            }
+            None => None,
+        }
+    } else {
+        let exported = engine.with_averages(|engine| {
+            let trained = TrainedModel::new(cx.recipe, model, engine, adapters, base);
+            engine.by_root(|| finish::export(&trained, &out, &mut |line| said.push(line.to_string())))
+        });
+        let written = exported.map_err(|e| run.export_failed(&engine, last_step, e))?;
+        drop(engine);
+        written.flatten()
+    };
+    said.iter().for_each(|line| run.reporter.note(line));
+    // Rank 0 removes the files of all ranks when none needs them any more.
+    ranks.meet()?;
+    if ranks.is_root() {
+        owner::remove_scratch(cx.run_dir)?;
+    }
+    if final_dir.is_some() {
+        for line in run.directory.exported(&before)? {
+            run.reporter.note(&line);
+        }
+    } else {
+        run.reporter
+            .note("a built-in shape has random weights: no `final/` is written");
+    }
+    run.draw(true);
+    let reason = if ended.early { "early stopping" } else { "done" };
+    run.reporter.event("stop", json!({"step": last_step, "reason": reason}));
+    run.reporter.finish();
+    Ok(Results {
+        final_dir,
+        peak_memory_bytes,
+    })
+}

@@ -68,7 +68,7 @@ impl Uploaded {
         let always = host.params().iter().filter(|p| stays_on_device(p, head, streamed));
         let always_on_device: Vec<Arc<str>> = always.map(|p| p.name.clone()).collect();
         let params = host.params();
-        let names = |all: Vec<usize>| all.into_iter().map(|i| params[i].name.clone()).collect();
+        let names = |all: Vec<usize>| all.into_iter().map(|i| params[i].name.clone());
         let mut parts: BTreeMap<LayerPart, Vec<Arc<str>>> = BTreeMap::new();
         for (part, all) in LayerPart::all(params) {
             // Which experts a rank needs, the others do not know, so layers are collected as a whole.
@@ -544,7 +544,7 @@ impl TrainableStore for Uploaded {
 
     fn updated(&self, trained: &dyn Fn(&str) -> bool) {
         let changed = |name: &Arc<str>| trained(name) && self.is_in_parts(name);
-        let changed = |part: &Part| self.parts.get(part).is_some_and(|names| names.iter().any(changed));
+        let changed = |part: &LayerPart| self.parts.get(part).is_some_and(|names| names.iter().any(changed));
         lock(&self.slots).retain(|part| !changed(part));
         self.host.updated(trained);
     }

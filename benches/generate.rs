@@ -135,7 +135,7 @@ fn main() {
             prefill_tokens: o.prefill_tokens.unwrap_or(Limits::default().prefill_tokens),
             ..Limits::default()
         },
-        ..Settings::default()
+        ..GenerateSettings::default()
     };
     let policy = || copy.as_ref().map_or(SampledModel::from(&network), SampledModel::from);
     let short = GenerateSettings {

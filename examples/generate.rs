@@ -25,7 +25,7 @@ fn main() -> Result<()> {
         max_new_tokens: 40,
         temperature: 0.0,
         stop_ids: opened.tokenizer.stop_ids().to_vec(),
-        ..Settings::default()
+        ..GenerateSettings::default()
     };
     let answers = generate(&opened.model.network, &[ids], &settings, &mut |_, _| Ok(()))?;
     println!("{}", opened.tokenizer.decode(&answers[0], true)?);

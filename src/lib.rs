@@ -56,7 +56,7 @@
 //! }
 //!
 //! // Decode with the trained weights.
-//! let settings = GenerateSettings { max_new_tokens: 8, ..Settings::default() };
+//! let settings = GenerateSettings { max_new_tokens: 8, ..GenerateSettings::default() };
 //! let answers = generate(&engine.network, &[prompt], &settings, &mut |_, _| Ok(()))?;
 //! println!("{}", opened.tokenizer.decode(&answers[0], true)?);
 //! # Ok(())

@@ -84,7 +84,7 @@ fn a_step_and_a_generation_need_no_preparation() {
     let settings = GenerateSettings {
         max_new_tokens: 4,
         temperature: 0.0,
-        ..Settings::default()
+        ..GenerateSettings::default()
     };
     let ids = opened.tokenizer.encode("Two plus", true).unwrap();
     let answers = generate(&engine.network, &[ids], &settings, &mut |_, _| Ok(())).unwrap();

@@ -20,7 +20,7 @@ fn settings(model: &ModelDir, max_new_tokens: usize) -> GenerateSettings {
     GenerateSettings {
         max_new_tokens,
         stop_ids: model.tokenizer.stop_ids().to_vec(),
-        ..Settings::default()
+        ..GenerateSettings::default()
     }
 }
 

@@ -210,7 +210,7 @@ fn greedy_answers_are_those_of_the_cpu() {
         let settings = GenerateSettings {
             max_new_tokens: 8,
             limits: Limits::default(),
-            ..Settings::default()
+            ..GenerateSettings::default()
         };
         let [here, there] = [&Device::Cpu, &gpu.device].map(|device| {
             let network = network(family, Dtype::F32, device);

@@ -186,7 +186,7 @@ fn answers_continue_from_their_caches() {
     let requests = prompts();
     let settings = GenerateSettings {
         max_new_tokens: 6,
-        ..Settings::default()
+        ..GenerateSettings::default()
     };
     for family in FAMILIES {
         let answers = |dtype, device: &Device| -> Vec<Answer> {

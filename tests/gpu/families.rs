@@ -234,7 +234,7 @@ fn greedy_answers_are_those_of_the_cpu() {
                     kv_cache,
                     ..Limits::default()
                 },
-                ..Settings::default()
+                ..GenerateSettings::default()
             };
             let dir = TempDir::new().unwrap();
             let folder = model(family, dir.path());

@@ -41,7 +41,7 @@ fn answers<'a>(model: impl Into<SampledModel<'a>>, kv_cache: Option<KvDtype>) ->
             kv_cache,
             ..Limits::default()
         },
-        ..Settings::default()
+        ..GenerateSettings::default()
     };
     answer(model, &requests(), &settings, &mut |_, _| Ok(())).unwrap().0
 }
@@ -152,7 +152,7 @@ fn sampled_answers_are_those_of_the_cpu() {
             temperature: 0.8,
             top_p,
             seed: 3,
-            ..Settings::default()
+            ..GenerateSettings::default()
         };
         let of = |device: &Device| {
             let network = network(Dtype::F32, device);

@@ -70,7 +70,7 @@ fn settings(kv_cache: Option<KvDtype>, temperature: f32) -> GenerateSettings {
             graphs_after: Some(2),
             ..Limits::default()
         },
-        ..Settings::default()
+        ..GenerateSettings::default()
     }
 }
 
@@ -183,7 +183,7 @@ fn a_text_that_outgrows_its_block_is_that_without_graphs() {
                     graphs_after,
                     ..Limits::default()
                 },
-                ..Settings::default()
+                ..GenerateSettings::default()
             };
             let request = Request {
                 prompt: prompt.clone(),

@@ -170,7 +170,7 @@ impl<'a> From<&'a Network> for SampledModel<'a> {
 ///     temperature: 0.7,
 ///     top_p: Some(0.9),
 ///     stop_ids: opened.tokenizer.stop_ids().to_vec(),
-///     ..Settings::default()
+///     ..GenerateSettings::default()
 /// };
 /// // The callback gets each token as it is sampled.
 /// let answers = generate(&opened.model.network, &prompts, &settings, &mut |_row, id| {

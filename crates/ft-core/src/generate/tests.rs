@@ -115,7 +115,7 @@ pub(super) fn argmax(logits: &[f32]) -> u32 {
 pub(super) fn settings(n: usize) -> GenerateSettings {
     GenerateSettings {
         max_new_tokens: n,
-        ..Settings::default()
+        ..GenerateSettings::default()
     }
 }
 

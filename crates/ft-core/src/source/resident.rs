@@ -117,13 +117,12 @@ impl Resident {
         for p in &params {
             let weight = make(p)?;
             phase.add(p.elements() as u64);
-            match &weight {
-                Weight::Quantized(c) => drop(quantized.insert(p.name.clone(), (c.format(), c.dequantized_dtype()))),
-                Weight::DeviceQuantized(c) => {
-                    drop(quantized.insert(p.name.clone(), (c.format(), c.dequantized_dtype())))
-                }
-                Weight::Dense(_) | Weight::Prepacked(_) => {}
-            }
+            let form = match &weight {
+                Weight::Quantized(c) => Some((c.format(), c.dequantized_dtype())),
+                Weight::DeviceQuantized(c) => Some((c.format(), c.dequantized_dtype())),
+                Weight::Dense(_) | Weight::Prepacked(_) => None,
+            };
+            quantized.extend(form.map(|form| (p.name.clone(), form)));
             made.entry(p.group).or_default().insert(p.name.clone(), weight);
         }
         let weights = InMemory::new(params);

@@ -171,9 +171,9 @@ mod tests {
         let ds = backward(&o, &lse, &dout, &sinks).unwrap();
         assert_close(&ds, grads.get(&sinks).unwrap(), 1e-5);
         let inputs = AttentionGradInputs {
-            q: &q,
-            k: &k,
-            v: &v,
+            q: q.as_tensor(),
+            k: k.as_tensor(),
+            v: v.as_tensor(),
             o: &o,
             lse: &lse,
             dout: &dout,

@@ -51,7 +51,7 @@ pub(crate) fn run(job: &DistillJob) -> Result<DistillResult> {
     let mut found = DistillResult {
         dh: options.need_dh.then(|| gpu.zeros((n, d), kind.dtype())).transpose()?,
         dw: options.need_dw.then(|| gpu.zeros((v, d), DType::F32)).transpose()?,
-        ..Found::default()
+        ..DistillResult::default()
     };
     if d == 0 {
         return Err(Error::shape("the hidden states have no columns"));

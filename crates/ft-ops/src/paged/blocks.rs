@@ -81,12 +81,15 @@ pub fn attend_in_blocks(q: &Tensor, documents: &[Document], spec: &Spec) -> Resu
             values.resize(tokens * k_width, 0f32);
             gather(group, spec, &mut keys, &mut values);
             let rows = first.document.queries.start..group[group.len() - 1].document.queries.end;
-            cpu::forward(
-                CpuBackend::current(),
-                &q[rows.start * width..rows.end * width],
-                &keys,
-                &values,
+            let job = cpu::ForwardJob {
+                backend: CpuBackend::current(),
                 spec,
+                q: &q[rows.start * width..rows.end * width],
+                k: &keys,
+                v: &values,
+            };
+            cpu::forward(
+                &job,
                 &q_documents,
                 &k_documents,
                 &mut o[rows.start * width..rows.end * width],

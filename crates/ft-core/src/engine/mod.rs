@@ -38,6 +38,8 @@ mod expert_ranks_tests;
 #[cfg(test)]
 mod ranks_tests;
 #[cfg(test)]
+mod sharded_tests;
+#[cfg(test)]
 mod sequence_tests;
 #[cfg(test)]
 mod shared_tests;

@@ -8,6 +8,7 @@ use crate::comm::{Alone, Collective, Fault, Patience, Pending, Shard, Whole, Wor
 use crate::data::{Batch, Example};
 use crate::model::spec::Mixer;
 use crate::model::{TrainableNetwork, families, shapes};
+use crate::ops::transfer::HostMemory;
 use crate::ops::{Dtype, update};
 use crate::optim::config::{Master, OptimizerConfig, StateDtype};
 use crate::optim::{Masks, Optimizer};
@@ -15,7 +16,7 @@ use crate::quant::{Format, StorageDtype};
 use crate::sft::CausalLm;
 use crate::source::resident::{RandomWeights, draw_tensor};
 use crate::source::sharded::{Division, Origin, collections, is_in_parts};
-use crate::source::{ParamInfo, Resident, Sharded, TrainableStore};
+use crate::source::{ParamInfo, Resident, Sharded, TrainableStore, Uploaded};
 use candle_core::Device;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -36,6 +37,8 @@ pub(super) struct Case {
     pub(super) exchange: Exchange,
     /// Each rank stores a part of the matrices.
     pub(super) sharded: bool,
+    /// Layers are brought to a device; the host acts as the device.
+    pub(super) uploaded: bool,
     /// All layers but the active ones are quantized.
     pub(super) format: Option<Format>,
     /// Corrects all other matrices of the layers.
@@ -58,6 +61,7 @@ pub(super) const FULL: Case = Case {
         window: false,
     },
     sharded: false,
+    uploaded: false,
     format: None,
     corrected: false,
     convolution: false,
@@ -96,6 +100,11 @@ pub(super) fn engine(case: Case, comm: Arc<dyn Collective>) -> (Engine, Active) 
         let source = Resident::random_stored(params.clone(), seed, std, norm, storage, &Device::Cpu).unwrap();
         let index: BTreeMap<_, _> = params.iter().map(|p| p.name.clone()).zip(1..).collect();
         Arc::new(source.with_originals(move |p, dtype| draw_tensor(p, index[&p.name], dtype, random)))
+    };
+    let source = if case.uploaded && comm.world().size > 1 {
+        Arc::new(Uploaded::new(source, spec.head_name(), HostMemory::Temporary, &Device::Cpu).unwrap())
+    } else {
+        source
     };
     let names = params.iter().map(|p| p.name.to_string());
     let (own, others): (Vec<String>, BTreeSet<String>) = partition(names, case.part);
@@ -476,135 +485,5 @@ fn a_step_sends_the_bytes_that_the_plan_says() {
         });
         // Of all ranks together, to the byte.
         assert_eq!(4 * sent.load(SeqCst), planned.iter().sum::<u64>(), "{size} ranks");
-    }
-}
-
-/// Blocks: layer 0 and embedding, the last layer, all layers, layer 0 again. Exact values at the end as bits.
-fn train_in_parts(case: Case, comm: Arc<dyn Collective>) -> Result<Vec<u64>> {
-    let (mut engine, _) = engine(case, comm);
-    let names: Vec<String> = engine.store.params().iter().map(|p| p.name.to_string()).collect();
-    let block = |parts: &[&str]| {
-        let own = names.iter().filter(|name| parts.iter().any(|part| name.contains(part)));
-        Active::new(own.cloned())
-    };
-    let mut bits = Vec::new();
-    let blocks = [
-        &["embed", "layers.0."][..],
-        &["layers.3."],
-        &["layers."],
-        &["layers.0."],
-    ];
-    for (step, parts) in (1..).zip(blocks) {
-        let active = block(parts);
-        for requantized in engine.switch(&active, |_| true)? {
-            bits.push(requantized.error.to_bits());
-        }
-        let report = engine.step(step, &batches(5, step as u32), &active, 1e-3)?;
-        bits.extend([report.totals.loss().to_bits(), report.grad_norm.to_bits()]);
-    }
-    let read = || {
-        let mut exact = Vec::new();
-        for name in &names {
-            engine.exact(name, &mut |values| {
-                exact.extend(values.iter().map(|x| u64::from(x.to_bits())));
-                Ok(())
-            })?;
-        }
-        // Rank 0 fetches layers alone, and all ranks together after it.
-        let weights = engine.network.source.fetch(crate::source::Group::Layer(2))?;
-        exact.push(weights.iter().map(|(_, weight)| weight.bytes()).sum());
-        Ok(exact)
-    };
-    let exact = engine.by_root(read)?;
-    let report = engine.step(5, &batches(2, 9), &block(&["layers.0."]), 1e-3)?;
-    bits.push(report.grad_norm.to_bits());
-    bits.extend(exact.into_iter().flatten());
-    Ok(bits)
-}
-
-#[test]
-fn weights_in_parts_have_the_bits_of_whole_weights() {
-    let bf16 = Case {
-        dtype: Dtype::Bf16,
-        sharded: true,
-        ..FULL
-    };
-    let nf4 = Case {
-        format: Some(Format::Nf4 { double: true }),
-        ..bf16
-    };
-    let int8 = Case {
-        dtype: Dtype::F32,
-        format: Some(Format::Int8 { group: 0 }),
-        ..bf16
-    };
-    let window = Case {
-        exchange: Exchange {
-            window: true,
-            ..Exchange::default()
-        },
-        ..bf16
-    };
-    for (case, sizes) in [(bf16, 2..=4), (nf4, 3..=3), (int8, 2..=2), (window, 2..=2)] {
-        // The order of the additions of a window is that of two ranks with whole weights.
-        let want = if case.exchange.window {
-            let whole = Case { sharded: false, ..case };
-            threads::run(2, |comm| train_in_parts(whole, comm).unwrap()).swap_remove(0)
-        } else {
-            train_in_parts(case, Arc::new(Alone::default())).unwrap()
-        };
-        for size in sizes {
-            let found = threads::run(size, |comm| train_in_parts(case, comm).unwrap());
-            assert!(found[0] == want, "{:?} {:?} on {size} ranks", case.dtype, case.format);
-            assert!(
-                found[1..]
-                    .iter()
-                    .all(|found| want.starts_with(found) && found.len() > 8)
-            );
-        }
-    }
-}
-
-#[test]
-fn collected_bytes_and_resident_bytes_are_those_of_the_plan() {
-    // Active layers from 1 on, and all of them.
-    for (part, lowest, size, micro_batches) in [("layers.1.", 1, 2, 4u32), ("", 0, 3, 5)] {
-        let found = threads::run(size, |comm| {
-            let (rank, sent) = (comm.world().rank, Arc::new(AtomicU64::new(0)));
-            let case = Case {
-                part,
-                sharded: true,
-                ..FULL
-            };
-            let (mut engine, active) = engine(case, Arc::new(Counting(comm, Arc::default(), sent.clone())));
-            let own = |p: &ParamInfo| 4 * part_of(&p.name, p.elements(), rank, size).len() as u64;
-            let params = engine.store.params().to_vec();
-            let of_all = params.iter().map(|p| {
-                if is_in_parts(p) {
-                    own(p)
-                } else {
-                    4 * p.elements() as u64
-                }
-            });
-            assert_eq!(engine.store.resident_bytes(), of_all.sum::<u64>());
-            engine.step(1, &batches(micro_batches, 1), &active, 1e-3).unwrap();
-            let before = sent.load(SeqCst);
-            engine.step(2, &batches(micro_batches, 2), &active, 1e-3).unwrap();
-            let layers = engine.network.layers();
-            let rounds = (micro_batches as usize).div_ceil(size);
-            let counts = collections(layers, lowest, rounds, false, |layer| {
-                part.is_empty() || layer == lowest
-            });
-            let planned: u64 = (params.iter().filter(|p| is_in_parts(p)))
-                .map(|p| match p.group {
-                    crate::source::Group::Layer(layer) => counts[layer] * own(p) * (size as u64 - 1),
-                    _ => 0,
-                })
-                .sum();
-            (sent.load(SeqCst) - before, planned)
-        });
-        for (sent, planned) in found {
-            assert!(sent == planned && sent > 0, "{part}: {sent} bytes, {planned} planned");
-        }
     }
 }

@@ -118,7 +118,7 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
         faults.add(
             &[Preference::loss_type, Preference::f_divergence_type],
             Error::usage(format!(
-                "`{}` has no meaning for `{loss}`",
+                "`{}` has no effect with `{loss}`",
                 Preference::f_divergence_type.is(divergence.name())
             ))
             .expected(format!("one of {}", OF_DIFFERENCES.join(", "))),

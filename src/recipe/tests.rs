@@ -415,7 +415,7 @@ fn arguments_replace_and_bare_words_are_text() {
 
 #[test]
 fn what_is_not_built_is_refused_by_name() {
-    assert!(bad(LEAST, &["memory.frozen_weights=f32"]).contains("has no meaning"));
+    assert!(bad(LEAST, &["memory.frozen_weights=f32"]).contains("has no effect"));
 }
 
 #[test]

@@ -28,7 +28,7 @@ fn training_by_reward_needs_rewards_and_whole_groups() {
     );
     assert!(e.contains("`rlhf.rollout_clip_min` is not below"), "{e}");
     let e = bad(LEAST, &["train.stage=ppo", reward, "data.packing=true"]);
-    assert!(e.contains("`data.packing` has no meaning"), "{e}");
+    assert!(e.contains("`data.packing` has no effect"), "{e}");
     let l = good(LEAST, &["train.stage=ppo", reward, "rlhf.num_generations=2"]);
     assert!(!l.recipe.data.packing && l.warnings.is_empty(), "{:?}", l.warnings);
     let l = good(LEAST, &["rlhf.temperature=0.5", "rlhf.ppo.gamma=0.5"]);
@@ -81,7 +81,7 @@ fn preference_keys_belong_to_their_stages() {
                 "rlhf.loss_type=apo_zero",
                 "rlhf.f_divergence_type=forward_kl",
             ],
-            "no meaning for `apo_zero`",
+            "no effect with `apo_zero`",
         ),
     ] {
         let e = bad(LEAST, &arguments);
@@ -101,7 +101,7 @@ fn preference_keys_belong_to_their_stages() {
 fn rows_are_split_cached_or_streamed_where_it_has_a_meaning() {
     let dpo = "train.stage=dpo";
     let e = bad(LEAST, &[dpo, "data.long=split"]);
-    assert!(e.contains("`data.long = \"split\"` has no meaning"), "{e}");
+    assert!(e.contains("`data.long = \"split\"` has no effect"), "{e}");
     good(LEAST, &[dpo, "data.long=drop"]);
     good(LEAST, &[dpo, "data.cache=true"]);
     good(LEAST, &["train.stage=grpo", "rlhf.rewards=exact", "data.cache=true"]);
@@ -125,7 +125,7 @@ fn rows_are_split_cached_or_streamed_where_it_has_a_meaning() {
     let e = bad(LEAST, &[streaming, steps, "data.eval_fraction=0.1"]);
     assert!(e.contains("name a file in `data.eval`"), "{e}");
     let e = bad(LEAST, &[streaming, steps, dpo]);
-    assert!(e.contains("`data.streaming` has no meaning"), "{e}");
+    assert!(e.contains("`data.streaming` has no effect"), "{e}");
     let e = bad(LEAST, &[streaming, steps, "data.cache=true"]);
     assert!(e.contains("contradict"), "{e}");
     good(LEAST, &[streaming, steps, "data.dedup=near"]);

@@ -28,7 +28,7 @@ fn a_configuration_of_another_tool_becomes_a_recipe() {
     let plan = bench.ft(&["plan", "made.toml"]);
     assert!(plan.status.success(), "{}", said(&plan));
     let again = bench.ft(&["import", "other.yaml", "--to", "made.toml"]);
-    assert!(again.status.code() == Some(2) && said(&again).contains("exists already"));
+    assert!(again.status.code() == Some(2) && said(&again).contains("already exists"));
     let printed = bench.ft(&["import", "other.yaml"]);
     assert_eq!(String::from_utf8(printed.stdout).unwrap(), text);
 }

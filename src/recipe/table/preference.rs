@@ -187,14 +187,9 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
         faults.add(
             &[Preference::loss_type, Preference::f_divergence_type],
             Error::usage(format!(
-<<<<<<< HEAD
-                "`{}` has no meaning for `{}`",
+                "`{}` has no effect with `{}`",
                 Preference::f_divergence_type.is(divergence.name()),
                 loss.name()
-=======
-                "`{}` has no effect with `{loss}`",
-                Preference::f_divergence_type.is(divergence.name())
->>>>>>> w-texts
             ))
             .expected(format!("one of {}", OF_DIFFERENCES.map(PairLoss::name).join(", "))),
         );

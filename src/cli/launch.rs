@@ -32,29 +32,78 @@ pub(super) const VARIABLES: [(&str, &str); 3] = [
     ("PMIX_RANK", "SLURM_STEP_NUM_TASKS"),
 ];
 
+/// Most ranks of a job: a larger number is a mistake.
+const MOST_RANKS: usize = 1 << 16;
+
+/// The variable with the text that only ranks of one job have. `ft launch` sets it.
+pub(super) const JOB: &str = "FT_JOB";
+
 /// The place in a job of several processes. MPI is started only if there is one: alone it would start a server.
-pub fn launched() -> Option<Place> {
+///
+/// Errors: variables of a launcher that make no sense together. Each process would train alone, into one directory.
+pub fn launched() -> Result<Option<Place>> {
     place_in(&|name| std::env::var(name).ok())
 }
 
-fn place_in(text: &dyn Fn(&str) -> Option<String>) -> Option<Place> {
+fn place_in(variable: &dyn Fn(&str) -> Option<String>) -> Result<Option<Place>> {
+    let text = |name: &str| variable(name).filter(|text| !text.is_empty());
     let number = |name: &str| text(name)?.parse().ok();
-    let place = |(rank, size): (&str, &str), by| {
+    let of_mpi = |(rank, size): (&str, &str)| {
         let (rank, size) = (number(rank)?, number(size)?);
-        (size > 1).then_some(Place { rank, size, by })
+        let by = Launcher::Mpi;
+        (size > 1 && rank < size).then_some(Place { rank, size, by })
     };
-    let of_mpi = |names| place(names, Launcher::Mpi).filter(|place| place.rank < place.size);
-    let of_master = || {
-        text("MASTER_ADDR")?;
-        place(("RANK", "WORLD_SIZE"), Launcher::Master)
-    };
+    let of_mpi = || VARIABLES.into_iter().find_map(of_mpi);
     // A script for `srun` often sets the variables of `torchrun` too, and the ranks of a `torchrun` that `srun` or `mpirun` has
     // started inherit theirs.
     let only_master = cfg!(feature = "nccl") && !cfg!(feature = "mpi");
     if only_master || text("TORCHELASTIC_RUN_ID").is_some() {
-        return of_master().or_else(|| VARIABLES.into_iter().find_map(of_mpi));
+        return Ok(of_master(&text)?.or_else(of_mpi));
     }
-    VARIABLES.into_iter().find_map(of_mpi).or_else(of_master)
+    match of_mpi() {
+        None => of_master(&text),
+        found => Ok(found),
+    }
+}
+
+/// The place by the variables of `torchrun`. Without an address they may be those of another program.
+fn of_master(text: &dyn Fn(&str) -> Option<String>) -> Result<Option<Place>> {
+    let (rank, size) = (text("RANK"), text("WORLD_SIZE"));
+    if text("MASTER_ADDR").is_none() || (rank.is_none() && size.is_none()) {
+        return Ok(None);
+    }
+    let read = |name: &str, text: Option<String>, expected: &str| {
+        let number = text.as_deref().and_then(|text| text.parse::<usize>().ok());
+        number.ok_or_else(|| {
+            let error = match text {
+                None => Error::usage(format!("the launcher has not set `{name}`")),
+                Some(text) => wrong(name, &text),
+            };
+            error
+                .expected(expected)
+                .hint("one process alone: unset RANK, WORLD_SIZE and MASTER_ADDR")
+        })
+    };
+    let size = read("WORLD_SIZE", size, "the number of processes of the job")?;
+    if size > MOST_RANKS {
+        return Err(wrong("WORLD_SIZE", &size.to_string()).expected(format!("at most {MOST_RANKS}")));
+    }
+    if size < 2 {
+        return Ok(None);
+    }
+    let rank = read("RANK", rank, "the number of this process, from 0")?;
+    let by = Launcher::Master;
+    Ok(Some(Place { rank, size, by }))
+}
+
+fn wrong(name: &str, found: &str) -> Error {
+    Error::usage(format!("the launcher has set `{name}` to a wrong value")).found(format!("`{found}`"))
+}
+
+/// Prints a line of the ranks in the terms of the program.
+#[cfg(any(feature = "mpi", feature = "nccl"))]
+fn say(line: &str) {
+    report::last_words(&recipe::in_program_terms(line));
 }
 
 /// Joins the job. Returns its ranks, and the compute threads of this one if the machine is shared.
@@ -93,7 +142,7 @@ fn by_mpi(place: Place) -> Result<Arc<dyn Collective>> {
 
 #[cfg(feature = "mpi")]
 fn by_mpi(place: Place) -> Result<Arc<dyn Collective>> {
-    let group = crate::comm::Group::mpi(report::last_words)?;
+    let group = crate::comm::Group::mpi(say)?;
     let found = group.world().size;
     if found != place.size {
         return Err(Error::new("the launcher and the MPI library do not fit together")
@@ -111,14 +160,16 @@ fn by_master(place: Place) -> Result<Arc<dyn Collective>> {
 /// How long the ranks wait for each other at the start, unless `FT_JOIN_TIMEOUT` says it: as PyTorch.
 #[cfg(feature = "nccl")]
 const JOIN_SECONDS: u64 = 300;
+/// The most that it may say: a day.
+#[cfg(feature = "nccl")]
+const MOST_JOIN_SECONDS: u64 = 86_400;
 
 #[cfg(feature = "nccl")]
 fn by_master(place: Place) -> Result<Arc<dyn Collective>> {
     rendezvous(place).inspect_err(|error| {
         // Rank 0 cannot speak for a rank that it does not know.
         if place.rank > 0 {
-            let text = recipe::in_program_terms(&error.to_string());
-            report::last_words(&format!("[rank {}] {text}", place.rank));
+            say(&format!("[rank {}] {error}", place.rank));
         }
     })
 }
@@ -126,11 +177,7 @@ fn by_master(place: Place) -> Result<Arc<dyn Collective>> {
 #[cfg(feature = "nccl")]
 fn rendezvous(place: Place) -> Result<Arc<dyn Collective>> {
     let variable = |name: &str| std::env::var(name).unwrap_or_default();
-    let wrong = |name: &str, expected: &str| {
-        Error::usage(format!("the launcher has set `{name}` to a wrong value"))
-            .found(format!("`{}`", variable(name)))
-            .expected(expected)
-    };
+    let wrong = |name: &str, expected: &str| wrong(name, &variable(name)).expected(expected);
     let Place { rank, size, .. } = place;
     if rank >= size {
         return Err(wrong("RANK", &format!("less than `WORLD_SIZE`, which is {size}")));
@@ -141,19 +188,24 @@ fn rendezvous(place: Place) -> Result<Arc<dyn Collective>> {
         .and_then(|port| port.checked_add(1));
     let port = port.ok_or_else(|| wrong("MASTER_PORT", "a port from 1 to 65534"))?;
     let seconds = match variable("FT_JOIN_TIMEOUT").as_str() {
-        "" => JOIN_SECONDS,
-        text => text
-            .parse()
-            .map_err(|_| wrong("FT_JOIN_TIMEOUT", "a number of seconds"))?,
+        "" => Some(JOIN_SECONDS),
+        text => text.parse().ok().filter(|seconds| *seconds <= MOST_JOIN_SECONDS),
     };
+    let seconds = seconds.ok_or_else(|| {
+        let expected = format!("a number of seconds, at most {MOST_JOIN_SECONDS}");
+        wrong("FT_JOIN_TIMEOUT", &expected)
+    })?;
+    let local = variable("LOCAL_WORLD_SIZE");
     let rendezvous = crate::comm::Rendezvous {
         rank,
         size,
         host: variable("MASTER_ADDR"),
         port,
+        job: std::env::var(JOB).unwrap_or_else(|_| variable("TORCHELASTIC_RUN_ID")),
+        one_machine: local.is_empty() || local == size.to_string(),
         limit: std::time::Duration::from_secs(seconds),
     };
-    let group = crate::comm::Group::nccl(rendezvous, report::last_words).map_err(|e| {
+    let group = crate::comm::Group::nccl(rendezvous, say).map_err(|e| {
         e.hint(
             "all ranks need the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE; rank 0 listens on MASTER_PORT + 1, which must be free and \
              reachable; FT_JOIN_TIMEOUT sets the seconds to wait",
@@ -222,7 +274,7 @@ mod tests {
     fn a_job_is_known_by_the_variables_of_its_launcher() {
         let place = |set: &[(&str, usize)]| {
             let set: BTreeMap<&str, usize> = set.iter().copied().collect();
-            place_in(&|name| set.get(name).map(usize::to_string))
+            place_in(&|name| set.get(name).map(usize::to_string)).unwrap()
         };
         assert_eq!(place(&[]), None);
         assert_eq!(place(&[("OMPI_COMM_WORLD_RANK", 0), ("OMPI_COMM_WORLD_SIZE", 1)]), None);
@@ -260,6 +312,42 @@ mod tests {
         ]
         .concat();
         assert_eq!(place(&started_by_srun), Some(Place { rank: 2, size: 4, by }));
+    }
+
+    #[test]
+    fn variables_of_a_launcher_that_are_there_in_part_are_an_error() {
+        let place = |set: &[(&str, &str)]| {
+            let set: BTreeMap<&str, &str> = set.iter().copied().collect();
+            place_in(&|name| set.get(name).map(|text| text.to_string()))
+        };
+        let address = ("MASTER_ADDR", "a");
+        assert_eq!(
+            place(&[address]).unwrap(),
+            None,
+            "a script may set it for all its programs"
+        );
+        assert_eq!(place(&[address, ("WORLD_SIZE", "1")]).unwrap(), None);
+        assert_eq!(place(&[("MASTER_ADDR", ""), ("WORLD_SIZE", "2")]).unwrap(), None);
+        for (set, want) in [
+            (&[address, ("WORLD_SIZE", "2")][..], "has not set `RANK`"),
+            (&[address, ("WORLD_SIZE", "2"), ("RANK", "")], "has not set `RANK`"),
+            (
+                &[address, ("WORLD_SIZE", "2"), ("RANK", "-1")],
+                "`RANK` to a wrong value",
+            ),
+            (&[address, ("RANK", "0")], "has not set `WORLD_SIZE`"),
+            (
+                &[address, ("RANK", "0"), ("WORLD_SIZE", "x")],
+                "`WORLD_SIZE` to a wrong value",
+            ),
+            (&[address, ("RANK", "0"), ("WORLD_SIZE", "4000000000")], "at most 65536"),
+        ] {
+            let error = place(set).unwrap_err();
+            assert!(
+                error.to_string().contains(want) && error.exit_code() == 2,
+                "{set:?}: {error}"
+            );
+        }
     }
 
     #[test]

@@ -132,13 +132,20 @@ pub fn start(arguments: impl Iterator<Item = OsString>) -> i32 {
         }
     };
     let trains = matches!(cli.command, Command::Train(_));
-    let launched = launch::launched().filter(|_| trains);
+    let launched = if trains { launch::launched() } else { Ok(None) };
     report::start(Style {
         quiet: cli.quiet,
         // Rank 0 speaks for all.
-        silent: launched.is_some_and(|place| place.rank > 0),
+        silent: matches!(launched, Ok(Some(place)) if place.rank > 0),
         ..style_of_terminal()
     });
+    let launched = match launched {
+        Ok(launched) => launched,
+        Err(error) => {
+            show_error(&error, as_json);
+            return error.exit_code();
+        }
+    };
     std::panic::set_hook(Box::new(|info| {
         if is_caught() {
             return;

@@ -128,6 +128,9 @@ fn start(n: u16, program: &Path, arguments: &[OsString]) -> Result<Vec<Child>> {
     // Rank 0 listens on the port after that of the variable.
     let free = TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr());
     let port = free.map_err(|e| Error::io("there is no free port").cause(e))?.port() - 1;
+    let mut secret = [0; 16];
+    getrandom::fill(&mut secret).map_err(|e| Error::new("the system gives no random numbers").cause(e))?;
+    let job: String = secret.iter().map(|byte| format!("{byte:02x}")).collect();
     let mut ranks: Vec<Child> = Vec::new();
     for rank in 0..n {
         let mut command = Command::new(program);
@@ -138,6 +141,7 @@ fn start(n: u16, program: &Path, arguments: &[OsString]) -> Result<Vec<Child>> {
             ("LOCAL_WORLD_SIZE", n.to_string()),
             ("MASTER_ADDR", "127.0.0.1".into()),
             ("MASTER_PORT", port.to_string()),
+            (launch::JOB, job.clone()),
         ]);
         // Those of an `srun` or `mpirun` around this program.
         for (rank, size) in launch::VARIABLES {
@@ -148,7 +152,9 @@ fn start(n: u16, program: &Path, arguments: &[OsString]) -> Result<Vec<Child>> {
         match command.spawn() {
             Ok(child) => ranks.push(child),
             Err(e) => {
-                ranks.iter_mut().for_each(|child| drop(child.kill()));
+                for child in &mut ranks {
+                    let _ = child.kill().and_then(|()| child.wait());
+                }
                 return Err(Error::io(format!("cannot start rank {rank}")).cause(e));
             }
         }

@@ -69,6 +69,10 @@ impl Ranks {
                 .collect()
         };
         let gpu = |rank: usize| Some((&all[rank].host, all[rank].gpus.get(taken[rank]?)?));
+        if self.0.own_devices() {
+            let gpus: Vec<_> = (0..all.len()).map(gpu).collect();
+            one_each(&gpus)?;
+        }
         let sharing = (0..all.len()).filter(|rank| gpu(*rank) == gpu(world.rank)).count();
         let opened = setup::device(&taken[world.rank].map_or(name.to_string(), |n| format!("cuda:{n}")))?;
         if opened.is_cpu() {
@@ -78,6 +82,22 @@ impl Ranks {
         self.0.bytes(Vec::new(), Patience::Long)?;
         Ok((opened, sharing))
     }
+}
+
+/// Errors: two ranks have one GPU. Each is that of a host and its identifier.
+fn one_each(gpus: &[Option<(&String, &String)>]) -> Result<()> {
+    for (rank, gpu) in gpus.iter().enumerate() {
+        let Some((host, _)) = gpu else { continue };
+        if let Some(other) = gpus[..rank].iter().position(|other| other == gpu) {
+            return Err(Error::usage("each rank needs a GPU of its own without MPI")
+                .at("model.device")
+                .found(format!(
+                    "rank {other} and rank {rank} on host {host} would use the same one"
+                ))
+                .hint("set `model.device = \"auto\"`, or start fewer ranks there"));
+        }
+    }
+    Ok(())
 }
 
 fn own(device: Device, sharing: usize) -> Result<OwnDevice> {
@@ -164,6 +184,18 @@ mod tests {
         assert_eq!(assigned(&[("x", &["a"]), ("x", &["b"])]), [Some(0), Some(0)]);
         assert_eq!(assigned(&[("x", two), ("x", &["a"])]), [Some(1), Some(0)]);
         assert_eq!(assigned(&[("x", &[]), ("x", &[])]), [None, None]);
+    }
+
+    #[test]
+    fn ranks_that_would_share_a_gpu_are_named() {
+        let (x, y, a, b) = ("x".to_string(), "y".to_string(), "a".to_string(), "b".to_string());
+        one_each(&[Some((&x, &a)), Some((&y, &a)), Some((&x, &b)), None, None]).unwrap();
+        let same = one_each(&[Some((&x, &a)), Some((&y, &b)), Some((&y, &b))]).unwrap_err();
+        assert!(
+            same.to_string()
+                .contains("rank 1 and rank 2 on host y would use the same one"),
+            "{same}"
+        );
     }
 
     #[test]

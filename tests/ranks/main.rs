@@ -14,6 +14,8 @@ mod job;
 mod memory;
 #[cfg(feature = "nccl")]
 mod nccl;
+#[cfg(feature = "nccl")]
+mod nccl_faults;
 mod outer;
 mod same_bits;
 mod sequence;

@@ -12,7 +12,7 @@ use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 /// A run that does not end by itself in time, and prints little.
-const LONG: [&str; 8] = [
+pub const LONG: [&str; 8] = [
     "model.device=auto",
     "tune.method=lora",
     "train.max_steps=100000",
@@ -24,7 +24,7 @@ const LONG: [&str; 8] = [
 ];
 
 /// False, with a message, if there are too few GPUs.
-fn has_gpus(needed: usize) -> bool {
+pub fn has_gpus(needed: usize) -> bool {
     let enough = in_software() || ft::ops::device::gpus().is_ok_and(|gpus| gpus.len() >= needed);
     if !enough {
         eprintln!("skipped: fewer than {needed} GPUs");
@@ -33,7 +33,7 @@ fn has_gpus(needed: usize) -> bool {
 }
 
 /// A command that sees `gpus` GPUs in software, and leaves no files of NCCL.
-fn on_gpus(mut command: Command, bench: &Bench, gpus: usize) -> Command {
+pub fn on_gpus(mut command: Command, bench: &Bench, gpus: usize) -> Command {
     if in_software() {
         let numbers: Vec<String> = (0..gpus).map(|gpu| gpu.to_string()).collect();
         command
@@ -46,13 +46,13 @@ fn on_gpus(mut command: Command, bench: &Bench, gpus: usize) -> Command {
 }
 
 /// `MASTER_PORT`: the next one is free.
-fn master_port() -> u16 {
+pub fn master_port() -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     listener.local_addr().unwrap().port() - 1
 }
 
 /// A rank of a job, with the variables of `torchrun`.
-fn rank(bench: &Bench, (rank, size): (usize, usize), port: u16, arguments: &[&str]) -> Command {
+pub fn rank(bench: &Bench, (rank, size): (usize, usize), port: u16, arguments: &[&str]) -> Command {
     let first = ["--threads", "1", "train", "--recipe", "r.toml"];
     let mut command = bench.command(&[&first[..], arguments].concat());
     command.envs([
@@ -67,24 +67,35 @@ fn rank(bench: &Bench, (rank, size): (usize, usize), port: u16, arguments: &[&st
 }
 
 /// A job with one list of arguments for each rank, on `gpus` GPUs.
-fn start(bench: &Bench, ranks: &[Vec<&str>], gpus: usize) -> Vec<Child> {
+pub fn start(bench: &Bench, ranks: &[Vec<&str>], gpus: usize) -> Vec<Child> {
+    start_with(bench, ranks, gpus, |_, _| ())
+}
+
+/// As `start`; `change` gets the number and the command of each rank.
+pub fn start_with(bench: &Bench, ranks: &[Vec<&str>], gpus: usize, change: impl Fn(usize, &mut Command)) -> Vec<Child> {
     let port = master_port();
     let start = |(number, arguments): (usize, &Vec<&str>)| {
         let command = rank(bench, (number, ranks.len()), port, arguments);
-        on_gpus(command, bench, gpus).spawn().unwrap()
+        let mut command = on_gpus(command, bench, gpus);
+        change(number, &mut command);
+        command.spawn().unwrap()
     };
     ranks.iter().enumerate().map(start).collect()
 }
 
 /// What all ranks of a job said, and their exit codes.
-fn all(job: Vec<Child>) -> (String, Vec<Option<i32>>) {
+pub fn all(job: Vec<Child>) -> (String, Vec<Option<i32>>) {
     let ended: Vec<Output> = job.into_iter().map(wait).collect();
     let text = ended.iter().map(said).collect();
     (text, ended.iter().map(|out| out.status.code()).collect())
 }
 
 /// A job of `ft launch` without `mpirun`.
-fn launch(bench: &Bench, size: usize, arguments: &[&str]) -> Child {
+pub fn launch(bench: &Bench, size: usize, arguments: &[&str]) -> Child {
+    launcher(bench, size, arguments).spawn().unwrap()
+}
+
+pub fn launcher(bench: &Bench, size: usize, arguments: &[&str]) -> Command {
     let number = size.to_string();
     let first = [
         "--threads",
@@ -99,10 +110,10 @@ fn launch(bench: &Bench, size: usize, arguments: &[&str]) -> Child {
         "r.toml",
     ];
     let command = bench.command(&[&first[..], arguments].concat());
-    on_gpus(command, bench, size).spawn().unwrap()
+    on_gpus(command, bench, size)
 }
 
-fn assert_once(text: &str, message: &str) {
+pub fn assert_once(text: &str, message: &str) {
     assert_eq!(text.matches(message).count(), 1, "{message} in:\n{text}");
 }
 
@@ -151,7 +162,7 @@ fn adapters_have_the_bits_of_one_rank() {
 }
 
 /// Waits until the run has this checkpoint.
-fn until_saved(bench: &Bench, job: &mut Child) {
+pub fn until_saved(bench: &Bench, job: &mut Child) {
     let begun = Instant::now();
     while !bench.path("out/checkpoint-2/manifest.json").exists() {
         assert!(job.try_wait().unwrap().is_none(), "the job has ended");
@@ -166,8 +177,32 @@ fn a_killed_rank_ends_the_job_and_is_named() {
         return;
     }
     let bench = Bench::new();
-    let mut job = launch(&bench, 3, &LONG);
-    until_saved(&bench, &mut job);
+    kill_one(&bench, false);
+    // The newest checkpoint is valid: one rank goes on with it.
+    let on = [&LONG[..], &["train.max_steps=3", "train.save_steps=0", "--resume"]].concat();
+    let newest = fs::read_dir(bench.path("out")).unwrap().flatten();
+    let newest = newest.filter_map(|e| e.file_name().to_str()?.strip_prefix("checkpoint-")?.parse::<u64>().ok());
+    let end = format!("train.max_steps={}", newest.max().unwrap() + 1);
+    let (text, codes) = all(start(&bench, &[[&on[..], &[&end]].concat()], 1));
+    assert_eq!(codes, [Some(0)], "{text}");
+    assert!(bench.path("out/final").exists());
+}
+
+/// Between GPUs of one machine NCCL itself does not see that a process has ended.
+#[test]
+fn a_killed_rank_is_found_also_if_nccl_does_not_see_it() {
+    if in_software() {
+        kill_one(&Bench::new(), true);
+    }
+}
+
+fn kill_one(bench: &Bench, silent: bool) {
+    let mut command = launcher(bench, 3, &LONG);
+    if silent {
+        command.env("SOFT_NCCL_SILENT", "1");
+    }
+    let mut job = command.spawn().unwrap();
+    until_saved(bench, &mut job);
     let ranks = ranks_of(&job);
     assert_eq!(ranks.len(), 3);
     signal(ranks[2], "-KILL");
@@ -185,14 +220,6 @@ fn a_killed_rank_ends_the_job_and_is_named() {
             "rank {rank} still runs"
         );
     }
-    // The newest checkpoint is valid: one rank goes on with it.
-    let on = [&LONG[..], &["train.max_steps=3", "train.save_steps=0", "--resume"]].concat();
-    let newest = fs::read_dir(bench.path("out")).unwrap().flatten();
-    let newest = newest.filter_map(|e| e.file_name().to_str()?.strip_prefix("checkpoint-")?.parse::<u64>().ok());
-    let end = format!("train.max_steps={}", newest.max().unwrap() + 1);
-    let (text, codes) = all(start(&bench, &[[&on[..], &[&end]].concat()], 1));
-    assert_eq!(codes, [Some(0)], "{text}");
-    assert!(bench.path("out/final").exists());
 }
 
 #[test]
@@ -228,7 +255,13 @@ fn a_rank_that_hangs_is_named_after_the_time_limit() {
     assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
     let text = said(&out);
     assert_eq!(out.status.code(), Some(1), "{text}");
-    assert_once(&text, "has waited 2 s for rank 1");
+    // Rank 0 has met it before the exchange or not.
+    let (waits, exchanges) = ("has waited 2 s for rank 1", "an exchange over NCCL with rank 1 (host ");
+    assert_eq!(
+        text.matches(waits).count() + text.matches(exchanges).count(),
+        1,
+        "{text}"
+    );
 }
 
 #[test]
@@ -283,6 +316,12 @@ fn ranks_that_cannot_meet_say_why() {
     let (text, codes) = all(vec![of((0, 2), port, "1").spawn().unwrap()]);
     assert_eq!(codes, [Some(1)], "{text}");
     assert_once(&text, "rank 1 of 2 missing after 1 s");
+    // One of three does not: the other two say so, with one exit code.
+    let port = master_port();
+    let two = [0, 1].map(|number| of((number, 3), port, "2").spawn().unwrap());
+    let (text, codes) = all(two.into());
+    assert_eq!(codes, [Some(1); 2], "{text}");
+    assert_eq!(text.matches("rank 2 of 3 missing after 2 s").count(), 2, "{text}");
     // Values that make no sense.
     let (text, codes) = all(vec![of((2, 2), port, "1").spawn().unwrap()]);
     assert_eq!(codes, [Some(2)], "{text}");
@@ -292,6 +331,16 @@ fn ranks_that_cannot_meet_say_why() {
     let (text, codes) = all(vec![wrong.spawn().unwrap()]);
     assert_eq!(codes, [Some(2)], "{text}");
     assert_once(&text, "`MASTER_PORT`");
+    let (text, codes) = all(vec![of((1, 2), port, "18446744073709551615").spawn().unwrap()]);
+    assert_eq!(codes, [Some(2)], "{text}");
+    assert_once(&text, "a number of seconds, at most 86400");
+    // One of them is missing: the process must not train alone.
+    let mut wrong = of((1, 2), port, "1");
+    wrong.env_remove("RANK");
+    let (text, codes) = all(vec![wrong.spawn().unwrap()]);
+    assert_eq!(codes, [Some(2)], "{text}");
+    assert_once(&text, "the launcher has not set `RANK`");
+    assert!(!bench.path("out").exists());
 }
 
 #[test]
@@ -309,5 +358,15 @@ fn ranks_without_a_gpu_each_are_refused() {
     };
     refused("cpu", "ranks without MPI need a GPU each");
     refused("auto", "2 ranks and 1 GPU on host");
-    refused("cuda:0", "each rank needs a GPU of its own");
+    refused("cuda:0", "rank 0 and rank 1 on host");
+    // Also the third one, which has a GPU of its own, must not wait.
+    let cuda = [&LONG[1..], &["model.device=cuda:0"]].concat();
+    let job = start_with(&bench, &[cuda.clone(), cuda.clone(), cuda], 2, |number, command| {
+        if number == 2 {
+            command.env("CUDA_VISIBLE_DEVICES", "1");
+        }
+    });
+    let (text, codes) = all(job);
+    assert_eq!(codes, [Some(2); 3], "{text}");
+    assert_once(&text, "each rank needs a GPU of its own without MPI");
 }

@@ -1,5 +1,5 @@
 //! Errors with hints, caught panics of libraries, atomic files, locks, counter-based random numbers, units, signals,
-//! the allocator, a simulated allocator, memory readings, progress, means for metrics, speed of the machine, confined processes, suggestions for missing paths.
+//! the allocator, a simulated allocator, memory readings, progress, means for metrics, speed of the machine, confined processes, ends of connections, suggestions for missing paths.
 //! Independent of models and recipes. The only module that writes files.
 
 #![warn(missing_docs, unreachable_pub)]
@@ -34,6 +34,7 @@ pub mod progress;
 pub mod rehearse;
 pub mod rng;
 pub mod signal;
+pub mod sockets;
 pub mod speed;
 pub mod staging;
 pub mod suggest;

@@ -2,11 +2,15 @@
 // while it lives, and each message is a file. An exchange is one operation in the queue of its stream. It sends what
 // is in the memory when it comes to the front of the queue, and ends when all that it receives is there; if a rank has left
 // before that, it never ends, as on a real device, and the communicator has an error.
+//
+// NCCL waits without a limit for a rank that does not come, in ncclCommInitRank and in the ncclGroupEnd of the first exchange of two
+// ranks; so do these.
 
 #include "driver.h"
 
 #include <algorithm>
 #include <cerrno>
+#include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -24,7 +28,9 @@ int cuCtxGetCurrent(void**);
 
 namespace {
 
-enum Code : int { NCCL_SUCCESS = 0, UNHANDLED = 1, SYSTEM = 2, INVALID_ARGUMENT = 4, INVALID_USAGE = 5, REMOTE = 6 };
+enum Code : int {
+    NCCL_SUCCESS = 0, UNHANDLED = 1, SYSTEM = 2, INVALID_ARGUMENT = 4, INVALID_USAGE = 5, REMOTE = 6, IN_PROGRESS = 7
+};
 
 struct UniqueId {
     char text[128];
@@ -39,6 +45,8 @@ struct Communicator {
     bool aborted = false;
     /// Messages so far, by rank.
     std::vector<uint64_t> sent, received;
+    /// The ranks with which there was an exchange.
+    std::set<int> connected;
 };
 
 /// A send or receive of a group.
@@ -91,6 +99,16 @@ std::string message_file(const std::string& folder, int from, int to, uint64_t n
 }
 
 bool exists(const std::string& path) { return access(path.c_str(), F_OK) == 0; }
+
+void wait_for(const std::string& path) {
+    while (!exists(path)) usleep(1000);
+}
+
+/// `SOFT_NCCL_END`: the call in which this process is killed (`init`, `group`), or which fails (`refuse`).
+bool ends_in(const char* call) {
+    const char* wanted = std::getenv("SOFT_NCCL_END");
+    return wanted && std::strcmp(wanted, call) == 0;
+}
 
 /// Writes a file whole: nobody sees a part of it.
 void publish(const std::string& path, const std::string& bytes) {
@@ -171,7 +189,9 @@ struct Exchange {
         if (!posted) post();
         for (const Transfer& t : transfers) {
             if (t.sends || exists(message(t))) continue;
-            if (has_left(*comm, t.peer) && !exists(message(t))) {
+            // GPUs that write into each other's memory do not see the end of a process.
+            static const bool silent = setting("SOFT_NCCL_SILENT", 0) != 0;
+            if (!silent && has_left(*comm, t.peer) && !exists(message(t))) {
                 comm->error = REMOTE;
                 last_error = "rank " + std::to_string(t.peer) + " has left during an exchange";
             }
@@ -249,7 +269,9 @@ int ncclCommInitRank(void** out, int size, UniqueId id, int rank) {
     cuCtxGetCurrent(&context);
     if (!context) return fail(UNHANDLED, "ncclCommInitRank: this thread has no context");
     if (size < 1 || rank < 0 || rank >= size || !exists(folder)) return fail(INVALID_ARGUMENT, "ncclCommInitRank: a wrong rank or id");
-    auto* comm = new Communicator{folder, rank, size, -1, NCCL_SUCCESS, false, {}, {}};
+    if (ends_in("init")) raise(SIGKILL);
+    if (ends_in("refuse")) return fail(SYSTEM, "ncclCommInitRank: no network");
+    auto* comm = new Communicator{folder, rank, size, -1, NCCL_SUCCESS, false, {}, {}, {}};
     comm->sent.resize(static_cast<size_t>(size));
     comm->received.resize(static_cast<size_t>(size));
     if (!enter(*comm, std::to_string(size) + " " + std::to_string(used_device())))
@@ -257,10 +279,7 @@ int ncclCommInitRank(void** out, int size, UniqueId id, int rank) {
     std::string own = contents(rank_file(folder, rank));
     for (int other = 0; other < size; other++) {
         std::string path = rank_file(folder, other);
-        for (int tries = 0; !exists(path); tries++) {
-            if (tries > 60000) return fail(SYSTEM, "ncclCommInitRank: rank " + std::to_string(other) + " does not come");
-            usleep(1000);
-        }
+        wait_for(path);
         std::string found = contents(path);
         if (other != rank && found.substr(0, found.find(' ')) != std::to_string(size))
             stop("NCCL: rank %d has another number of ranks than rank %d: %s and %d", other, rank, found.c_str(), size);
@@ -270,7 +289,8 @@ int ncclCommInitRank(void** out, int size, UniqueId id, int rank) {
     SOFT_CALL;
     all().insert(comm);
     *out = comm;
-    return NCCL_SUCCESS;
+    const char* blocking = std::getenv("NCCL_COMM_BLOCKING");
+    return blocking && std::strcmp(blocking, "0") == 0 ? IN_PROGRESS : NCCL_SUCCESS;
 }
 
 int ncclCommDestroy(void* handle) {
@@ -309,6 +329,7 @@ const char* ncclGetErrorString(int code) {
         case INVALID_ARGUMENT: return "invalid argument";
         case INVALID_USAGE: return "invalid usage";
         case REMOTE: return "remote process exited or there was a network error";
+        case IN_PROGRESS: return "NCCL operation in progress";
         default: return "unknown result code";
     }
 }
@@ -321,9 +342,16 @@ int ncclGroupStart() {
 }
 
 int ncclGroupEnd() {
-    SOFT_CALL;
     if (depth == 0) return fail(INVALID_USAGE, "ncclGroupEnd without a start");
     if (--depth > 0 || group.empty()) return NCCL_SUCCESS;
+    if (ends_in("group")) raise(SIGKILL);
+    std::set<int> peers;
+    for (const Transfer& t : group)
+        if (group_comm->connected.insert(t.peer).second) peers.insert(t.peer);
+    auto door = [](int from, int to) { return group_comm->folder + "/door-" + std::to_string(from) + "-" + std::to_string(to); };
+    for (int peer : peers) publish(door(group_comm->rank, peer), "");
+    for (int peer : peers) wait_for(door(peer, group_comm->rank));
+    SOFT_CALL;
     auto exchange = std::make_shared<Exchange>(Exchange{group_comm, std::move(group)});
     Stream* stream = group_stream;
     group.clear();

@@ -5,43 +5,15 @@
 //! key. All ranks see the same headers, so all of them find the same failure or the same mismatch.
 
 use super::collect::own_bytes;
+use super::wire::{Say, Wait, Wire};
 use super::{Collective, Fault, Patience, Pending, Shard, State, Whole, World, closed};
 use crate::base::{Error, Result};
 use candle_core::Device;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
-
-/// Moves lists between ranks. The list of the own rank, and empty lists, do not travel.
-pub trait Wire {
-    /// Sends each list of `out` to its rank and fills each list of `into` (of the length that its rank sends). The lists
-    /// between two ranks are in the same order on both.
-    fn bytes(&mut self, out: &[(usize, &[u8])], into: &mut [(usize, &mut [u8])], wait: &Wait);
-
-    /// As `bytes`.
-    fn floats(&mut self, out: &[(usize, &[f32])], into: &mut [(usize, &mut [f32])], wait: &Wait);
-
-    /// Numbers are in the memory of `device` from now on: connects the devices of all ranks, if the wire uses them.
-    fn device(&mut self, _device: &Device, _wait: &Wait) -> Result<()> {
-        Ok(())
-    }
-
-    /// Ends the whole job.
-    fn abort(&mut self, code: i32);
-}
-
-/// How long a wire waits.
-pub struct Wait<'a> {
-    /// `None`: as long as it takes.
-    pub limit: Option<Duration>,
-    /// Called with the ranks that are missing at the limit; the wire then ends the job.
-    pub late: &'a dyn Fn(&[usize]),
-}
-
-/// Prints a line for the user.
-pub type Say = fn(&str);
 
 type Lists = Vec<Vec<f32>>;
 
@@ -60,6 +32,8 @@ enum Job {
 const FAREWELL: Duration = Duration::from_secs(15);
 /// Rank r waits this much longer than rank r - 1, so that one of them reports a rank that is missing.
 const STAGGER: Duration = Duration::from_secs(2);
+/// Time between two looks at the others while this rank computes.
+const LOOK: Duration = Duration::from_millis(50);
 /// Exit code if a thread of a rank ended by itself.
 const BUG: i32 = 70;
 
@@ -89,6 +63,7 @@ pub struct Group {
     world: World,
     jobs: Mutex<Sender<Job>>,
     thread: Mutex<Option<JoinHandle<()>>>,
+    own_devices: bool,
     /// Milliseconds.
     timeout: Arc<AtomicU64>,
 }
@@ -115,6 +90,7 @@ impl Group {
                     world,
                     turn: 0,
                     faults: Vec::new(),
+                    own: None,
                     limit,
                     say,
                 };
@@ -130,6 +106,7 @@ impl Group {
             world,
             jobs: Mutex::new(jobs),
             thread: Mutex::new(Some(thread)),
+            own_devices: W::OWN_DEVICES,
             timeout,
         }))
     }
@@ -149,7 +126,7 @@ impl Group {
     /// A rank that does not come in time; ranks that do not agree on their number.
     #[cfg(feature = "nccl")]
     pub fn nccl(rendezvous: super::Rendezvous, say: Say) -> Result<Arc<Self>> {
-        Self::start(move || super::nccl::open(&rendezvous, say), say)
+        Self::start(move || super::nccl::open(&rendezvous), say)
     }
 
     fn send(&self, job: Job) {
@@ -205,6 +182,10 @@ impl Collective for Group {
         let (reply, coming) = channel();
         self.send(Job::Device(device.clone(), reply));
         coming.recv().unwrap_or_else(|_| Err(closed()))
+    }
+
+    fn own_devices(&self) -> bool {
+        self.own_devices
     }
 
     fn fail(&self, code: i32, text: String) -> Vec<Fault> {
@@ -264,13 +245,26 @@ struct Worker<W: Wire> {
     turn: u64,
     /// After the first failure nothing travels any more.
     faults: Vec<Fault>,
+    /// The failure of this rank.
+    own: Option<String>,
     limit: Arc<AtomicU64>,
     say: Say,
 }
 
 impl<W: Wire> Worker<W> {
     fn run(&mut self, jobs: &Receiver<Job>) {
-        for job in jobs {
+        loop {
+            let job = match jobs.recv_timeout(LOOK) {
+                Ok(job) => job,
+                Err(RecvTimeoutError::Disconnected) => return,
+                Err(RecvTimeoutError::Timeout) => {
+                    if self.faults.is_empty() {
+                        let wait = self.wait(None);
+                        self.wire.idle(&wait);
+                    }
+                    continue;
+                }
+            };
             match job {
                 Job::Exchange(key, parts, lengths, reply) => {
                     let _ = reply.send(self.exchange(key, parts, &lengths));
@@ -307,25 +301,29 @@ impl<W: Wire> Worker<W> {
         Duration::from_millis(self.limit.load(SeqCst)) + STAGGER * self.world.rank as u32
     }
 
+    fn wait(&self, limit: Option<Duration>) -> Wait {
+        Wait {
+            limit,
+            last: false,
+            name: self.world.name(),
+            own: self.own.clone(),
+            say: self.say,
+        }
+    }
+
     /// Exchanges bytes whose lengths are known.
-    fn swap(&mut self, own: &[&[u8]], lengths: &[usize], limit: Option<Duration>) -> Vec<Vec<u8>> {
+    fn swap(&mut self, own: &[&[u8]], lengths: &[usize], wait: &Wait) -> Vec<Vec<u8>> {
         let mut into: Vec<Vec<u8>> = lengths.iter().map(|n| vec![0; *n]).collect();
-        let (world, say) = (self.world.clone(), self.say);
-        let late = |missing: &[usize]| say(&late_text(&world, missing, limit));
         let mut views = views(&mut into);
-        self.wire
-            .bytes(&numbered(own), &mut views, &Wait { limit, late: &late });
+        self.wire.bytes(&numbered(own), &mut views, wait);
         into
     }
 
     fn numbers(&mut self, out: &[&[f32]], lengths: &[usize]) -> Lists {
         let mut into: Lists = lengths.iter().map(|n| vec![0.0; *n]).collect();
-        let limit = Some(self.patience());
-        let (world, say) = (self.world.clone(), self.say);
-        let late = |missing: &[usize]| say(&late_text(&world, missing, limit));
+        let wait = self.wait(Some(self.patience()));
         let mut views = views(&mut into);
-        self.wire
-            .floats(&numbered(out), &mut views, &Wait { limit, late: &late });
+        self.wire.floats(&numbered(out), &mut views, &wait);
         into
     }
 
@@ -342,7 +340,11 @@ impl<W: Wire> Worker<W> {
         };
         let bytes = own.to_bytes();
         let size = self.world.size;
-        let found = self.swap(&vec![&bytes[..]; size], &vec![Header::BYTES; size], limit);
+        let wait = Wait {
+            last: kind == CLOSE,
+            ..self.wait(limit)
+        };
+        let found = self.swap(&vec![&bytes[..]; size], &vec![Header::BYTES; size], &wait);
         let mut headers: Vec<Header> = found.iter().map(|bytes| Header::read(bytes)).collect();
         headers[self.world.rank] = own;
         if headers.iter().any(|h| h.kind == FAULT) {
@@ -383,7 +385,11 @@ impl<W: Wire> Worker<W> {
             .iter()
             .map(|h| if h.kind == FAULT { h.key as usize } else { 0 })
             .collect();
-        let mut texts = self.swap(&vec![own; headers.len()], &lengths, Some(FAREWELL));
+        let wait = Wait {
+            last: true,
+            ..self.wait(Some(FAREWELL))
+        };
+        let mut texts = self.swap(&vec![own; headers.len()], &lengths, &wait);
         texts[self.world.rank] = own.to_vec();
         for (header, bytes) in headers.iter().zip(texts) {
             if header.kind == FAULT {
@@ -396,6 +402,7 @@ impl<W: Wire> Worker<W> {
         if !self.faults.is_empty() {
             return;
         }
+        self.own = Some(text.to_string());
         let own = format!("{code}\n{}\n{text}", self.world.name()).into_bytes();
         if let Ok(headers) = self.meet(FAULT, own.len() as u64, Some(FAREWELL)) {
             self.receive_faults(&headers, &own);
@@ -471,9 +478,8 @@ impl<W: Wire> Worker<W> {
                 }
             }
         }
-        let (world, say) = (self.world.clone(), self.say);
-        let late = |missing: &[usize]| say(&late_text(&world, missing, limit));
-        self.wire.bytes(&out, &mut into, &Wait { limit, late: &late });
+        let wait = self.wait(limit);
+        self.wire.bytes(&out, &mut into, &wait);
         Ok(whole)
     }
 
@@ -481,9 +487,10 @@ impl<W: Wire> Worker<W> {
         // Until now ranks may have worked for different times.
         self.begin(DEVICE, 0, None)?;
         let limit = Some(self.patience());
-        let (world, say) = (self.world.clone(), self.say);
-        let late = |missing: &[usize]| say(&late_text(&world, missing, limit));
-        self.wire.device(device, &Wait { limit, late: &late })
+        let wait = self.wait(limit);
+        self.wire.device(device, &wait)?;
+        // A rank whose device could not be connected says why.
+        self.begin(DEVICE, 1, limit).map(drop)
     }
 
     fn bytes(&mut self, own: Vec<u8>, patience: Patience) -> Result<Vec<Vec<u8>>> {
@@ -492,7 +499,8 @@ impl<W: Wire> Worker<W> {
         let lengths: Vec<usize> = headers.iter().map(|h| h.key as usize).collect();
         // All ranks are here: the bytes have a limit also if the wait for the headers had none.
         let limit = Some(self.patience());
-        let mut into = self.swap(&vec![&own[..]; headers.len()], &lengths, limit);
+        let wait = self.wait(limit);
+        let mut into = self.swap(&vec![&own[..]; headers.len()], &lengths, &wait);
         into[self.world.rank] = own;
         Ok(into)
     }
@@ -524,15 +532,4 @@ fn fault_of(bytes: &[u8]) -> Fault {
         rank: next(),
         text: next(),
     }
-}
-
-fn late_text(world: &World, missing: &[usize], limit: Option<Duration>) -> String {
-    let missing: Vec<String> = missing.iter().map(usize::to_string).collect();
-    let noun = if missing.len() == 1 { "rank" } else { "ranks" };
-    format!(
-        "{} has waited {} s for {noun} {}: the job ends; the newest checkpoint is valid",
-        world.name(),
-        limit.unwrap_or_default().as_secs(),
-        missing.join(", ")
-    )
 }

@@ -10,6 +10,8 @@
 mod collect;
 mod group;
 #[cfg(any(feature = "nccl", test))]
+mod meeting;
+#[cfg(any(feature = "nccl", test))]
 mod mesh;
 #[cfg(feature = "mpi")]
 mod mpi;
@@ -18,6 +20,7 @@ mod nccl;
 mod shards;
 #[cfg(test)]
 pub(crate) mod threads;
+mod wire;
 
 #[cfg(test)]
 mod tests;
@@ -25,7 +28,7 @@ mod tests;
 pub use collect::{Shard, Whole};
 pub use group::Group;
 #[cfg(feature = "nccl")]
-pub use mesh::Rendezvous;
+pub use meeting::Rendezvous;
 #[cfg(feature = "mpi")]
 pub use mpi::mpi_version;
 #[cfg(feature = "nccl")]
@@ -136,9 +139,10 @@ pub trait Collective: Send + Sync {
     ///
     /// # Errors
     /// The devices of the ranks cannot be connected.
-    fn use_device(&self, _device: &Device) -> Result<()> {
-        Ok(())
-    }
+    fn use_device(&self, device: &Device) -> Result<()>;
+
+    /// True if two ranks cannot share a device.
+    fn own_devices(&self) -> bool;
 
     /// Tells all ranks that this one has failed, unless a failure is already known to all. Returns the failures that
     /// all ranks know.
@@ -184,6 +188,14 @@ impl Collective for Alone {
 
     fn bytes(&self, own: Vec<u8>, _: Patience) -> Result<Vec<Vec<u8>>> {
         Ok(vec![own])
+    }
+
+    fn use_device(&self, _: &Device) -> Result<()> {
+        Ok(())
+    }
+
+    fn own_devices(&self) -> bool {
+        false
     }
 
     fn fail(&self, code: i32, text: String) -> Vec<Fault> {

@@ -2,7 +2,7 @@
 //! because other ranks and the computation of this one need the processors.
 
 use super::World;
-use super::group::{Wait, Wire};
+use super::wire::{Wait, Wire};
 use crate::base::{Error, Result};
 use ::mpi::environment::Universe;
 use ::mpi::request::{LocalScope, Request, scope};
@@ -94,7 +94,7 @@ impl MpiWire {
                     let mut missing: Vec<usize> = open.iter().map(|(rank, _)| *rank).collect();
                     missing.sort_unstable();
                     missing.dedup();
-                    (wait.late)(&missing);
+                    wait.late(&missing);
                     self.world.abort(1);
                 }
                 std::thread::sleep(pause);

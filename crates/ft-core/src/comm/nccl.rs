@@ -2,28 +2,29 @@
 //! failures, saved states) over the TCP connections of `mesh`. A connection that ends says at once that a rank is gone.
 
 use super::World;
-use super::group::{Say, Wait, Wire};
-use super::mesh::{Lost, Mesh, Rendezvous};
+use super::meeting::Rendezvous;
+use super::mesh::{LOOK, Lost, Mesh};
+use super::wire::{Wait, Wire};
 use crate::base::{Error, Result, files, signal};
-use crate::ops::nccl::{Communicator, Id, Library, version_text};
+use crate::ops::nccl::{Communicator, Id, Library, Prepared, version_text};
 use candle_core::Device;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::{Duration, Instant};
 
-/// How long the connections of a rank that ends the job stay open: a rank that computes meanwhile then finds the rank that was lost
-/// first, and not this one.
+/// How long the connections of a rank that ends the job stay open: the others then find the rank that was lost first, and not this
+/// one.
 const LINGER: Duration = Duration::from_secs(1);
-/// Time between two looks at the connections during an exchange of NCCL.
-const LOOK: Duration = Duration::from_millis(50);
+/// What a rank says after a step in which it could fail alone.
+const DONE: u8 = 0xfd;
+const FAILED: u8 = 0xfe;
 
 /// The wire of one rank.
 pub(super) struct NcclWire {
     mesh: Mesh,
     world: World,
     gpus: Option<Communicator>,
-    say: Say,
 }
 
 /// Version of the NCCL library of this machine.
@@ -35,7 +36,7 @@ pub fn nccl_version() -> Result<String> {
 }
 
 /// Connects to the other ranks.
-pub(super) fn open(rendezvous: &Rendezvous, say: Say) -> Result<(NcclWire, World)> {
+pub(super) fn open(rendezvous: &Rendezvous) -> Result<(NcclWire, World)> {
     let host = files::read_text(Path::new("/proc/sys/kernel/hostname")).unwrap_or_default();
     let host = host.split_whitespace().next().unwrap_or("unknown").to_string();
     let mesh = Mesh::open(rendezvous, &host)?;
@@ -48,7 +49,6 @@ pub(super) fn open(rendezvous: &Rendezvous, say: Say) -> Result<(NcclWire, World
         mesh,
         world: world.clone(),
         gpus: None,
-        say,
     };
     Ok((wire, world))
 }
@@ -58,47 +58,74 @@ fn names(mesh: &Mesh, ranks: &[usize]) -> String {
     ranks.iter().map(name).collect::<Vec<_>>().join(", ")
 }
 
-/// Looks at the connections in a thread of its own until it is dropped: NCCL connects the GPUs without a limit of time, also if a
-/// rank has ended.
-struct Guard(Arc<AtomicBool>);
+/// Looks at the connections in a thread of its own: NCCL connects the GPUs without a limit of time, also if a rank has ended or
+/// failed.
+struct Guard(Arc<AtomicU8>);
+
+/// States of a guard.
+const WAITS: u8 = 0;
+const LOOKS: u8 = 1;
+const ENDS: u8 = 2;
 
 impl Guard {
-    fn new(wire: &NcclWire, limit: Option<Duration>) -> Result<Self> {
+    fn new(wire: &NcclWire, wait: &Wait) -> Result<Self> {
         let fault = |e| Error::io("the connections to the other ranks cannot be watched").cause(e);
         let mesh = wire.mesh.watched().map_err(fault)?;
-        let (say, own, done) = (wire.say, wire.world.name(), Arc::new(AtomicBool::new(false)));
-        let (ended, begun) = (done.clone(), Instant::now());
+        let state = Arc::new(AtomicU8::new(WAITS));
+        let (seen, wait) = (state.clone(), wait.with_own(None));
         let look = move || {
-            while !ended.load(Ordering::Acquire) {
-                let gone = mesh.gone();
-                if !gone.is_empty() {
-                    say(&format!(
-                        "{own}: the connection to {} has ended while the GPUs were connected",
-                        names(&mesh, &gone)
-                    ));
-                } else if limit.is_some_and(|limit| begun.elapsed() > limit) {
-                    say(&format!(
-                        "{own}: NCCL has not connected the GPUs in {} s",
-                        begun.elapsed().as_secs()
-                    ));
-                } else {
-                    std::thread::sleep(LOOK);
-                    continue;
+            let mut begun = Instant::now();
+            loop {
+                std::thread::sleep(LOOK);
+                let why = match seen.load(Ordering::Acquire) {
+                    WAITS => {
+                        begun = Instant::now();
+                        None
+                    }
+                    LOOKS => trouble(&mesh, begun.elapsed(), wait.limit),
+                    _ => return,
+                };
+                // What was seen after the end belongs to another operation.
+                if let Some(why) = why
+                    && seen.load(Ordering::Acquire) == LOOKS
+                {
+                    wait.ends(&why);
+                    std::thread::sleep(LINGER);
+                    signal::abandon(1);
                 }
-                std::thread::sleep(LINGER);
-                signal::abandon(1);
             }
         };
         let thread = std::thread::Builder::new().name("ranks".into());
         thread.spawn(look).map_err(fault)?;
-        Ok(Self(done))
+        Ok(Self(state))
+    }
+
+    fn begin(&self) {
+        self.0.store(LOOKS, Ordering::Release);
     }
 }
 
 impl Drop for Guard {
     fn drop(&mut self) {
-        self.0.store(true, Ordering::Release);
+        self.0.store(ENDS, Ordering::Release);
     }
+}
+
+/// Why the GPUs will not be connected, if it is known.
+fn trouble(mesh: &Mesh, time: Duration, limit: Option<Duration>) -> Option<String> {
+    let gone = mesh.gone();
+    if !gone.is_empty() {
+        let gone = names(mesh, &gone);
+        return Some(format!(
+            "the connection to {gone} has ended while the GPUs were connected"
+        ));
+    }
+    let failed = mesh.about_to_say(FAILED);
+    if !failed.is_empty() {
+        return Some(format!("the GPU of {} could not be connected", names(mesh, &failed)));
+    }
+    let late = limit.is_some_and(|limit| time > limit);
+    late.then(|| format!("NCCL has not connected the GPUs in {} s", time.as_secs()))
 }
 
 impl NcclWire {
@@ -109,16 +136,11 @@ impl NcclWire {
     /// Says why, and ends the job: the other ranks see that the connections of this one end.
     fn end(&mut self, lost: Lost, wait: &Wait) -> ! {
         match lost {
-            Lost::Late(missing) => (wait.late)(&missing),
-            Lost::Gone(ranks) => self.say_end(&format!("the connection to {} has ended", self.names(&ranks))),
+            Lost::Late(missing) => wait.late(&missing),
+            Lost::Gone(ranks) => wait.ends(&format!("the connection to {} has ended", self.names(&ranks))),
         }
         std::thread::sleep(LINGER);
         signal::abandon(1)
-    }
-
-    fn say_end(&self, why: &str) {
-        let own = self.world.name();
-        (self.say)(&format!("{own}: {why}: the job ends; the newest checkpoint is valid"));
     }
 
     fn others(&self) -> impl Iterator<Item = usize> {
@@ -133,14 +155,25 @@ impl NcclWire {
         let rank = self.world.rank;
         let lists = all.iter_mut().enumerate().filter(|(from, _)| *from != rank);
         let mut into: Vec<(usize, &mut [u8])> = lists.map(|(from, list)| (from, &mut list[..])).collect();
-        if let Err(lost) = self.mesh.swap(&out, &mut into, wait.limit) {
+        if let Err(lost) = self.mesh.swap(&out, &mut into, wait.limit, wait.last) {
             self.end(lost, wait);
         }
         all
     }
 
-    /// Connects the GPUs. Every step is agreed, because NCCL waits without a limit for a rank that has failed.
-    fn connect(&mut self, device: &Device, wait: &Wait) -> Result<Communicator> {
+    /// After a step: what each rank says, if it is done on all ranks.
+    fn agree<const N: usize, T>(&mut self, own: &Result<T>, more: [u8; N], wait: &Wait) -> Option<Vec<[u8; N]>> {
+        let word = if own.is_ok() { DONE } else { FAILED };
+        // If another rank is gone, it cannot be told.
+        let wait = wait.with_own(own.as_ref().err().map(Error::to_string));
+        let said = self.share([word], &wait);
+        let all = self.share(more, &wait);
+        said.iter().all(|word| *word == [DONE]).then_some(all)
+    }
+
+    /// Connects the GPUs. NCCL waits without a limit for a rank that has failed, so the ranks agree after each step. `None`: another
+    /// rank has failed, and says why in its next operation.
+    fn connect(&mut self, device: &Device, wait: &Wait) -> Result<Option<Communicator>> {
         let library = if device.is_cuda() {
             Library::load().and_then(|library| Ok((library.version()?, library)))
         } else {
@@ -148,46 +181,53 @@ impl NcclWire {
                 .found("a rank that trains on the CPU")
                 .hint("train on a GPU, or build with the feature `mpi` and start the ranks with `mpirun`"))
         };
-        let own = library.as_ref().map_or(0, |(version, _)| *version);
-        let versions = self.share(own.to_le_bytes(), wait).into_iter().map(u32::from_le_bytes);
-        let versions: Vec<u32> = versions.collect();
+        let version = library.as_ref().map_or(0, |(version, _)| *version);
+        let all = self.agree(&library, version.to_le_bytes(), wait);
         let (_, library) = library?;
-        if let Some(other) = versions.iter().position(|version| *version != own) {
-            let error = Error::unsupported("the GPUs of the ranks cannot be connected");
-            return Err(match versions[other] {
-                0 => error.found(format!("{} cannot use NCCL", self.names(&[other]))),
-                version => error
-                    .found(format!(
-                        "NCCL {} on rank {}, NCCL {} on {}",
-                        version_text(own),
-                        self.world.rank,
-                        version_text(version),
-                        self.names(&[other])
-                    ))
-                    .expected("the same version on all ranks"),
-            });
+        let Some(all) = all else { return Ok(None) };
+        let versions: Vec<u32> = all.into_iter().map(u32::from_le_bytes).collect();
+        if let Some(other) = versions.iter().position(|other| *other != version) {
+            return Err(Error::unsupported("the GPUs of the ranks cannot be connected")
+                .found(format!(
+                    "NCCL {} on rank {}, NCCL {} on {}",
+                    version_text(version),
+                    self.world.rank,
+                    version_text(versions[other]),
+                    self.names(&[other])
+                ))
+                .expected("the same version on all ranks"));
         }
-        let new: Result<Id> = if self.world.is_root() {
-            library.id()
-        } else {
-            Ok([0; 128])
-        };
-        let sent: Id = new.as_ref().copied().unwrap_or([0; 128]);
-        let id = self.share(sent, wait)[0];
-        new?;
-        if id == [0; 128] {
-            return Err(Error::unsupported("the GPUs of the ranks cannot be connected").found("rank 0 cannot use NCCL"));
+        // Memory that is missing, or a network that NCCL cannot use, must be known before the others wait for this rank.
+        let prepared = Guard::new(self, wait).and_then(|guard| {
+            let id = if self.world.is_root() { library.id()? } else { [0; 128] };
+            Ok((guard, id, Prepared::new(library, device)?))
+        });
+        let id: Id = prepared.as_ref().map_or([0; 128], |(_, id, _)| *id);
+        let all = self.agree(&prepared, id, wait);
+        let (guard, _, prepared) = prepared?;
+        let Some(all) = all else { return Ok(None) };
+        guard.begin();
+        let joined = prepared.join((self.world.rank, self.world.size), all[0]);
+        let joined = joined.and_then(|gpus| self.first(gpus));
+        drop(guard);
+        let all = self.agree(&joined, [0; 1], wait);
+        let gpus = joined?;
+        if all.is_none() {
+            gpus.give_up();
+            return Ok(None);
         }
-        let guard = Guard::new(self, wait.limit)?;
-        let mut gpus = Communicator::join(library, device, (self.world.rank, self.world.size), id)?;
-        // NCCL connects two GPUs at their first exchange, which takes memory: before ft asks how much is free.
+        Ok(Some(gpus))
+    }
+
+    /// NCCL connects two GPUs at their first exchange, which takes memory: before ft asks how much is free.
+    fn first(&self, mut gpus: Communicator) -> Result<Communicator> {
         let own = [self.world.rank as f32];
         let out: Vec<(usize, &[f32])> = self.others().map(|rank| (rank, &own[..])).collect();
         let mut found = vec![[-1.0]; self.world.size];
         let mut into: Vec<(usize, &mut [f32])> = found.iter_mut().map(|n| &mut n[..]).enumerate().collect();
         into.remove(self.world.rank);
-        self.exchange(&mut gpus, &out, &mut into, wait)?;
-        drop(guard);
+        // The guard looks at the other ranks.
+        gpus.swap(&out, &mut into, &mut || Ok(()))?;
         match self.others().find(|rank| found[*rank] != [*rank as f32]) {
             None => Ok(gpus),
             Some(rank) => Err(Error::internal("NCCL does not carry what was sent")
@@ -205,37 +245,41 @@ impl NcclWire {
     ) -> Result<()> {
         let begun = Instant::now();
         let mut looked = begun;
-        let mut lost = None;
+        let mut gone = Vec::new();
         let mut look = || {
             if looked.elapsed() > LOOK {
                 looked = Instant::now();
-                let gone = self.mesh.gone();
-                if !gone.is_empty() {
-                    lost = Some(Lost::Gone(gone));
-                } else if wait.limit.is_some_and(|limit| begun.elapsed() > limit) {
-                    lost = Some(Lost::Late(self.others().collect()));
-                }
+                gone = self.mesh.gone();
             }
-            match lost {
-                None => Ok(()),
-                Some(_) => Err(Error::io("a rank is gone")),
+            let late = wait.limit.is_some_and(|limit| begun.elapsed() > limit);
+            if gone.is_empty() && !late {
+                return Ok(());
             }
+            // All ranks have come to this exchange; which one does not go on is not known.
+            let others: Vec<usize> = self.others().collect();
+            Err(Error::io(format!(
+                "an exchange over NCCL with {} has not ended in {} s",
+                self.names(&others),
+                begun.elapsed().as_secs()
+            )))
         };
         let done = gpus.swap(out, into, &mut look);
-        match lost {
-            Some(lost) => self.end(lost, wait),
-            None => done,
+        if !gone.is_empty() {
+            self.end(Lost::Gone(gone), wait);
         }
+        done
     }
 }
 
 impl Wire for NcclWire {
+    const OWN_DEVICES: bool = true;
+
     fn bytes(&mut self, out: &[(usize, &[u8])], into: &mut [(usize, &mut [u8])], wait: &Wait) {
         let rank = self.world.rank;
         let out: Vec<(usize, &[u8])> = out.iter().copied().filter(|(to, _)| *to != rank).collect();
         let others = into.iter_mut().filter(|(from, _)| *from != rank);
         let mut others: Vec<(usize, &mut [u8])> = others.map(|(from, list)| (*from, &mut list[..])).collect();
-        if let Err(lost) = self.mesh.swap(&out, &mut others, wait.limit) {
+        if let Err(lost) = self.mesh.swap(&out, &mut others, wait.limit, wait.last) {
             self.end(lost, wait);
         }
     }
@@ -254,7 +298,7 @@ impl Wire for NcclWire {
         std::thread::sleep(LOOK);
         let gone = self.mesh.gone();
         if gone.is_empty() {
-            self.say_end(&error.line());
+            wait.ends(&error.line());
         } else {
             self.end(Lost::Gone(gone), wait);
         }
@@ -263,8 +307,15 @@ impl Wire for NcclWire {
     }
 
     fn device(&mut self, device: &Device, wait: &Wait) -> Result<()> {
-        self.gpus = Some(self.connect(device, wait)?);
+        self.gpus = self.connect(device, wait)?;
         Ok(())
+    }
+
+    fn idle(&mut self, wait: &Wait) {
+        let gone = self.mesh.gone();
+        if !gone.is_empty() {
+            self.end(Lost::Gone(gone), wait);
+        }
     }
 
     fn abort(&mut self, code: i32) {

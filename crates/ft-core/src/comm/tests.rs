@@ -193,3 +193,52 @@ fn a_rank_that_is_late_ends_the_job() {
     });
     assert!(found[0].contains("has ended"), "{}", found[0]);
 }
+
+/// What was said, and how often the wire could look at the other ranks while there was nothing to do.
+static SAID: Mutex<Vec<String>> = Mutex::new(Vec::new());
+static LOOKS: Mutex<usize> = Mutex::new(0);
+
+/// The other rank never comes to an operation.
+struct Lonely;
+
+impl wire::Wire for Lonely {
+    fn bytes(&mut self, _: &[(usize, &[u8])], _: &mut [(usize, &mut [u8])], wait: &wire::Wait) {
+        wait.late(&[1]);
+    }
+
+    fn floats(&mut self, _: &[(usize, &[f32])], _: &mut [(usize, &mut [f32])], _: &wire::Wait) {}
+
+    fn idle(&mut self, _: &wire::Wait) {
+        *LOOKS.lock().unwrap() += 1;
+    }
+
+    fn abort(&mut self, _: i32) {}
+}
+
+#[test]
+fn a_failure_that_the_others_never_hear_of_is_said_first() {
+    let world = World {
+        rank: 0,
+        size: 2,
+        host: "here".into(),
+    };
+    let say = |text: &str| SAID.lock().unwrap().push(text.into());
+    let group = Group::start(move || Ok((Lonely, world)), say).unwrap();
+    let begun = Instant::now();
+    while *LOOKS.lock().unwrap() == 0 {
+        assert!(begun.elapsed() < Duration::from_secs(20), "nobody looks");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    group.fail(1, "no space left\nhint: a larger disk".into());
+    let said = SAID.lock().unwrap().clone();
+    assert_eq!(said[0], "[rank 0 (host here)] no space left\nhint: a larger disk");
+    assert!(
+        said[1].starts_with("rank 0 (host here) has waited 15 s for rank 1: "),
+        "{said:?}"
+    );
+    // The end of a rank after a failure that all know is no news.
+    let looks = *LOOKS.lock().unwrap();
+    std::thread::sleep(Duration::from_millis(200));
+    assert_eq!(*LOOKS.lock().unwrap(), looks);
+    group.close();
+}

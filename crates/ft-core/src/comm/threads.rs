@@ -1,8 +1,9 @@
 //! Ranks that are threads of one process, for tests.
 
-use super::group::{Wait, Wire};
+use super::wire::{Wait, Wire};
 use super::{Collective, Fault, Group, Patience, Pending, Shard, State, Whole, World};
 use crate::base::Result;
+use candle_core::Device;
 use std::collections::BTreeMap;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
@@ -31,7 +32,7 @@ impl ThreadWire {
             None => self.from[rank].recv().ok(),
         };
         found.unwrap_or_else(|| {
-            (wait.late)(&[rank]);
+            wait.late(&[rank]);
             panic!("rank {rank} is missing")
         })
     }
@@ -194,6 +195,14 @@ impl Collective for Slowed {
         let all = self.comm.bytes(own, patience);
         end();
         all
+    }
+
+    fn use_device(&self, device: &Device) -> Result<()> {
+        self.comm.use_device(device)
+    }
+
+    fn own_devices(&self) -> bool {
+        self.comm.own_devices()
     }
 
     fn fail(&self, code: i32, text: String) -> Vec<Fault> {

@@ -432,6 +432,14 @@ impl Collective for Counting {
         self.0.bytes(own, patience)
     }
 
+    fn use_device(&self, device: &Device) -> Result<()> {
+        self.0.use_device(device)
+    }
+
+    fn own_devices(&self) -> bool {
+        self.0.own_devices()
+    }
+
     fn fail(&self, code: i32, text: String) -> Vec<Fault> {
         self.0.fail(code, text)
     }

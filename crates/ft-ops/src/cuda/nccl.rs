@@ -24,6 +24,8 @@ const FLOAT32: c_int = 7;
 /// `ncclSuccess`, `ncclInProgress`.
 const SUCCESS: c_int = 0;
 const IN_PROGRESS: c_int = 7;
+/// Numbers in 16 bytes: NCCL copies faster between addresses that are multiples of them.
+const ALIGNED: usize = 4;
 /// Time between two looks at numbers under way.
 const SHORTEST: Duration = Duration::from_micros(20);
 const LONGEST: Duration = Duration::from_millis(1);
@@ -52,16 +54,22 @@ pub struct Library {
 }
 
 /// The text at this address, or an empty one.
-fn text_at(text: *const c_char) -> String {
+///
+/// # Safety
+/// Null, or a text that ends with a zero and lives during the call.
+unsafe fn text_at(text: *const c_char) -> String {
     if text.is_null() {
         return String::new();
     }
-    // SAFETY: not null; the C library and NCCL return texts that end with a zero and live until the next call.
+    // SAFETY: not null; the caller promises the rest.
     unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
 }
 
 /// The function `name` of the library, of type `F`.
-fn function<F: Copy>(library: *mut c_void, name: &CStr) -> Result<F> {
+///
+/// # Safety
+/// `F` is the type of a pointer to this function.
+unsafe fn function<F: Copy>(library: *mut c_void, name: &CStr) -> Result<F> {
     const { assert!(size_of::<F>() == size_of::<*mut c_void>()) };
     // SAFETY: the library is open, and is never closed.
     let found = unsafe { libc::dlsym(library, name.as_ptr()) };
@@ -70,7 +78,7 @@ fn function<F: Copy>(library: *mut c_void, name: &CStr) -> Result<F> {
             .found(format!("no function `{}`", name.to_string_lossy()))
             .expected("NCCL 2.13 or newer"));
     }
-    // SAFETY: `F` is a function pointer of this size, with the type that this name has in `nccl.h`.
+    // SAFETY: a function pointer of this size; the caller promises its type.
     Ok(unsafe { std::mem::transmute_copy(&found) })
 }
 
@@ -89,7 +97,7 @@ impl Library {
             }
             if why.is_empty() {
                 // SAFETY: no argument; the text lives until the next call of this kind in this thread.
-                why = text_at(unsafe { libc::dlerror() });
+                why = unsafe { text_at(libc::dlerror()) };
             }
         }
         Err(Error::not_found("NCCL cannot be loaded").found(why).hint(
@@ -99,20 +107,23 @@ impl Library {
     }
 
     fn of(library: *mut c_void) -> Result<Self> {
-        Ok(Self {
-            get_version: function(library, c"ncclGetVersion")?,
-            get_unique_id: function(library, c"ncclGetUniqueId")?,
-            comm_init_rank: function(library, c"ncclCommInitRank")?,
-            comm_destroy: function(library, c"ncclCommDestroy")?,
-            comm_abort: function(library, c"ncclCommAbort")?,
-            comm_get_async_error: function(library, c"ncclCommGetAsyncError")?,
-            get_error_string: function(library, c"ncclGetErrorString")?,
-            get_last_error: function(library, c"ncclGetLastError")?,
-            group_start: function(library, c"ncclGroupStart")?,
-            group_end: function(library, c"ncclGroupEnd")?,
-            send: function(library, c"ncclSend")?,
-            recv: function(library, c"ncclRecv")?,
-        })
+        // SAFETY: the types are those of these names in `nccl.h`.
+        unsafe {
+            Ok(Self {
+                get_version: function(library, c"ncclGetVersion")?,
+                get_unique_id: function(library, c"ncclGetUniqueId")?,
+                comm_init_rank: function(library, c"ncclCommInitRank")?,
+                comm_destroy: function(library, c"ncclCommDestroy")?,
+                comm_abort: function(library, c"ncclCommAbort")?,
+                comm_get_async_error: function(library, c"ncclCommGetAsyncError")?,
+                get_error_string: function(library, c"ncclGetErrorString")?,
+                get_last_error: function(library, c"ncclGetLastError")?,
+                group_start: function(library, c"ncclGroupStart")?,
+                group_end: function(library, c"ncclGroupEnd")?,
+                send: function(library, c"ncclSend")?,
+                recv: function(library, c"ncclRecv")?,
+            })
+        }
     }
 
     /// The version, as 10000 · major + 100 · minor + patch.
@@ -143,6 +154,12 @@ impl Library {
         if code == SUCCESS {
             return Ok(());
         }
+        // A call that returns before it has ended: what follows in the stream would not wait for it.
+        if code == IN_PROGRESS {
+            return Err(Error::unsupported("NCCL does not wait in its calls")
+                .found("a communicator that does not block")
+                .hint("unset NCCL_COMM_BLOCKING, or set it to 1"));
+        }
         // SAFETY: any code has a text, and the last error is also that of no communicator.
         let (what, last) = unsafe {
             (
@@ -163,6 +180,14 @@ impl Library {
 /// Formats `22803` as `2.28.3`.
 pub fn version_text(version: u32) -> String {
     format!("{}.{}.{}", version / 10_000, version / 100 % 100, version % 100)
+}
+
+/// What a communicator needs on its own GPU.
+pub struct Prepared {
+    library: Library,
+    stream: Arc<CudaStream>,
+    buffer: Buffer,
+    host: PinnedHostSlice<u8>,
 }
 
 /// The GPUs of all ranks, seen from one of them.
@@ -186,33 +211,64 @@ struct Buffer(u64);
 
 impl Drop for Buffer {
     fn drop(&mut self) {
-        // SAFETY: it was allocated by `join`; its stream has finished.
+        // SAFETY: it was allocated by `Prepared::new`; its stream has finished.
         let _ = unsafe { result::free_sync(self.0) };
     }
 }
 
-impl Communicator {
-    /// Connects the GPU of this rank to those of the others. Waits until all ranks of the id call it.
+/// Memory that cannot be allocated.
+fn no_memory(what: &str) -> impl Fn(result::DriverError) -> Error {
+    let what = format!("{what} for the exchange between GPUs cannot be allocated");
+    move |e| {
+        Error::device(&what, &format!("{e:?}"))
+            .found(format!("{} MiB", (8 * BUFFER) >> 20))
+            .cause(e)
+    }
+}
+
+impl Prepared {
+    /// Allocates the buffers. All that can fail on one rank alone is here, because `join` waits for every rank.
     ///
     /// # Errors
-    /// NCCL cannot connect them, for example because two ranks use one GPU.
-    pub fn join(library: Library, device: &Device, (rank, size): (usize, usize), id: Id) -> Result<Self> {
+    /// Too little memory.
+    pub fn new(library: Library, device: &Device) -> Result<Self> {
         let gpu = Gpu::on(device)?;
         let context = gpu.device().cuda_stream().context().clone();
         let stream = context.new_stream().map_err(failed)?;
         context.bind_to_thread().map_err(failed)?;
-        // SAFETY: both are filled before they are read.
-        let buffer = Buffer(unsafe { result::malloc_sync(8 * BUFFER) }.map_err(failed)?);
-        // SAFETY: as above.
-        let host = unsafe { context.alloc_pinned_with_flags::<u8>(8 * BUFFER, 0) }.map_err(failed)?;
-        let mut comm = std::ptr::null_mut();
-        // SAFETY: it writes one handle; the context of the GPU is that of this thread.
-        let code = unsafe { (library.comm_init_rank)(&mut comm, size as c_int, UniqueId(id), rank as c_int) };
-        library.check(code, std::ptr::null_mut()).map_err(|e| {
-            e.within("the GPUs of the ranks cannot be connected")
-                .hint("each rank needs a GPU of its own; NCCL_DEBUG=INFO prints what NCCL does")
-        })?;
+        // SAFETY: the address is used by copies and exchanges only.
+        let buffer = unsafe { result::malloc_sync(8 * BUFFER) }.map_err(no_memory("memory of the GPU"))?;
+        let buffer = Buffer(buffer);
+        // SAFETY: it is filled below.
+        let host = unsafe { context.alloc_pinned_with_flags::<u8>(8 * BUFFER, 0) };
+        let mut host = host.map_err(no_memory("page-locked memory"))?;
+        host.as_mut_slice().map_err(failed)?.fill(0);
         Ok(Self {
+            library,
+            stream,
+            buffer,
+            host,
+        })
+    }
+
+    /// Connects the GPU of this rank to those of the others. Waits until all ranks of the id call it, without a limit of time.
+    ///
+    /// # Errors
+    /// NCCL cannot connect them.
+    pub fn join(self, (rank, size): (usize, usize), id: Id) -> Result<Communicator> {
+        let mut comm = std::ptr::null_mut();
+        self.stream.context().bind_to_thread().map_err(failed)?;
+        // SAFETY: it writes one handle; the context of the GPU is that of this thread.
+        let code = unsafe { (self.library.comm_init_rank)(&mut comm, size as c_int, UniqueId(id), rank as c_int) };
+        let joined = self.library.check(code, std::ptr::null_mut());
+        joined.map_err(|e| e.within("the GPUs of the ranks cannot be connected"))?;
+        let Self {
+            library,
+            stream,
+            buffer,
+            host,
+        } = self;
+        Ok(Communicator {
             library,
             comm,
             rank,
@@ -223,7 +279,9 @@ impl Communicator {
             broken: false,
         })
     }
+}
 
+impl Communicator {
     /// Sends each list of `out` to its rank and fills each list of `into`; at most one list for each rank and direction. `look`
     /// is called while the numbers travel; the exchange ends with its error.
     ///
@@ -238,7 +296,7 @@ impl Communicator {
         self.broken = true;
         self.stream.context().bind_to_thread().map_err(failed)?;
         // The same on all ranks: two ranks cut the list between them in the same way.
-        let piece = (BUFFER / self.size).max(1);
+        let piece = piece_of(self.size);
         let lengths = out.iter().map(|(_, list)| list.len());
         let longest = lengths
             .chain(into.iter().map(|(_, list)| list.len()))
@@ -269,6 +327,11 @@ impl Communicator {
         Ok(())
     }
 
+    /// Ends the connection without the other ranks.
+    pub fn give_up(mut self) {
+        self.broken = true;
+    }
+
     /// Puts the next piece of each list into the page-locked memory. Returns rank, place and length of each, and the end of all.
     fn fill(&mut self, out: &[(usize, &[f32])], first: usize, piece: usize) -> Result<(Vec<Part>, usize)> {
         let own = self.rank;
@@ -296,7 +359,7 @@ impl Communicator {
             let found = (*rank, end, part.len());
             last = Some((part.as_ptr(), found));
             parts.push(found);
-            end += part.len();
+            end = next(end + part.len());
         }
         Ok((parts, end))
     }
@@ -308,7 +371,7 @@ impl Communicator {
             let length = list.len().saturating_sub(first).min(piece);
             if length > 0 {
                 parts.push((*rank, end, length));
-                end += length;
+                end = next(end + length);
             }
         }
         (parts, end)
@@ -372,6 +435,16 @@ impl Communicator {
         }
         Ok(())
     }
+}
+
+/// Numbers of a piece for one of `size` ranks: `size` pieces fit into the buffer.
+fn piece_of(size: usize) -> usize {
+    (BUFFER / size / ALIGNED * ALIGNED).max(1)
+}
+
+/// The first place from `end` on where a piece may begin.
+fn next(end: usize) -> usize {
+    end.next_multiple_of(ALIGNED)
 }
 
 /// Rank, first number in the buffer, and length.

@@ -1,0 +1,82 @@
+//! What a group needs of the connection between ranks (MPI, TCP and NCCL, channels in tests).
+
+use crate::base::Result;
+use candle_core::Device;
+use std::time::Duration;
+
+/// Moves lists between ranks. The list of the own rank, and empty lists, do not travel.
+pub trait Wire {
+    /// Sends each list of `out` to its rank and fills each list of `into` (of the length that its rank sends). The lists
+    /// between two ranks are in the same order on both.
+    fn bytes(&mut self, out: &[(usize, &[u8])], into: &mut [(usize, &mut [u8])], wait: &Wait);
+
+    /// As `bytes`.
+    fn floats(&mut self, out: &[(usize, &[f32])], into: &mut [(usize, &mut [f32])], wait: &Wait);
+
+    /// True if two ranks cannot share a device.
+    const OWN_DEVICES: bool = false;
+
+    /// Numbers are in the memory of `device` from now on: connects the devices of all ranks, if the wire uses them. Also `Ok` if
+    /// another rank has failed, which says so in its next operation.
+    fn device(&mut self, _device: &Device, _wait: &Wait) -> Result<()> {
+        Ok(())
+    }
+
+    /// Called while this rank computes: a wire that sees that a rank is gone ends the job.
+    fn idle(&mut self, _wait: &Wait) {}
+
+    /// Ends the whole job.
+    fn abort(&mut self, code: i32);
+}
+
+/// How long a wire waits, and what it says before it ends the job.
+pub struct Wait {
+    /// `None`: as long as it takes.
+    pub limit: Option<Duration>,
+    /// The others may end when they have what they wait for.
+    pub last: bool,
+    /// Name of this rank.
+    pub(super) name: String,
+    /// The failure of this rank, which the others do not know yet.
+    pub(super) own: Option<String>,
+    pub(super) say: Say,
+}
+
+impl Wait {
+    /// Says which ranks are missing at the limit. The wire then ends the job.
+    pub fn late(&self, missing: &[usize]) {
+        let missing: Vec<String> = missing.iter().map(usize::to_string).collect();
+        let noun = if missing.len() == 1 { "rank" } else { "ranks" };
+        let seconds = self.limit.unwrap_or_default().as_secs();
+        self.say_end(&format!(" has waited {seconds} s for {noun} {}", missing.join(", ")));
+    }
+
+    /// Says why the wire ends the job.
+    #[cfg(feature = "nccl")]
+    pub fn ends(&self, why: &str) {
+        self.say_end(&format!(": {why}"));
+    }
+
+    fn say_end(&self, what: &str) {
+        if let Some(own) = &self.own {
+            (self.say)(&format!("[{}] {own}", self.name));
+        }
+        let name = &self.name;
+        (self.say)(&format!("{name}{what}: the job ends; the newest checkpoint is valid"));
+    }
+
+    /// The same, with a failure of this rank that the others do not know.
+    #[cfg(feature = "nccl")]
+    pub fn with_own(&self, own: Option<String>) -> Self {
+        Self {
+            limit: self.limit,
+            last: self.last,
+            name: self.name.clone(),
+            own: own.or_else(|| self.own.clone()),
+            say: self.say,
+        }
+    }
+}
+
+/// Prints a line for the user.
+pub type Say = fn(&str);

@@ -1,0 +1,201 @@
+//! Failures of ranks with GPUs that NCCL connects: while they are connected, while a rank works alone, and of their launchers.
+
+use crate::bench::{Bench, said};
+use crate::gpus::in_software;
+use crate::job::{ranks_of, signal, wait};
+use crate::nccl::{LONG, all, assert_once, has_gpus, launcher, start_with, until_saved};
+use std::fs;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+/// Longest time from a failure of one rank to the end of the others.
+const SOON: Duration = Duration::from_secs(8);
+
+/// One step on two ranks.
+const SHORT: [&str; 2] = ["train.max_steps=1", "train.save_steps=0"];
+
+/// NCCL itself waits without a limit there, and no launcher ends ranks on other machines.
+#[test]
+fn a_rank_that_is_killed_while_the_gpus_are_connected_ends_the_others() {
+    if !in_software() {
+        return;
+    }
+    for call in ["init", "group"] {
+        let bench = Bench::new();
+        let mut job = start_with(&bench, &vec![LONG.to_vec(); 3], 3, |number, command| {
+            if number == 1 {
+                command.env("SOFT_NCCL_END", call);
+            }
+        });
+        let killed = wait(job.remove(1));
+        assert_eq!(killed.status.code(), None, "{}", said(&killed));
+        let begun = Instant::now();
+        let (text, codes) = all(job);
+        assert!(begun.elapsed() < SOON, "{call}: {:?}", begun.elapsed());
+        assert_eq!(codes, [Some(1); 2], "{text}");
+        let message = "the connection to rank 1 (host ";
+        assert_eq!(text.matches(message).count(), 2, "{call}:\n{text}");
+    }
+}
+
+#[test]
+fn a_rank_that_cannot_connect_its_gpu_ends_the_others_and_says_why() {
+    if !in_software() {
+        return;
+    }
+    let bench = Bench::new();
+    let with = |variable: &'static str, value: &'static str| {
+        let begun = Instant::now();
+        let job = start_with(&bench, &vec![LONG.to_vec(); 3], 3, |number, command| {
+            if number == 1 {
+                command.env(variable, value);
+            }
+        });
+        let (text, codes) = all(job);
+        assert!(begun.elapsed() < 2 * SOON, "{variable}: {:?}", begun.elapsed());
+        (text, codes)
+    };
+    // Before the others wait for it in NCCL: one message for all.
+    let (text, codes) = with("SOFT_CUDA_MEMORY_MIB", "12");
+    assert!(
+        codes[1].is_some_and(|code| code > 0) && codes == [codes[1]; 3],
+        "{codes:?}\n{text}"
+    );
+    assert_once(
+        &text,
+        "memory of the GPU for the exchange between GPUs cannot be allocated",
+    );
+    assert_once(&text, "[rank 1 (host ");
+    // While they wait.
+    let (text, codes) = with("SOFT_NCCL_END", "refuse");
+    assert_eq!(codes, [Some(1); 3], "{text}");
+    assert_once(&text, "cause: ncclCommInitRank: no network");
+    assert_once(&text, "[rank 1 (host ");
+    assert_eq!(text.matches("the GPU of rank 1 (host ").count(), 2, "{text}");
+}
+
+#[test]
+fn an_nccl_that_does_not_wait_in_its_calls_is_refused() {
+    if !in_software() {
+        return;
+    }
+    let bench = Bench::new();
+    let job = start_with(&bench, &[LONG.to_vec(), LONG.to_vec()], 2, |_, command| {
+        command.env("NCCL_COMM_BLOCKING", "0");
+    });
+    let (text, codes) = all(job);
+    assert!(
+        codes[0].is_some_and(|code| code > 0) && codes[0] == codes[1],
+        "{codes:?}\n{text}"
+    );
+    assert_once(&text, "unset NCCL_COMM_BLOCKING");
+    assert!(!bench.path("out").exists(), "a refused run leaves no trace");
+}
+
+/// A rank whose GPU computes for a minute makes no exchange.
+#[test]
+fn a_rank_that_computes_finds_that_another_one_is_gone() {
+    if !in_software() {
+        return;
+    }
+    let bench = Bench::new();
+    let mut job = start_with(&bench, &[LONG.to_vec(), LONG.to_vec()], 2, |number, command| {
+        if number == 0 {
+            command.env("SOFT_CUDA_SLOW", "1");
+        }
+    });
+    let begun = Instant::now();
+    while !connected(&bench) {
+        assert!(begun.elapsed() < Duration::from_secs(60), "the GPUs are not connected");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    std::thread::sleep(Duration::from_secs(2));
+    signal(job[1].id(), "-KILL");
+    wait(job.remove(1));
+    let begun = Instant::now();
+    let (text, codes) = all(job);
+    assert!(begun.elapsed() < SOON, "{:?}", begun.elapsed());
+    assert_eq!(codes, [Some(1)], "{text}");
+    assert_once(&text, "the connection to rank 1 (host ");
+}
+
+/// True if both ranks have come to their first exchange.
+fn connected(bench: &Bench) -> bool {
+    let folders = fs::read_dir(bench.dir.path()).unwrap().flatten();
+    let mut folders = folders.map(|entry| entry.path());
+    folders.any(|path| path.join("door-0-1").exists() && path.join("door-1-0").exists())
+}
+
+/// `srun torchrun ft train`: the ranks inherit the variables of MPI from the one process that `srun` started on each node.
+#[test]
+fn ranks_of_torchrun_do_not_take_inherited_variables_of_mpi() {
+    if !has_gpus(2) {
+        return;
+    }
+    let bench = Bench::new();
+    let arguments = [&LONG[..], &SHORT].concat();
+    let srun = |command: &mut Command| {
+        command.envs([("PMI_RANK", "0"), ("PMI_SIZE", "2")]);
+    };
+    let job = start_with(&bench, &[arguments.clone(), arguments.clone()], 2, |_, command| {
+        srun(command);
+        command.env("TORCHELASTIC_RUN_ID", "none");
+    });
+    let (text, codes) = all(job);
+    assert_eq!(codes, [Some(0); 2], "{text}");
+    assert!(bench.path("out/final").exists());
+    // `ft launch` removes them.
+    fs::remove_dir_all(bench.path("out")).unwrap();
+    let mut command = launcher(&bench, 2, &arguments);
+    srun(&mut command);
+    let out = wait(command.spawn().unwrap());
+    assert_eq!(out.status.code(), Some(0), "{}", said(&out));
+    assert!(bench.path("out/final").exists());
+}
+
+/// False for a process that has ended, also if nobody has asked for its exit code.
+fn runs(process: u32) -> bool {
+    let text = fs::read_to_string(format!("/proc/{process}/stat")).unwrap_or_default();
+    let state = text.rsplit_once(") ").and_then(|(_, rest)| rest.chars().next());
+    state.is_some_and(|state| !"ZX".contains(state))
+}
+
+#[test]
+fn a_second_ctrl_c_at_the_launcher_leaves_no_process() {
+    if !in_software() {
+        return;
+    }
+    let bench = Bench::new();
+    let mut command = launcher(&bench, 2, &LONG);
+    // Both ranks hang for a minute in one of the first steps.
+    command.env("SOFT_CUDA_SLOW", "5000");
+    let mut job = command.spawn().unwrap();
+    until_saved(&bench, &mut job);
+    let ranks = ranks_of(&job);
+    assert_eq!(ranks.len(), 2);
+    let saved = || fs::read_dir(bench.path("out")).unwrap().count();
+    let (mut last, mut since, begun) = (saved(), Instant::now(), Instant::now());
+    while since.elapsed() < Duration::from_secs(3) {
+        if saved() != last {
+            (last, since) = (saved(), Instant::now());
+        }
+        assert!(begun.elapsed() < Duration::from_secs(50), "the ranks do not hang");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    signal(job.id(), "-INT");
+    std::thread::sleep(Duration::from_secs(1));
+    assert!(ranks.iter().all(|rank| runs(*rank)), "nothing hangs");
+    signal(job.id(), "-INT");
+    let begun = Instant::now();
+    while job.try_wait().unwrap().is_none() || ranks.iter().any(|rank| runs(*rank)) {
+        if begun.elapsed() > SOON {
+            for process in ranks.iter().filter(|rank| runs(**rank)) {
+                signal(*process, "-KILL");
+            }
+            panic!("a process is left: {}", said(&job.wait_with_output().unwrap()));
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let out = job.wait_with_output().unwrap();
+    assert_eq!(out.status.code(), Some(131), "{}", said(&out));
+}

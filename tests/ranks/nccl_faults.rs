@@ -104,12 +104,7 @@ fn a_rank_that_computes_finds_that_another_one_is_gone() {
             command.env("SOFT_CUDA_SLOW", "1");
         }
     });
-    let begun = Instant::now();
-    while !connected(&bench) {
-        assert!(begun.elapsed() < Duration::from_secs(60), "the GPUs are not connected");
-        std::thread::sleep(Duration::from_millis(10));
-    }
-    std::thread::sleep(Duration::from_secs(2));
+    until_slow(&bench, &[job[0].id()]);
     signal(job[1].id(), "-KILL");
     wait(job.remove(1));
     let begun = Instant::now();
@@ -119,11 +114,15 @@ fn a_rank_that_computes_finds_that_another_one_is_gone() {
     assert_once(&text, "the connection to rank 1 (host ");
 }
 
-/// True if both ranks have come to their first exchange.
-fn connected(bench: &Bench) -> bool {
-    let folders = fs::read_dir(bench.dir.path()).unwrap().flatten();
-    let mut folders = folders.map(|entry| entry.path());
-    folders.any(|path| path.join("door-0-1").exists() && path.join("door-1-0").exists())
+/// Waits until the slow kernels of these processes have begun.
+fn until_slow(bench: &Bench, processes: &[u32]) {
+    let begun = Instant::now();
+    for process in processes {
+        while !bench.path(&format!("soft-slow-{process}")).exists() {
+            assert!(begun.elapsed() < Duration::from_secs(60), "no kernel is slow");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
 }
 
 /// `srun torchrun ft train`: the ranks inherit the variables of MPI from the one process that `srun` started on each node.
@@ -173,15 +172,7 @@ fn a_second_ctrl_c_at_the_launcher_leaves_no_process() {
     until_saved(&bench, &mut job);
     let ranks = ranks_of(&job);
     assert_eq!(ranks.len(), 2);
-    let saved = || fs::read_dir(bench.path("out")).unwrap().count();
-    let (mut last, mut since, begun) = (saved(), Instant::now(), Instant::now());
-    while since.elapsed() < Duration::from_secs(3) {
-        if saved() != last {
-            (last, since) = (saved(), Instant::now());
-        }
-        assert!(begun.elapsed() < Duration::from_secs(50), "the ranks do not hang");
-        std::thread::sleep(Duration::from_millis(10));
-    }
+    until_slow(&bench, &ranks);
     signal(job.id(), "-INT");
     std::thread::sleep(Duration::from_secs(1));
     assert!(ranks.iter().all(|rank| runs(*rank)), "nothing hangs");

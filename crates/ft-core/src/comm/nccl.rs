@@ -164,7 +164,7 @@ impl NcclWire {
     /// After a step: what each rank says, if it is done on all ranks.
     fn agree<const N: usize, T>(&mut self, own: &Result<T>, more: [u8; N], wait: &Wait) -> Option<Vec<[u8; N]>> {
         let word = if own.is_ok() { DONE } else { FAILED };
-        // If another rank is gone, it cannot be told.
+        // A rank that is gone does not hear of it.
         let wait = wait.with_own(own.as_ref().err().map(Error::to_string));
         let said = self.share([word], &wait);
         let all = self.share(more, &wait);

@@ -88,15 +88,15 @@ fn lists_in_parts_are_collected() {
 /// Returns to each rank what is sent to it, and notes the time limits.
 struct Echo(Arc<Mutex<Vec<Option<Duration>>>>);
 
-impl group::Wire for Echo {
-    fn bytes(&mut self, out: &[(usize, &[u8])], into: &mut [(usize, &mut [u8])], wait: &group::Wait) {
+impl wire::Wire for Echo {
+    fn bytes(&mut self, out: &[(usize, &[u8])], into: &mut [(usize, &mut [u8])], wait: &wire::Wait) {
         self.0.lock().unwrap().push(wait.limit);
         for (rank, list) in into {
             list.copy_from_slice(out[*rank].1);
         }
     }
 
-    fn floats(&mut self, _: &[(usize, &[f32])], _: &mut [(usize, &mut [f32])], _: &group::Wait) {}
+    fn floats(&mut self, _: &[(usize, &[f32])], _: &mut [(usize, &mut [f32])], _: &wire::Wait) {}
 
     fn abort(&mut self, _: i32) {}
 }
@@ -226,7 +226,7 @@ fn a_failure_that_the_others_never_hear_of_is_said_first() {
     let group = Group::start(move || Ok((Lonely, world)), say).unwrap();
     let begun = Instant::now();
     while *LOOKS.lock().unwrap() == 0 {
-        assert!(begun.elapsed() < Duration::from_secs(20), "nobody looks");
+        assert!(begun.elapsed() < Duration::from_secs(20), "no look at the others");
         std::thread::sleep(Duration::from_millis(5));
     }
     group.fail(1, "no space left\nhint: a larger disk".into());

@@ -5,6 +5,7 @@ use super::{Collective, Fault, Group, Patience, Pending, Shard, State, Whole, Wo
 use crate::base::Result;
 use candle_core::Device;
 use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -215,5 +216,60 @@ impl Collective for Slowed {
 
     fn set_timeout(&self, timeout: Duration) {
         self.comm.set_timeout(timeout);
+    }
+}
+
+/// Counts the numbers that a rank sends, then the bytes of weights.
+pub(crate) struct Counting(
+    pub(crate) Arc<dyn Collective>,
+    pub(crate) Arc<AtomicU64>,
+    pub(crate) Arc<AtomicU64>,
+);
+
+impl Collective for Counting {
+    fn world(&self) -> &World {
+        self.0.world()
+    }
+
+    fn exchange(&self, key: u64, parts: Vec<Vec<f32>>, lengths: Vec<usize>) -> Pending {
+        let all: usize = parts.iter().map(Vec::len).sum();
+        self.1.fetch_add((all - parts[self.world().rank].len()) as u64, SeqCst);
+        self.0.exchange(key, parts, lengths)
+    }
+
+    fn gather(&self, key: u64, own: Vec<f32>, lengths: Vec<usize>) -> Pending {
+        self.1.fetch_add((own.len() * (self.world().size - 1)) as u64, SeqCst);
+        self.0.gather(key, own, lengths)
+    }
+
+    fn collect(&self, key: u64, shards: Vec<Shard>, to: Option<usize>) -> Pending<Whole> {
+        let bytes = |shard: &Shard| shard.own.elem_count() * shard.own.dtype().size_in_bytes();
+        let own: usize = shards.iter().map(bytes).sum();
+        self.2.fetch_add((own * (self.world().size - 1)) as u64, SeqCst);
+        self.0.collect(key, shards, to)
+    }
+
+    fn bytes(&self, own: Vec<u8>, patience: Patience) -> Result<Vec<Vec<u8>>> {
+        self.0.bytes(own, patience)
+    }
+
+    fn use_device(&self, device: &Device) -> Result<()> {
+        self.0.use_device(device)
+    }
+
+    fn own_devices(&self) -> bool {
+        self.0.own_devices()
+    }
+
+    fn fail(&self, code: i32, text: String) -> Vec<Fault> {
+        self.0.fail(code, text)
+    }
+
+    fn close(&self) {
+        self.0.close();
+    }
+
+    fn set_timeout(&self, timeout: Duration) {
+        self.0.set_timeout(timeout);
     }
 }

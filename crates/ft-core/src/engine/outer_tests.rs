@@ -2,8 +2,9 @@
 //! bytes and seconds of an average and of a step.
 
 use super::outer::OuterConfig;
-use super::ranks_tests::{self, Case, Counting, FULL, batches};
+use super::ranks_tests::{self, Case, FULL, batches};
 use super::{Active, Engine, Exchange, Updated, sent_bytes};
+use crate::comm::threads::Counting;
 use crate::comm::{Alone, Collective, threads};
 use crate::data::Batch;
 use crate::ops::Dtype;

@@ -4,7 +4,8 @@ use super::active::Corrected;
 use super::step::{Engine, Gradients};
 use super::{Active, Ema, EmaConfig, Exchange, StepStrategy, Updated, corrected_bytes, sent_bytes};
 use crate::base::Result;
-use crate::comm::{Alone, Collective, Fault, Patience, Pending, Shard, Whole, World, threads};
+use crate::comm::threads::{self, Counting};
+use crate::comm::{Alone, Collective};
 use crate::data::{Batch, Example};
 use crate::model::spec::Mixer;
 use crate::model::{TrainableNetwork, families, shapes};
@@ -21,7 +22,6 @@ use candle_core::Device;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
-use std::time::Duration;
 
 /// One way to train.
 #[derive(Clone, Copy)]
@@ -395,62 +395,6 @@ fn a_loss_that_is_not_finite_is_the_error_of_all_ranks() {
         engine.step(2, &batches(3, 1), &active, 1e-3).err().unwrap().to_string()
     });
     assert!(found[0].contains("is not finite") && found[0] == found[1], "{found:?}");
-}
-
-/// Counts the numbers that a rank sends.
-/// Then the bytes of weights.
-pub(super) struct Counting(
-    pub(super) Arc<dyn Collective>,
-    pub(super) Arc<AtomicU64>,
-    pub(super) Arc<AtomicU64>,
-);
-
-impl Collective for Counting {
-    fn world(&self) -> &World {
-        self.0.world()
-    }
-
-    fn exchange(&self, key: u64, parts: Vec<Vec<f32>>, lengths: Vec<usize>) -> Pending {
-        let all: usize = parts.iter().map(Vec::len).sum();
-        self.1.fetch_add((all - parts[self.world().rank].len()) as u64, SeqCst);
-        self.0.exchange(key, parts, lengths)
-    }
-
-    fn gather(&self, key: u64, own: Vec<f32>, lengths: Vec<usize>) -> Pending {
-        self.1.fetch_add((own.len() * (self.world().size - 1)) as u64, SeqCst);
-        self.0.gather(key, own, lengths)
-    }
-
-    fn collect(&self, key: u64, shards: Vec<Shard>, to: Option<usize>) -> Pending<Whole> {
-        let bytes = |shard: &Shard| shard.own.elem_count() * shard.own.dtype().size_in_bytes();
-        let own: usize = shards.iter().map(bytes).sum();
-        self.2.fetch_add((own * (self.world().size - 1)) as u64, SeqCst);
-        self.0.collect(key, shards, to)
-    }
-
-    fn bytes(&self, own: Vec<u8>, patience: Patience) -> Result<Vec<Vec<u8>>> {
-        self.0.bytes(own, patience)
-    }
-
-    fn use_device(&self, device: &Device) -> Result<()> {
-        self.0.use_device(device)
-    }
-
-    fn own_devices(&self) -> bool {
-        self.0.own_devices()
-    }
-
-    fn fail(&self, code: i32, text: String) -> Vec<Fault> {
-        self.0.fail(code, text)
-    }
-
-    fn close(&self) {
-        self.0.close();
-    }
-
-    fn set_timeout(&self, timeout: Duration) {
-        self.0.set_timeout(timeout);
-    }
 }
 
 #[test]

@@ -1,7 +1,8 @@
 //! Steps of ranks that share micro-batches.
 
-use super::ranks_tests::{Case, Counting, FULL, batches, engine};
+use super::ranks_tests::{Case, FULL, batches, engine};
 use super::{Updated, sent_bytes};
+use crate::comm::threads::Counting;
 use crate::comm::{Alone, Collective, threads};
 use crate::model::sequence::sequence_bytes;
 use crate::model::{SequenceBy, SequenceConfig};

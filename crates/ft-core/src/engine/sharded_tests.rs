@@ -3,9 +3,10 @@
 
 use super::Active;
 use super::Exchange;
-use super::ranks_tests::{Case, Counting, FULL, batches, engine};
+use super::ranks_tests::{Case, FULL, batches, engine};
 use crate::base::Result;
-use crate::comm::{Alone, Collective, part_of, threads};
+use crate::comm::threads::{self, Counting};
+use crate::comm::{Alone, Collective, part_of};
 use crate::ops::Dtype;
 use crate::quant::Format;
 use crate::source::ParamInfo;

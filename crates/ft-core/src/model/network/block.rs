@@ -1,22 +1,22 @@
 //! A block from the weights of its layer.
 
-use super::super::block::Block;
-use super::super::block::altup::AltUp;
-use super::super::block::laurel::Laurel;
-use super::super::block::per_layer::PerLayerInput;
-use super::super::delta_net::DeltaNet;
-use super::super::experts::Experts;
-use super::super::latent::Latent;
-use super::super::linear::Linear;
-use super::super::norm::Norm;
-use super::super::projections::Projections;
-use super::super::short_conv::ShortConv;
-use super::super::spec::{
+use super::{Network, param};
+use crate::base::{Error, Result};
+use crate::model::block::Block;
+use crate::model::block::altup::AltUp;
+use crate::model::block::laurel::Laurel;
+use crate::model::block::per_layer::PerLayerInput;
+use crate::model::delta_net::DeltaNet;
+use crate::model::experts::Experts;
+use crate::model::latent::Latent;
+use crate::model::linear::Linear;
+use crate::model::norm::Norm;
+use crate::model::projections::Projections;
+use crate::model::short_conv::ShortConv;
+use crate::model::spec::{
     ALTUP, ATTENTION_SINKS, LATENT_NORM, LATENT_QUERY_NORM, LAUREL, LAYER_SCALAR, Mixer, NormSpec, PER_LAYER,
     SHORT_CONV, SHORT_CONV_BIAS,
 };
-use super::Network;
-use crate::base::{Error, Result};
 use crate::ops::{sparse_gate, update};
 use crate::source::{GroupWeights, Sublayer};
 use std::sync::PoisonError;

@@ -77,7 +77,12 @@ fn a_cached_model_is_planned_like_its_directory() {
 fn weights_that_cannot_be_read_are_named_by_the_plan() {
     let dir = tempfile::tempdir().unwrap();
     let tiny = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/tiny");
-    for file in ["config.json", "tokenizer.json", "tokenizer_config.json"] {
+    for file in [
+        "config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+    ] {
         std::fs::copy(tiny.join(file), dir.path().join(file)).unwrap();
     }
     let plan = || {

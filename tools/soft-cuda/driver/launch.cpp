@@ -99,7 +99,8 @@ void take_a_minute() {
     const char* base = std::getenv("TMPDIR");
     std::string name = std::string(base && *base ? base : "/tmp") + "/soft-slow-" + std::to_string(getpid());
     if (std::FILE* file = std::fopen(name.c_str(), "w")) std::fclose(file);
-    sleep(60);
+    // A signal ends a sleep early.
+    for (unsigned left = 60; left > 0;) left = sleep(left);
 }
 
 }  // namespace

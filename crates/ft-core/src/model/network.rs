@@ -31,6 +31,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 pub type Adapters = BTreeMap<String, Arc<Adapter>>;
 
 /// A model: its options, its weights and its adapters.
+/// Errors of its functions: a weight cannot be read, there is none of this name, or its values are not in memory.
 pub struct Network {
     /// Sizes and options.
     pub spec: Arc<Spec>,
@@ -124,9 +125,6 @@ impl Network {
     }
 
     /// Rope tables and document offsets of one batch.
-    ///
-    /// # Errors
-    /// `documents` are not the offsets of `positions`; not enough memory on the device for the tables of RoPE.
     pub fn context<'a>(
         &self,
         positions: &[u32],
@@ -194,25 +192,16 @@ impl Network {
     }
 
     /// The token embedding, `[V, D]`.
-    ///
-    /// # Errors
-    /// A failed read of the weights.
     pub fn embedding(&self) -> Result<Param> {
         param(&*self.source.fetch(Group::Embedding)?, EMBEDDING)
     }
 
     /// The type of the weights that are not quantized.
-    ///
-    /// # Errors
-    /// A failed read of the weights.
     pub fn dtype(&self) -> Result<DType> {
         Ok(self.source.rows(EMBEDDING, &[0])?.0.dtype())
     }
 
     /// The final norm. It has the factor of the logits: the head is linear, so the factor can be applied to its input.
-    ///
-    /// # Errors
-    /// A failed read of the weights.
     pub fn final_norm(&self) -> Result<Norm> {
         let spec = self.spec.final_norm();
         let norm = Norm::read(
@@ -236,17 +225,11 @@ impl Network {
     }
 
     /// Hidden states after the final norm, `[N, D]`, from the output of the last layer.
-    ///
-    /// # Errors
-    /// A failed read of the weights; `x` is not the output of a layer of this model (`Shape`).
     pub fn normalize(&self, x: &Tensor, ctx: &Context) -> Result<Tensor> {
         self.final_norm()?.forward(&self.merge(x, ctx)?, &self.spec)
     }
 
     /// The output projection; that of a tied model is the embedding.
-    ///
-    /// # Errors
-    /// A failed read of the weights.
     pub fn head(&self) -> Result<Head<'_>> {
         let (group, name) = if self.spec.tied {
             (Group::Embedding, EMBEDDING)
@@ -272,9 +255,6 @@ impl Network {
     }
 
     /// A weight that is in memory, or an adapter matrix, by its name.
-    ///
-    /// # Errors
-    /// The model has no such parameter (`NotFound`); its values are not in memory (`Unsupported`).
     pub fn param(&self, name: &str) -> Result<Param> {
         if let Ok(info) = self.source.param(name) {
             return match self.source.in_memory(name) {
@@ -315,9 +295,6 @@ impl Network {
 
     /// The linears of layer `index`, with or without an adapter, each with its module name; after the last layer those outside
     /// of the layers. Those of routed experts: see `expert_linears`.
-    ///
-    /// # Errors
-    /// A failed read of the weights.
     pub fn linears(&self, index: usize) -> Result<Vec<(String, Linear)>> {
         if index < self.layers() {
             return Ok(self.block(index)?.into_linears());
@@ -389,9 +366,6 @@ impl Network {
     }
 
     /// As `hidden_states`; calls `see` with the index and the input of every layer, `[N, D]` or `[N, A·D]`.
-    ///
-    /// # Errors
-    /// As `hidden_states`; any error of `see`.
     pub fn hidden_states_seen(
         &self,
         ids: &[u32],

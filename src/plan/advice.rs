@@ -313,7 +313,8 @@ fn changes(recipe: &Recipe) -> Vec<Change> {
             },
         );
     }
-    let tables: [(bool, KeyPath, fn(&mut BlockConfig)); 2] = [
+    type Without = fn(&mut BlockConfig);
+    let tables: [(bool, KeyPath, Without); 2] = [
         (tune.block.include_embedding, BlockKeys::include_embedding, |block| {
             block.include_embedding = false;
         }),

@@ -351,7 +351,10 @@ impl PlanContext<'_> {
                 Placement::Sharded | Placement::ShardedHost => {
                     ("sharded", needs("all weights on every rank", least(&on_device)?))
                 }
-                _ if self.on_gpu => ("replicated", "ranks with GPUs have all weights".into()),
+                _ if self.on_gpu => (
+                    "replicated",
+                    "with GPUs weights are divided only if the recipe says so".into(),
+                ),
                 _ => ("replicated", "no weights travel before they are used".into()),
             };
             say(Distributed::weights, value.into(), why);

@@ -48,12 +48,13 @@ impl PlanContext<'_> {
             let found = format!("`{name}` of `tune.lora.modules_to_save`");
             return Err(refused("trains no matrices of layers beside adapters", found));
         }
-        let tiers = if self.on_gpu {
-            [Tier::Auto, Tier::Host]
-        } else {
-            [Tier::Auto, Tier::Device]
+        // On a CPU the host's memory is the device's.
+        let refuses = match recipe.memory.tier {
+            Tier::Auto | Tier::Host => false,
+            Tier::Device => self.on_gpu,
+            Tier::Disk => true,
         };
-        if !tiers.contains(&recipe.memory.tier) {
+        if refuses {
             return Err(refused(
                 "divides weights in host memory, and this tier holds none there",
                 format!("`memory.tier = \"{}\"`", recipe.memory.tier.name()),

@@ -3,6 +3,7 @@
 use super::Inputs;
 use super::model::Model;
 use crate::base::ledger::{Allocation, Ledger, MemoryKind};
+use crate::comm::share;
 use crate::engine::Active;
 use crate::model::spec::EMBEDDING;
 use crate::model::{Spec, tokens};
@@ -94,7 +95,7 @@ impl FetchedLayers {
             // A sharded layer is there as a whole, also what trains.
             let streamed =
                 streamed.filter(|p| sharded && is_in_parts(p) || p.expert().is_none() && !active.contains(&p.name));
-            let bytes = streamed.map(|p| inputs.strategy.storage.of(&p).bytes(&p.shape)).sum();
+            let bytes = streamed.map(|p| stored_bytes(inputs, active, &p)).sum();
             self.held.push((layer, l.alloc(MemoryKind::Weights, bytes)));
         }
     }
@@ -102,6 +103,16 @@ impl FetchedLayers {
     /// The layers are no longer needed.
     pub fn free(self, l: &mut Ledger) {
         l.free_all(self.held.into_iter().map(|(_, weights)| weights));
+    }
+}
+
+/// Bytes of a weight as it is stored. Active ones are not quantized.
+fn stored_bytes(inputs: &Inputs, active: &Active, p: &ParamInfo) -> u64 {
+    let storage = &inputs.strategy.storage;
+    if active.contains(&p.name) {
+        storage.dtype().bytes() * p.elements() as u64
+    } else {
+        storage.of(p).bytes(&p.shape)
     }
 }
 
@@ -210,8 +221,9 @@ pub(super) fn in_parts(model: &Model, inputs: &Inputs, value_bytes: u64, active:
 /// that were collected.
 pub(super) fn parts_on_host(model: &Model, inputs: &Inputs, active: &Active) -> u64 {
     let storage = &inputs.strategy.storage;
-    let whole = |p: &ParamInfo| storage.of(p).bytes(&p.shape);
+    let whole = |p: &ParamInfo| stored_bytes(inputs, active, p);
     let mut all: u64 = model.outside().iter().map(whole).sum();
+    // An own part on the GPU is copied to the host for a collection.
     let mut largest = 0;
     for run in model.runs(active) {
         let mut collected = 0;
@@ -219,6 +231,9 @@ pub(super) fn parts_on_host(model: &Model, inputs: &Inputs, active: &Active) -> 
             let mut own = whole(&p);
             if is_in_parts(&p) {
                 collected += own;
+                if active.contains(&p.name) {
+                    collected += part_bytes(&p, own, false, inputs.ranks as u64);
+                }
                 own = part_bytes(&p, own, storage.of(&p).is_quantized(), inputs.ranks as u64);
                 own *= u64::from(!active.contains(&p.name));
             }
@@ -355,7 +370,9 @@ pub(super) fn deactivate(l: &mut Ledger, model: &Model, inputs: &Inputs, active:
     let (mut elements, mut any) = (0, false);
     model.each(active, |p, count| {
         if active.contains(&p.name) {
-            elements += count * p.elements() as u64;
+            let all = p.elements() as u64;
+            let sharded = inputs.strategy.placement == Placement::ShardedHost && is_in_parts(p);
+            elements += count * if sharded { share(all, inputs.ranks as u64) } else { all };
             any |= quantized(p);
         }
     });

@@ -288,8 +288,8 @@ fn each_rank_has_a_gpu_of_its_own_or_says_so() {
     };
     refused(&[], "2 ranks and 1 GPU on host");
     refused(
-        &["model.device=cuda:0", "distributed.weights=sharded"],
-        "divided weights are not supported on GPUs yet",
+        &["model.device=cuda:0", "distributed.weights=expert-parallel"],
+        "divided experts are not supported on GPUs yet",
     );
     refused(
         &["model.device=cuda:0", "distributed.sequence=2"],

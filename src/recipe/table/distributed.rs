@@ -59,7 +59,7 @@ section! {
         /// layers, and a layer is collected from all ranks before it is used. `expert-parallel`: each rank has some of the routed
         /// experts and all other weights, and the hidden states of the tokens travel to the experts. Not available yet: `sharded-in-node`,
         /// `host`.
-        weights: RankWeights = "auto", "replicated if it fits, else sharded", resume FREE;
+        weights: RankWeights = "auto", "replicated if it fits or on GPUs, else sharded", resume FREE;
         /// How gradients are added. `ordered`: in the order of the micro-batches, which gives the result of one rank, bit for bit. On one GPU
         /// `auto` lets a product add to the sum, which is faster and rounds differently: write `ordered` there for the result of
         /// several GPUs, bit for bit. `window`: each rank adds its own ones first, so they travel once in a step; it has whole gradients then, and

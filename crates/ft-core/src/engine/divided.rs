@@ -426,6 +426,10 @@ impl Engine {
         let comm = &*self.comm;
         let sharded = self.store.sharded();
         let asks = comm.world().size > 1 && (self.divided || self.trains_apart() || sharded.is_some());
+        if sharded.is_some() {
+            // On every rank: layers that were collected take no memory beside those of rank 0.
+            self.store.updated(&|_| true);
+        }
         if comm.world().is_root() {
             sharded.filter(|_| asks).inspect(|store| store.begin_alone());
             let done = work();

@@ -116,7 +116,8 @@ impl Optimizer {
     /// Not enough memory on the host.
     pub fn drop_moments_except(&mut self, keep: impl Fn(&str) -> bool) -> Result<()> {
         self.states.retain(|name, _| keep(name));
-        for (_, low) in self.low.iter_mut().filter(|(name, _)| !keep(name)) {
+        let low = self.low.iter_mut().chain(self.low_parts.iter_mut());
+        for (_, low) in low.filter(|(name, _)| !keep(name)) {
             *low = low.to_device(&Device::Cpu)?;
         }
         Ok(())

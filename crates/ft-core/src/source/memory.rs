@@ -103,7 +103,13 @@ impl WeightMemory<'_> {
         let n = p.elements() as u64;
         let mut stays = Vec::new();
         if self.on_gpu {
-            stays.push(l.alloc(MemoryKind::HostWeights, self.value_bytes * n));
+            // Of a matrix in parts only the own one stays.
+            let own = if self.placement.is_sharded() && is_in_parts(p) {
+                part_bytes(p, self.value_bytes * n, false, self.ranks)
+            } else {
+                self.value_bytes * n
+            };
+            stays.push(l.alloc(MemoryKind::HostWeights, own));
         }
         let exact = l.alloc(self.staging(), 4 * n);
         // The low half is copied to join it with the high one.

@@ -2,6 +2,7 @@
 //! device, two at a time, and of their routed experts those that a micro-batch needs, two at a time. During each upload the host source prefetches the next layer. Active parameters stay on the
 //! device and are copied back bit-exactly when they are deactivated.
 
+mod low_bits;
 mod order;
 
 use super::experts::{Expected, ExpertReads, LayerPart};
@@ -19,6 +20,7 @@ use crate::ops::transfer::{Arriving, Copier, CopyTimes, HostMemory};
 use crate::ops::update;
 use crate::quant::{DeviceQMatrix, Weight};
 use candle_core::{DType, Device, Tensor};
+use low_bits::DeviceLowBits;
 pub(super) use order::Order;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -38,6 +40,8 @@ pub struct Uploaded {
     low: Mutex<BTreeMap<String, Tensor>>,
     slots: Mutex<Slots<LayerPart, Content>>,
     experts: Mutex<Slots<LayerPart, Content>>,
+    /// The last layer that rank 0 fetched while it worked alone.
+    alone: Mutex<Option<(usize, Arc<GroupWeights>)>>,
     expected: Expected,
     /// The names of the parameters of each part.
     parts: BTreeMap<LayerPart, Vec<Arc<str>>>,
@@ -89,6 +93,7 @@ impl Uploaded {
             low: Mutex::default(),
             slots: Mutex::default(),
             experts: Mutex::default(),
+            alone: Mutex::default(),
             expected: Expected::default(),
             order: Mutex::default(),
         };
@@ -197,6 +202,7 @@ impl Uploaded {
 
     /// The weights of all slots have changed.
     fn forget(&self) {
+        lock(&self.alone).take();
         lock(&self.slots).clear();
         lock(&self.experts).clear();
     }
@@ -204,16 +210,28 @@ impl Uploaded {
     /// The weights of a part: uploaded now, if that was not started before.
     fn part(&self, part: LayerPart) -> Result<Arc<GroupWeights>> {
         if let (true, LayerPart::Dense(layer)) = (self.works_alone(), part) {
-            let host = self.host.fetch_dense(layer)?;
-            let names: Vec<Arc<str>> = host.iter().map(|(name, _)| name.clone()).collect();
-            return self.receive(self.send_all(&host, &names, self.memory)?);
+            return self.layer_alone(layer);
         }
+        lock(&self.alone).take();
         let content = match self.take(part) {
             Some(content) => content,
             None => self.start(part)?,
         };
         let weights = self.receive(content)?;
         self.put(part, Content::Ready(weights.clone()), false);
+        Ok(weights)
+    }
+
+    /// A layer for rank 0, which works alone.
+    fn layer_alone(&self, layer: usize) -> Result<Arc<GroupWeights>> {
+        if let Some((_, weights)) = lock(&self.alone).as_ref().filter(|(here, _)| *here == layer) {
+            return Ok(weights.clone());
+        }
+        lock(&self.alone).take();
+        let host = self.host.fetch_dense(layer)?;
+        let names: Vec<Arc<str>> = host.iter().map(|(name, _)| name.clone()).collect();
+        let weights = self.receive(self.send_all(&host, &names, self.memory)?)?;
+        *lock(&self.alone) = Some((layer, weights.clone()));
         Ok(weights)
     }
 
@@ -258,50 +276,6 @@ impl Uploaded {
 
     fn is_active(&self, name: &str) -> bool {
         lock(&self.active).iter().any(|n| &**n == name)
-    }
-}
-
-/// The optimizer's low 16 bits for a source on the host: copies them between host and device.
-struct DeviceLowBits<'a> {
-    optimizer: &'a mut dyn MasterLowBits,
-    device: &'a Device,
-    failed: Option<Error>,
-}
-
-impl<'a> DeviceLowBits<'a> {
-    fn new(optimizer: &'a mut dyn MasterLowBits, device: &'a Device) -> Self {
-        Self {
-            optimizer,
-            device,
-            failed: None,
-        }
-    }
-
-    fn moved(&mut self, low: Tensor, device: &Device) -> Option<Tensor> {
-        match low.to_device(device) {
-            Ok(low) => Some(low),
-            Err(e) => {
-                self.failed = Some(e.into());
-                None
-            }
-        }
-    }
-
-    fn done(self) -> Result<()> {
-        self.failed.map_or(Ok(()), Err)
-    }
-}
-
-impl MasterLowBits for DeviceLowBits<'_> {
-    fn put_low(&mut self, name: &str, low: Tensor) {
-        if let Some(low) = self.moved(low, self.device) {
-            self.optimizer.put_low(name, low);
-        }
-    }
-
-    fn take_low(&mut self, name: &str) -> Option<Tensor> {
-        let low = self.optimizer.take_low(name)?;
-        self.moved(low, &Device::Cpu)
     }
 }
 
@@ -515,10 +489,10 @@ impl TrainableStore for Uploaded {
 
     fn restore(&self, name: &str, saved: &Weights, low: &mut dyn MasterLowBits) -> Result<()> {
         if self.is_in_parts(name) {
-            let mut low_bits = DeviceLowBits::new(low, self.copier.device());
-            self.host.restore(name, saved, &mut low_bits)?;
+            // The optimizer keeps the low bits of inactive weights on the host, and moves them when they are trained.
+            self.host.restore(name, saved, low)?;
             self.forget();
-            return low_bits.done();
+            return Ok(());
         }
         let mut low = lock(&self.low);
         self.host.restore(name, saved, &mut *low)?;
@@ -545,6 +519,7 @@ impl TrainableStore for Uploaded {
     fn updated(&self, trained: &dyn Fn(&str) -> bool) {
         let changed = |name: &Arc<str>| trained(name) && self.is_in_parts(name);
         let changed = |part: &LayerPart| self.parts.get(part).is_some_and(|names| names.iter().any(changed));
+        lock(&self.alone).take();
         lock(&self.slots).retain(|part| !changed(part));
         self.host.updated(trained);
     }

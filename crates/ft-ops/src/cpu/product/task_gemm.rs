@@ -5,6 +5,8 @@
 //! k alone.
 
 #[cfg(target_arch = "x86_64")]
+use super::CInit;
+#[cfg(target_arch = "x86_64")]
 use super::VectorIsa;
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 use super::amx;
@@ -15,7 +17,7 @@ use super::grid::part;
 #[cfg(target_arch = "x86_64")]
 use super::pack::{self, OperandPart, Panel, PanelLayout};
 use super::portable::{Strided, gemm, unpacked};
-use super::{CInit, CpuBackend, Matrix, Operand, Rounding, Shared, Sizes};
+use super::{CpuBackend, Matrix, Operand, Rounding, Shared, Sizes};
 
 /// A part of a packed operand begins at a multiple of this number, in both directions.
 pub(crate) const PACK_UNIT: usize = 32;

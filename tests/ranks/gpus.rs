@@ -95,7 +95,10 @@ pub fn assert_same_checkpoints(bench: &Bench, one: &str, other: &str, from: u64)
 
 /// Compares runs on these numbers of ranks with that on one.
 fn check(settings: &[&str], sizes: &[usize]) -> Bench {
-    let bench = Bench::new();
+    check_in(Bench::new(), settings, sizes)
+}
+
+fn check_in(bench: Bench, settings: &[&str], sizes: &[usize]) -> Bench {
     train(&bench, 1, settings, "one");
     for size in sizes {
         let name = format!("of-{size}");
@@ -166,6 +169,28 @@ fn blocks_from_the_host_have_the_bits_of_one_rank() {
             "memory.tier=host",
         ];
         check(&block, &[2]);
+    }
+}
+
+/// A layer is brought with all its experts; rank 0 answers alone.
+#[test]
+fn a_mixture_of_experts_in_parts_has_the_bits_of_one_rank() {
+    if !has_gpus() {
+        return;
+    }
+    for method in ["lora", "full"] {
+        let settings = [
+            &format!("tune.method={method}"),
+            "tune.lora.r=4",
+            "distributed.weights=sharded",
+            "train.sample_prompts=Two plus three",
+            "train.max_steps=2",
+        ];
+        let settings: Vec<&str> = settings
+            .into_iter()
+            .filter(|s| method == "lora" || !s.contains("lora.r"))
+            .collect();
+        check_in(Bench::of_family("qwen3_moe"), &settings, &[2]);
     }
 }
 

@@ -191,7 +191,25 @@ fn a_mixture_of_experts_in_parts_has_the_bits_of_one_rank() {
             .filter(|s| method == "lora" || !s.contains("lora.r"))
             .collect();
         check_in(Bench::of_family("qwen3_moe"), &settings, &[2]);
+        let replicated = settings.into_iter().filter(|s| !s.contains("sharded"));
+        check_in(Bench::of_family("qwen3_moe"), &replicated.collect::<Vec<_>>(), &[2]);
     }
+    let divided = [
+        &BASE[..],
+        &[
+            "model.device=auto",
+            "distributed.weights=expert-parallel",
+            "train.output_dir=out",
+        ],
+    ]
+    .concat();
+    let out = run(&Bench::of_family("qwen3_moe"), 2, 2, &divided);
+    assert_eq!(out.status.code(), Some(2));
+    assert!(
+        said(&out).contains("divided experts are not supported on GPUs yet"),
+        "{}",
+        said(&out)
+    );
 }
 
 /// Each rank has a part of every matrix of the layers: frozen parts in host memory, those of active matrices on its GPU.
@@ -312,10 +330,6 @@ fn each_rank_has_a_gpu_of_its_own_or_says_so() {
         assert_eq!(all.matches(text).count(), 1, "{text} in:\n{all}");
     };
     refused(&[], "2 ranks and 1 GPU on host");
-    refused(
-        &["model.device=cuda:0", "distributed.weights=expert-parallel"],
-        "divided experts are not supported on GPUs yet",
-    );
     refused(
         &["model.device=cuda:0", "distributed.sequence=2"],
         "`distributed.sequence` above 1 is not supported on GPUs yet",

@@ -365,6 +365,10 @@ impl GradSink for Accumulate<'_> {
         self.contributors
     }
 
+    fn in_order(&self) -> bool {
+        self.round.is_some()
+    }
+
     fn begin_round(&mut self, contributors: usize) {
         self.contributors = contributors;
         if let Some(round) = &mut self.round {

@@ -40,6 +40,11 @@ pub trait GradSink {
         usize::MAX
     }
 
+    /// True if the order of the gradients must not depend on the tokens: several ranks add theirs as they come.
+    fn in_order(&self) -> bool {
+        false
+    }
+
     /// The parameter `name` of this shape is trained, but another rank has it and takes its gradients.
     fn take_elsewhere(&mut self, _name: &str, _shape: Vec<usize>) -> Result<()> {
         Ok(())

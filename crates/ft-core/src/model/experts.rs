@@ -14,6 +14,7 @@
 pub(super) mod adapters;
 mod bias;
 mod grouped;
+mod in_order;
 pub(super) mod memory;
 mod ranks;
 pub(super) mod reader;
@@ -21,6 +22,7 @@ pub(super) mod reader;
 pub use ranks::expert_words;
 
 use adapters::JoinedSink;
+use in_order::InOrder;
 use reader::{Expert, ExpertReader};
 
 use super::block::Block;
@@ -345,7 +347,14 @@ impl Block {
             let part = match &together {
                 Some(all) if unit.len() > 1 => {
                     let tokens = (&of, &rows, d_own.as_ref());
-                    self.group_backward(all.group(unit), tokens, kept, &dy, needs, sink)?
+                    if sink.in_order() {
+                        let mut sink = InOrder::new(&all.experts[unit.clone()], sink);
+                        let part = self.group_backward(all.group(unit), tokens, kept, &dy, needs, &mut sink)?;
+                        sink.finish()?;
+                        part
+                    } else {
+                        self.group_backward(all.group(unit), tokens, kept, &dy, needs, sink)?
+                    }
                 }
                 _ => {
                     let linears = (&expert.inputs, &expert.down);

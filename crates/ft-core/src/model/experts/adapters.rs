@@ -150,6 +150,10 @@ impl GradSink for JoinedSink<'_> {
         self.inner.contributors()
     }
 
+    fn in_order(&self) -> bool {
+        self.inner.in_order()
+    }
+
     fn take_elsewhere(&mut self, name: &str, shape: Vec<usize>) -> Result<()> {
         self.inner.take_elsewhere(name, shape)
     }

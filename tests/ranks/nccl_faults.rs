@@ -152,7 +152,7 @@ fn ranks_of_torchrun_do_not_take_inherited_variables_of_mpi() {
     assert!(bench.path("out/final").exists());
 }
 
-/// False for a process that has ended, also if nobody has asked for its exit code.
+/// False for a process that has ended, also before its parent process has read the exit code.
 fn runs(process: u32) -> bool {
     let text = fs::read_to_string(format!("/proc/{process}/stat")).unwrap_or_default();
     let state = text.rsplit_once(") ").and_then(|(_, rest)| rest.chars().next());

@@ -76,7 +76,8 @@ pub const TERMS: &[(&str, Term)] = &[
     ("use the revision `main`", Text("set `model.revision = \"main\"`")),
     ("Placement::Device", Value(Memory::tier, "device")),
     ("StorageRules::overrides", Key(Memory::overrides)),
-    ("StorageRules::products", Key(Memory::frozen_products)),
+    ("Products::Dequantized", Value(Memory::frozen_products, "dequantized")),
+    ("quantized::Products", Key(Memory::frozen_products)),
     ("disk::Options::head_rows", Key(Memory::head_chunk)),
     (
         "keep the layer inputs on the device",

@@ -255,13 +255,13 @@ pub fn check(recipe: &Recipe, spec: &Spec, on_gpu: bool, size: usize) -> Result<
                 )),
         );
     }
-    if on_gpu && shared.ranks > 1 {
+    if on_gpu && shared.ranks > 1 && !shared.by_heads(spec.heads) {
         return Err(
-            Error::usage("`distributed.sequence` above 1 is not supported on GPUs yet")
-                .at(Distributed::sequence)
-                .found(shared.ranks)
-                .expected("1 on a GPU")
-                .hint("set `distributed.sequence = 1`, or `model.device = \"cpu\"`"),
+            Error::usage("on GPUs ranks share a micro-batch by heads of attention only")
+                .at(Distributed::sequence_by)
+                .found(format!("{} query heads, {} ranks that share them", spec.heads, shared.ranks))
+                .expected("`ulysses`, and ranks that divide the query heads: the backward pass of attention on a GPU needs the queries of all keys")
+                .hint("set another `distributed.sequence`, or `model.device = \"cpu\"`"),
         );
     }
     let weights = recipe.distributed.weights;

@@ -5,6 +5,7 @@
 
 use crate::base::progress::{self, Phase};
 use crate::base::{Error, Result, signal, units};
+use crate::comm::Patience;
 use crate::data::{Batch, Dataset};
 use crate::engine::{self, Active};
 use crate::formats::adapter::Targets;
@@ -23,6 +24,7 @@ use crate::setup::sources::RowSet;
 use crate::source::TrainableStore;
 use crate::train::inputs;
 use crate::train::loftq;
+use crate::train::ranks::Ranks;
 use crate::train::start_cache as cache;
 use candle_core::{Device, Tensor};
 use rayon::prelude::*;
@@ -44,6 +46,8 @@ pub struct AdapterInitContext<'a> {
     pub store: &'a dyn TrainableStore,
     /// Directory where results are cached for later runs.
     pub cache: &'a Path,
+    /// The ranks of the job, which all initialize the same adapters.
+    pub ranks: &'a Ranks,
     /// Receives progress messages.
     pub note: &'a mut dyn FnMut(&str),
 }
@@ -304,7 +308,10 @@ fn corda(s: &mut AdapterInitContext, network: &mut Network, adapter_set: &mut hf
         &own
     };
     let key = cache::key(s.recipe, s.base, rows, network)?;
-    if let Some(pairs) = cache::read(s.cache, &key, network, s.note)? {
+    // All ranks or none: weights that are divided are collected by all ranks together.
+    let cached = cache::read(s.cache, &key, network, s.note)?;
+    let missing = s.ranks.most(u64::from(cached.is_none()), Patience::Step)?;
+    if let Some(pairs) = cached.filter(|_| missing == 0) {
         (s.note)("corda: uses the components of an earlier run with the same model, rows and settings");
         return place(s.recipe, network, adapter_set, pairs);
     }

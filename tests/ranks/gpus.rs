@@ -5,6 +5,7 @@
 use crate::bench::{Bench, said};
 use crate::job;
 use crate::same::{assert_same_final, assert_same_lines};
+use crate::sequence::numbers;
 use serde_json::Value;
 use std::fs;
 use std::process::Output;
@@ -302,6 +303,42 @@ fn ranks_that_train_alone_are_averaged() {
     }
 }
 
+/// Ranks that share the tokens of a micro-batch exchange heads of attention, and rows of convolutions, through host memory.
+#[test]
+fn ranks_that_share_micro_batches_have_the_losses_of_one_gpu() {
+    if !has_gpus() {
+        return;
+    }
+    let packed = ["data.packing=true", "data.max_length=96", "train.save_steps=0"];
+    let compare = |bench: Bench, settings: &[&str], sizes: &[usize]| {
+        let settings = [&packed[..], settings].concat();
+        train(&bench, 1, &settings, "one");
+        let want = numbers(&bench, "one");
+        assert!(want.len() >= 6, "{want:?}");
+        for size in sizes {
+            let shared = format!("distributed.sequence={size}");
+            let name = format!("of-{size}");
+            train(&bench, *size, &[&settings[..], &[&shared]].concat(), &name);
+            let found = numbers(&bench, &name);
+            println!("{size} ranks, {settings:?}: {want:?} {found:?}");
+            assert_eq!(found.len(), want.len());
+            for (found, want) in found.iter().zip(&want) {
+                assert!(
+                    (found / want - 1.0).abs() < 1e-5,
+                    "{size} ranks, {settings:?}: {found} {want}"
+                );
+            }
+        }
+    };
+    compare(Bench::new(), &["tune.method=full"], &[2, 4]);
+    compare(Bench::new(), &["tune.method=lora", "model.dtype=bf16"], &[2]);
+    compare(
+        Bench::of_family("lfm2"),
+        &["tune.method=full", "train.stage=pretrain"],
+        &[2],
+    );
+}
+
 #[test]
 fn each_rank_has_a_gpu_of_its_own_or_says_so() {
     if !in_software() {
@@ -331,8 +368,12 @@ fn each_rank_has_a_gpu_of_its_own_or_says_so() {
     };
     refused(&[], "2 ranks and 1 GPU on host");
     refused(
-        &["model.device=cuda:0", "distributed.sequence=2"],
-        "`distributed.sequence` above 1 is not supported on GPUs yet",
+        &[
+            "model.device=cuda:0",
+            "distributed.sequence=2",
+            "distributed.sequence_by=gather",
+        ],
+        "on GPUs ranks share a micro-batch by heads of attention only",
     );
     // Two ranks share one if the recipe names it, and say so.
     let out = with(&["model.device=cuda:0"]);

@@ -1,6 +1,7 @@
 //! Starts jobs with `mpirun`.
 
 use crate::bench::{Bench, said};
+use std::path::PathBuf;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
@@ -21,15 +22,23 @@ const LIMIT: Duration = Duration::from_secs(120);
 
 /// A job with one list of arguments for each rank.
 pub fn mpirun(bench: &Bench, ranks: &[Vec<&str>]) -> Command {
+    let ranks: Vec<_> = ranks
+        .iter()
+        .map(|a| (bench.dir.path().to_path_buf(), a.clone()))
+        .collect();
+    mpirun_in(bench, &ranks)
+}
+
+/// A job with a working directory and a list of arguments for each rank.
+pub fn mpirun_in(bench: &Bench, ranks: &[(PathBuf, Vec<&str>)]) -> Command {
     let mut command = Command::new("mpirun");
-    for (rank, arguments) in ranks.iter().enumerate() {
+    for (rank, (directory, arguments)) in ranks.iter().enumerate() {
         if rank > 0 {
             command.arg(":");
         }
+        command.args(["-n", "1", "-wdir"]).arg(directory);
         command
             .args([
-                "-n",
-                "1",
                 env!("CARGO_BIN_EXE_ft"),
                 "--threads",
                 "1",

@@ -1,10 +1,11 @@
 //! The same bits on 1, 2, 3 and 4 ranks, also after a stop on another number of ranks.
 
-use crate::bench::{Bench, copy_all, files, goldens};
+use crate::bench::{Bench, copy_all, files, goldens, said};
 use crate::job;
 use crate::same::{METHODS, assert_same};
 use serde_json::Value;
 use std::fs;
+use std::os::unix::fs::symlink;
 
 /// Five micro-batches do not divide by 2, 3 or 4.
 const BASE: [&str; 5] = [
@@ -220,5 +221,41 @@ fn a_run_goes_on_with_another_number_of_ranks() {
             let result = |run: &str| files(&bench.path(run).join("final"));
             assert!(result("whole") == result(&name), "{method}: final/ on {size} ranks");
         }
+    }
+}
+
+/// Each rank has its own directory of start values, as on machines without shared files, and only that of one rank has them from an
+/// earlier run. Weights in parts are collected by all ranks or by none.
+#[test]
+fn start_values_are_read_by_all_ranks_or_by_none() {
+    let (_, settings) = METHODS.iter().find(|(method, _)| *method == "corda").unwrap();
+    let bench = Bench::new();
+    let names = ["first", "second"];
+    for name in names {
+        fs::create_dir_all(bench.path(name).join("starts")).unwrap();
+        for shared in ["model", "rows.jsonl", "r.toml"] {
+            symlink(bench.path(shared), bench.path(name).join(shared)).unwrap();
+        }
+    }
+    symlink("/proc/self/cwd/starts", bench.path(".ft-starts")).unwrap();
+    let train = |out: &str| {
+        let out = format!("train.output_dir={}", bench.path(out).display());
+        let arguments = [&BASE[..], settings, &[SHARDED, &out]].concat();
+        let ranks = names.map(|name| (bench.path(name), arguments.clone()));
+        let ran = job::wait(job::begin(job::mpirun_in(&bench, &ranks)));
+        assert!(ran.status.success(), "{}", said(&ran));
+        said(&ran).contains("uses the components of an earlier run")
+    };
+    let starts = |name: &str| files(&bench.path(name).join("starts"));
+    assert!(!train("out"));
+    fs::rename(bench.path("out"), bench.path("first-run")).unwrap();
+    assert!(starts("first").len() == 1 && starts("first") == starts("second"));
+    assert!(train("out"));
+    fs::rename(bench.path("out"), bench.path("second-run")).unwrap();
+    fs::remove_file(bench.path("second/starts").join(&starts("second")[0].0)).unwrap();
+    assert!(!train("out"));
+    assert!(starts("first") == starts("second"));
+    for run in ["second-run", "out"] {
+        assert_same(&bench, "first-run", run);
     }
 }

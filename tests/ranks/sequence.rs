@@ -6,7 +6,7 @@ use serde_json::Value;
 use std::fs;
 
 /// Losses, gradient norms and losses of evaluations, in order.
-fn numbers(bench: &Bench, run: &str) -> Vec<f64> {
+pub fn numbers(bench: &Bench, run: &str) -> Vec<f64> {
     let lines = fs::read_to_string(bench.path(run).join("metrics.jsonl")).unwrap();
     let lines = lines.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
     let of = |line: Value| ["loss", "grad_norm", "eval_loss"].map(|key| line[key].as_f64());

@@ -65,6 +65,7 @@ impl<'a> Trainer<'a> {
                 train: &*rows.train.flat()?,
                 base: &opened.fingerprint.base,
                 cache: &run_dir.parent().unwrap_or(Path::new("")).join(START_CACHE),
+                ranks,
                 store: &*loaded_model.store,
                 note: &mut |line| reporter.note(line),
             };

@@ -18,7 +18,7 @@ use crate::comm::Collective;
 use crate::data::Batch;
 use crate::ops::attention::{self, AttentionGradInputs, KEY_CHUNK, Spec as Heads};
 use crate::ops::update;
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 use std::ops::Range;
 
 /// How attention reads the tokens of other ranks.
@@ -53,7 +53,7 @@ impl Default for SequenceConfig {
 
 impl SequenceConfig {
     /// True if attention with `heads` query heads exchanges heads.
-    pub(super) fn by_heads(&self, heads: usize) -> bool {
+    pub fn by_heads(&self, heads: usize) -> bool {
         self.by != SequenceBy::Keys && heads.is_multiple_of(self.ranks)
     }
 
@@ -326,7 +326,7 @@ impl<'a> Sequence<'a> {
         let mut parts: Lists = vec![Vec::new(); ranks];
         for (tensor, of) in tensors {
             let (heads, e) = of.sizes(spec);
-            update::with_slice(&tensor.contiguous()?, |values| {
+            numbers(tensor, |values| {
                 for (share, part) in shares.iter().zip(&mut parts) {
                     for row in values.chunks_exact(heads * e) {
                         for head in of.heads(share) {
@@ -355,8 +355,8 @@ impl<'a> Sequence<'a> {
                 rest = after;
             }
         }
-        let tensor = |(values, (_, of)): (Vec<f32>, &(&Tensor, ColumnsOf))| {
-            Ok(Tensor::from_vec(values, (tokens, width(of)), &Device::Cpu)?)
+        let tensor = |(values, (own, of)): (Vec<f32>, &(&Tensor, ColumnsOf))| {
+            matrix(values, (tokens, width(of)), &Kind::of(own))
         };
         all.into_iter().zip(tensors).map(tensor).collect()
     }
@@ -371,29 +371,29 @@ impl<'a> Sequence<'a> {
     ) -> Result<Vec<Tensor>> {
         let (ranks, own) = (self.config.ranks, self.own().len());
         let shares: Vec<Share> = (0..ranks).map(|rank| share(spec, rank, ranks)).collect();
-        let kinds: Vec<ColumnsOf> = tensors.iter().map(|(_, of)| *of).collect();
+        let kinds: Vec<(ColumnsOf, Kind)> = tensors.iter().map(|(tensor, of)| (*of, Kind::of(tensor))).collect();
         let width = |of: &ColumnsOf, share: &Share| of.heads(share).len() * of.sizes(spec).1;
         let mut parts: Lists = vec![Vec::new(); ranks];
         for (tensor, of) in tensors {
             let width = width(&of, &shares[self.index()]);
-            update::with_slice(&tensor, |values| {
+            numbers(&tensor, |values| {
                 for (rank, part) in parts.iter_mut().enumerate() {
                     let tokens = self.tokens.of(rank);
                     part.extend_from_slice(&values[tokens.start * width..tokens.end * width]);
                 }
             })?;
         }
-        let row = |share: &Share| -> usize { kinds.iter().map(|of| width(of, share)).sum() };
+        let row = |share: &Share| -> usize { kinds.iter().map(|(of, _)| width(of, share)).sum() };
         let lengths = shares.iter().map(|share| own * row(share)).collect();
         let lists = self.exchange(key, parts, lengths)?;
         let mut all: Lists = Vec::with_capacity(T);
-        for of in &kinds {
+        for (of, _) in &kinds {
             let (heads, e) = of.sizes(spec);
             all.push(vec![0.0; own * heads * e]);
         }
         for (share, list) in shares.iter().zip(lists) {
             let mut rest = &list[..];
-            for (values, of) in all.iter_mut().zip(&kinds) {
+            for (values, (of, _)) in all.iter_mut().zip(&kinds) {
                 let (heads, e) = of.sizes(spec);
                 let (from, after) = rest.split_at(own * width(of, share));
                 rest = after;
@@ -409,9 +409,9 @@ impl<'a> Sequence<'a> {
                 }
             }
         }
-        let tensor = |(values, of): (Vec<f32>, &ColumnsOf)| {
+        let tensor = |(values, (of, kind)): (Vec<f32>, &(ColumnsOf, Kind))| {
             let (heads, e) = of.sizes(spec);
-            Ok(Tensor::from_vec(values, (own, heads * e), &Device::Cpu)?)
+            matrix(values, (own, heads * e), kind)
         };
         all.into_iter().zip(&kinds).map(tensor).collect()
     }
@@ -462,7 +462,7 @@ impl<'a> Sequence<'a> {
         let width = own[0].dim(1)?;
         let mut parts: Lists = vec![Vec::new(); ranks];
         for tensor in own {
-            update::with_slice(&tensor.contiguous()?, |values| {
+            numbers(tensor, |values| {
                 for (rank, part) in parts.iter_mut().enumerate() {
                     let rows = common(&tokens, &reads(rank), tokens.start);
                     part.extend_from_slice(&values[rows.start * width..rows.end * width]);
@@ -479,17 +479,17 @@ impl<'a> Sequence<'a> {
                 values.extend_from_slice(&list[i * length..(i + 1) * length]);
             }
         }
-        matrices(all, (read.len(), width))
+        matrices(all, (read.len(), width), &Kind::of(own[0]))
     }
 
     /// The gradients of the own rows: those of all ranks that read them, added in the order of the ranks.
     fn sums<const T: usize>(&self, read: [Tensor; T], reads: impl Fn(usize) -> Range<usize>) -> Result<[Tensor; T]> {
         let (own, ranks) = (self.own(), self.config.ranks);
         let width = read[0].dim(1)?;
-        let tokens = reads(self.index());
+        let (tokens, kind) = (reads(self.index()), Kind::of(&read[0]));
         let mut parts: Lists = vec![Vec::new(); ranks];
         for tensor in read {
-            update::with_slice(&tensor, |values| {
+            numbers(&tensor, |values| {
                 for (rank, part) in parts.iter_mut().enumerate() {
                     let rows = common(&self.tokens.of(rank), &tokens, tokens.start);
                     part.extend_from_slice(&values[rows.start * width..rows.end * width]);
@@ -508,13 +508,41 @@ impl<'a> Sequence<'a> {
                 sum.iter_mut().zip(more).for_each(|(sum, x)| *sum += x);
             }
         }
-        matrices(all, (own.len(), width))
+        matrices(all, (own.len(), width), &kind)
     }
 }
 
-fn matrices<const T: usize>(all: [Vec<f32>; T], shape: (usize, usize)) -> Result<[Tensor; T]> {
-    let all = all.map(|values| Tensor::from_vec(values, shape, &Device::Cpu));
-    let all = all.into_iter().collect::<candle_core::Result<Vec<_>>>()?;
+/// Type and device of a tensor whose numbers travel as f32 of the host.
+struct Kind(DType, Device);
+
+impl Kind {
+    fn of(tensor: &Tensor) -> Self {
+        Self(tensor.dtype(), tensor.device().clone())
+    }
+}
+
+/// Runs `f` on the numbers of a tensor.
+fn numbers(tensor: &Tensor, f: impl FnOnce(&[f32])) -> Result<()> {
+    if tensor.device().is_cpu() && tensor.dtype() == DType::F32 {
+        return update::with_slice(&tensor.contiguous()?, f);
+    }
+    f(&update::to_f32_vec(&tensor.contiguous()?)?);
+    Ok(())
+}
+
+/// The inverse of `numbers`.
+fn matrix(values: Vec<f32>, shape: (usize, usize), Kind(dtype, device): &Kind) -> Result<Tensor> {
+    if device.is_cpu() && *dtype == DType::F32 {
+        return Ok(Tensor::from_vec(values, shape, device)?);
+    }
+    let tensor = update::zeros(shape, *dtype, device)?;
+    update::set(&tensor, &values)?;
+    Ok(tensor)
+}
+
+fn matrices<const T: usize>(all: [Vec<f32>; T], shape: (usize, usize), kind: &Kind) -> Result<[Tensor; T]> {
+    let all = all.map(|values| matrix(values, shape, kind));
+    let all = all.into_iter().collect::<Result<Vec<_>>>()?;
     all.try_into()
         .map_err(|_| Error::internal("a tensor that ranks share is missing"))
 }

@@ -49,10 +49,10 @@ impl Products {
         let refused = |found: String| {
             let (major, minor) = self.least_compute();
             Error::unsupported(format!("products in {} are not available on this device", self.name()))
-                .at("StorageRules::products")
+                .at("quantized::Products")
                 .found(found)
                 .expected(format!("a GPU of compute capability {major}.{minor} or more"))
-                .hint("use `StorageRules::products` = dequantized")
+                .hint("use `Products::Dequantized`")
         };
         match device {
             #[cfg(feature = "cuda")]

@@ -84,8 +84,14 @@ impl LayerMemory<'_> {
     pub(in crate::model) fn attend(&self, l: &mut Ledger) {
         let (config, bytes) = (self.settings.sequence, self.lists());
         if config.ranks > 1 {
-            // The keys of all tokens, on the way and joined; or queries, keys and values of the own heads.
-            l.touch(LayerWork, 2 * bytes[0]);
+            // The keys of all tokens, on the way and joined; or queries, keys and values of the own heads. From a GPU they
+            // travel through host memory.
+            let beside = if self.settings.on_gpu {
+                self.nq + self.lse
+            } else {
+                bytes[0]
+            };
+            l.touch(LayerWork, bytes[0] + beside);
         }
     }
 
@@ -112,6 +118,19 @@ impl LayerMemory<'_> {
         let spec = heads(self.settings.spec, self.index);
         let documents = self.settings.documents.max(1);
         let [_, bytes] = self.lists();
+        if self.settings.on_gpu {
+            // What travels is in host memory. dk and dv of all tokens, and their partial sums in f32.
+            let (share, tokens) = (share(&spec, 0, config.ranks), self.settings.tokens * config.ranks);
+            let parts = attention::gpu_backward_parts(share.spec.heads, share.spec.kv_heads, tokens);
+            let partial = if self.settings.element == 2 && parts > 1 {
+                parts
+            } else {
+                0
+            };
+            let partial = 2 * 4 * partial * tokens * share.spec.kv_heads * spec.head_dim;
+            l.touch(LayerWork, bytes + self.nq + self.key_bytes() + partial as u64);
+            return [self.nq, self.nkv, self.nkv].map(|bytes| l.alloc(LayerWork, bytes));
+        }
         let parts = if config.by_heads(spec.heads) {
             let share = share(&spec, 0, config.ranks);
             attention::backward_parts(share.spec.heads, share.spec.kv_heads, documents)

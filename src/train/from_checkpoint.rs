@@ -129,6 +129,7 @@ pub fn write(dir: &Path, out: &Path) -> Result<Written> {
             train: &Dataset::default(),
             base: &fingerprint.base,
             cache: &scratch.0,
+            ranks: &Ranks::default(),
             store: &*loaded_model.store,
             note: &mut |_| {},
         };

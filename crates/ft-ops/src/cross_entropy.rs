@@ -92,6 +92,9 @@ pub struct Output {
 /// Computes the gradients of the fused linear and cross-entropy. h `[N, D]`, head f32 or bf16 `[V, D]`, targets
 /// `[N]`, each below V or `IGNORE` (else an error). Adds to `step_stats` the loss (not finite if a logit is not), and
 /// the number of tokens whose target has the largest logit (the first of equals).
+///
+/// # Errors
+/// A target outside the vocabulary (`Argument`); tensors of other shapes, types or devices than described (`Shape`).
 pub fn forward_backward<'w>(
     h: &Tensor,
     head: impl Into<Dense<'w>>,
@@ -127,6 +130,9 @@ pub fn forward_backward<'w>(
 }
 
 /// As `forward_backward` without gradients; returns the number of trained tokens.
+///
+/// # Errors
+/// A target outside the vocabulary (`Argument`); tensors of other shapes, types or devices than described (`Shape`).
 pub fn forward_only<'w>(
     h: &Tensor,
     head: impl Into<Dense<'w>>,
@@ -157,6 +163,9 @@ pub fn forward_only<'w>(
 }
 
 /// Returns the log-probability of each target, `[N]`; 0 if the target is `IGNORE`.
+///
+/// # Errors
+/// A target outside the vocabulary (`Argument`); tensors of other shapes, types or devices than described (`Shape`).
 pub fn token_log_probs<'w>(
     h: &Tensor,
     head: impl Into<Dense<'w>>,

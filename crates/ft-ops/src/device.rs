@@ -158,6 +158,9 @@ fn gpu(ordinal: usize) -> Result<Device> {
 use super::cuda::device::open as gpu;
 
 /// Returns the memory of `device`; `None` for the CPU.
+///
+/// # Errors
+/// A driver that does not answer.
 pub fn memory(device: &Device) -> Result<Option<DeviceMemory>> {
     match device {
         #[cfg(feature = "cuda")]
@@ -168,6 +171,9 @@ pub fn memory(device: &Device) -> Result<Option<DeviceMemory>> {
 
 /// Limits the tensors on the GPU to `bytes` from now on: a larger allocation fails as out of memory. Call it before
 /// the first tensor. Does nothing on the CPU.
+///
+/// # Errors
+/// A driver that does not answer.
 pub fn limit(device: &Device, bytes: u64) -> Result<()> {
     match device {
         #[cfg(feature = "cuda")]

@@ -76,6 +76,9 @@ impl LayerNorm<'_> {
 }
 
 /// Normalizes x `[N, rows·E]`; the result has the shape and type of x.
+///
+/// # Errors
+/// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
 pub fn forward(x: &Tensor, norm: &LayerNorm) -> Result<Tensor> {
     norm.check(x)?;
     on_gpu!(x, super::cuda::layer_norm::forward(x, norm));
@@ -89,6 +92,9 @@ pub fn forward(x: &Tensor, norm: &LayerNorm) -> Result<Tensor> {
 }
 
 /// Computes the gradient of x, and those of weight and bias as `need` says.
+///
+/// # Errors
+/// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
 pub fn backward(x: &Tensor, norm: &LayerNorm, dy: &Tensor, need: [bool; 2]) -> Result<Gradients> {
     norm.check(x)?;
     expect_dims(dy, "dy of a norm", x.dims())?;

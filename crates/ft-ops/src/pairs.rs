@@ -143,11 +143,17 @@ impl PairStack {
     }
 
     /// Allocates `[N, T]`, to be filled by `down_one` or `up_backward`.
+    ///
+    /// # Errors
+    /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
     pub fn columns(&self, rows: usize) -> Result<Tensor> {
         gpu::empty((rows, self.a.dim(0)?), self.a.dtype(), self.a.device())
     }
 
     /// Computes u = s · x·Aᵀ of all pairs, `[N, T]`, from `x [N, I]`.
+    ///
+    /// # Errors
+    /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
     pub fn down(&self, x: &Tensor) -> Result<Tensor> {
         let u = self.columns(x.dim(0)?)?;
         let scale = self.pairs.first().map_or(1.0, |pair| pair.scale);
@@ -170,6 +176,9 @@ impl PairStack {
     }
 
     /// As `down`, for one pair: writes its columns of `u [N, T]`.
+    ///
+    /// # Errors
+    /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
     pub fn down_one(&self, pair: usize, x: &Tensor, u: &Tensor) -> Result<()> {
         let (p, inputs) = (&self.pairs[pair], self.a.dim(1)?);
         let a = Columns::from(&self.a, p.first * inputs).t();
@@ -178,12 +187,18 @@ impl PairStack {
     }
 
     /// The copy of A of a pair, `[R, I]`.
+    ///
+    /// # Errors
+    /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
     pub fn a(&self, pair: usize) -> Result<Tensor> {
         let p = &self.pairs[pair];
         Ok(self.a.narrow(0, p.first, p.rank)?)
     }
 
     /// Computes u·Bᵀ of a pair, `[N, O]` in type `to` (that of u, or f32), from `u [N, T]`.
+    ///
+    /// # Errors
+    /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
     pub fn up(&self, pair: usize, u: &Tensor, to: DType) -> Result<Tensor> {
         let p = &self.pairs[pair];
         let (rows, outputs) = (u.dim(0)?, p.b.dim(0)?);
@@ -194,6 +209,9 @@ impl PairStack {
     }
 
     /// Computes ∂u = s · ∂y·B of a pair from `dy [N, O]`, into its columns of `du [N, T]`.
+    ///
+    /// # Errors
+    /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
     pub fn up_backward(&self, pair: usize, dy: &Tensor, du: &Tensor) -> Result<()> {
         let p = &self.pairs[pair];
         let sizes = (dy.dim(0)?, p.width, p.b.dim(0)?);
@@ -202,11 +220,17 @@ impl PairStack {
     }
 
     /// Computes ∂u·A of all pairs, `[N, I]`, from `du [N, T]`.
+    ///
+    /// # Errors
+    /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
     pub fn down_backward(&self, du: &Tensor) -> Result<Tensor> {
         self.back(du, 0, self.a.dim(0)?)
     }
 
     /// As `down_backward`, for one pair.
+    ///
+    /// # Errors
+    /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
     pub fn back_up_one(&self, pair: usize, du: &Tensor) -> Result<Tensor> {
         let p = &self.pairs[pair];
         self.back(du, p.first, p.width)
@@ -228,6 +252,9 @@ impl PairStack {
     }
 
     /// Computes the gradients of A of all pairs, `[R, I]` each, f32, from `du [N, T]` and `x [N, I]`: one product.
+    ///
+    /// # Errors
+    /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
     pub fn grads_a(&self, du: &Tensor, x: &Tensor) -> Result<Vec<Tensor>> {
         let (total, inputs) = (self.a.dim(0)?, self.a.dim(1)?);
         let all = gpu::empty((total, inputs), DType::F32, du.device())?;
@@ -251,6 +278,9 @@ impl PairStack {
     }
 
     /// Computes the gradient of A of one pair, `[R, I]` f32, added to `sum` if given.
+    ///
+    /// # Errors
+    /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
     pub fn grad_a(&self, pair: usize, du: &Tensor, x: &Tensor, sum: Option<&Tensor>) -> Result<Tensor> {
         let p = &self.pairs[pair];
         let sizes = (p.rank, self.a.dim(1)?, x.dim(0)?);
@@ -268,6 +298,9 @@ impl PairStack {
     }
 
     /// Computes the gradient of B of one pair, `[O, R]` f32, from `dy [N, O]` and `u [N, T]`, added to `sum` if given.
+    ///
+    /// # Errors
+    /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
     pub fn grad_b(&self, pair: usize, dy: &Tensor, u: &Tensor, sum: Option<&Tensor>) -> Result<Tensor> {
         let p = &self.pairs[pair];
         let sizes = (p.b.dim(0)?, p.rank, dy.dim(0)?);

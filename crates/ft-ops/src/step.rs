@@ -56,6 +56,9 @@ pub enum Moment {
 
 impl Moment {
     /// Returns a moment of zeros.
+    ///
+    /// # Errors
+    /// Not enough memory on the device.
     pub fn zeros(n: usize, int8: bool, device: &Device) -> Result<Self> {
         Ok(if int8 {
             Self::Int8 {
@@ -143,6 +146,9 @@ pub fn step(rule: Rule, items: &[ParameterStep], coefficient: f32) -> Result<()>
 
 /// As `step`; on a GPU in one launch without synchronization. A step that the guard skips still counts as a step of
 /// the state.
+///
+/// # Errors
+/// Tensors of an item that do not fit (`Shape`); Adafactor for a part of a parameter (`Unsupported`).
 pub fn step_gated(rule: Rule, items: &[ParameterStep], coefficient: f32, gate: FoundInf) -> Result<()> {
     let Some(first) = items.first() else {
         return Ok(());
@@ -270,6 +276,9 @@ fn with_weight(item: &ParameterStep, f: impl FnOnce(cpu::Weight) -> Result<()>) 
 }
 
 /// Splits f32 values into a bf16 weight and its low 16 bits (i16 `[n]`), without loss; or an f16 weight (`master::split_f16`).
+///
+/// # Errors
+/// Tensors of different sizes or of another type (`Shape`).
 pub fn split(values: &[f32], weight: &Tensor, low: &Tensor) -> Result<()> {
     if values.len() != weight.elem_count() || values.len() != low.elem_count() {
         return Err(Error::shape("a weight and its values differ in size"));
@@ -291,6 +300,9 @@ pub fn split(values: &[f32], weight: &Tensor, low: &Tensor) -> Result<()> {
 }
 
 /// Returns the exact f32 values of a bf16 or f16 weight and its low 16 bits.
+///
+/// # Errors
+/// Tensors of another type (`Shape`).
 pub fn join(weight: &Tensor, low: &Tensor) -> Result<Vec<f32>> {
     let low = low.flatten_all()?.to_vec1::<i16>()?;
     if weight.dtype() == DType::F16 {

@@ -222,6 +222,9 @@ impl Block {
     }
 
     /// Decoding: as `forward`, with the KV cache of earlier tokens.
+    ///
+    /// # Errors
+    /// The weights of the layer cannot be read; not enough memory on the device; a `cache` that does not fit the model.
     pub fn forward_cached(&self, x: &Tensor, ctx: &Context, cache: &mut dyn KvStore) -> Result<Tensor> {
         if let Some(altup) = &self.altup {
             return Ok(self.altup_forward(altup, x, ctx, Some(cache), false)?.0);

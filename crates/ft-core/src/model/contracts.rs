@@ -209,6 +209,9 @@ impl Context<'_> {
     }
 
     /// Reports the input of the linear with this weight to the observer, if there is one.
+    ///
+    /// # Errors
+    /// Those of the observer.
     pub fn seen(&self, weight: &str, x: &Tensor) -> Result<()> {
         match self.observer {
             Some(observer) => observer.input(weight, x),

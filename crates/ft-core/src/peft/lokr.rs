@@ -118,6 +118,9 @@ pub fn split(n: usize, factor: i64) -> (usize, usize) {
 impl Lokr {
     /// As in PEFT: U zero (its first part if it is a product), V uniform; a factor is a product if that is smaller.
     /// `factor` limits the sizes of U; U is a product only if `both`.
+    ///
+    /// # Errors
+    /// None for these sizes.
     pub fn fresh(
         module: &str,
         shape: AdapterShape,

@@ -21,6 +21,9 @@ pub struct Projections {
 
 impl Projections {
     /// Kaiming-uniform: U(-√(6/fan), √(6/fan)), with fan the columns.
+    ///
+    /// # Errors
+    /// None for these sizes.
     pub fn fresh(r: usize, inputs: usize, outputs: usize, seed: u64) -> Result<Self> {
         let bound = |fan: usize| (6.0 / fan as f32).sqrt();
         Ok(Self {

@@ -231,6 +231,9 @@ fn element(p: &ParamInfo, index: u64, random: RandomWeights) -> impl Fn(usize) -
 }
 
 /// As `draw`, for the whole parameter on the CPU; a bf16 or f16 parameter never exists as f32.
+///
+/// # Errors
+/// None for these sizes.
 pub fn draw_tensor(p: &ParamInfo, index: u64, dtype: Dtype, random: RandomWeights) -> Result<Tensor> {
     let (all, element) = (0..p.elements(), element(p, index, random));
     Ok(match dtype {

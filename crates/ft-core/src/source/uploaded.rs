@@ -67,6 +67,9 @@ impl Uploaded {
     /// `host` is a source on the host; `memory` is that of its frozen weights (`Reused`: it waits for
     /// `GroupWeights::read_by`). `head` is the name of the output projection (LM head): it stays on the device unless
     /// `host` streams it in pieces.
+    ///
+    /// # Errors
+    /// A weight that stays on the device cannot be read; not enough memory on the device.
     pub fn new(host: Arc<dyn TrainableStore>, head: &str, memory: HostMemory, device: &Device) -> Result<Self> {
         let streamed = host.streamed(head).is_some();
         let always = host.params().iter().filter(|p| stays_on_device(p, head, streamed));

@@ -31,6 +31,9 @@ pub fn token_entropies(
 }
 
 /// As `token_entropies`, with a streamed head.
+///
+/// # Errors
+/// A target outside the vocabulary (`Argument`); tensors of other shapes, types or devices than described (`Shape`).
 pub fn streamed_entropies(
     h: &Tensor,
     head: &Pieces,

@@ -58,6 +58,9 @@ impl Pieces<'_> {
 
 /// As `forward_backward`, or as `forward_only` if no gradient is requested; on the CPU with the same bits. The
 /// gradient of the head is not available: a head that trains must be in memory as a whole.
+///
+/// # Errors
+/// A target outside the vocabulary (`Argument`); tensors of other shapes, types or devices than described (`Shape`).
 pub fn streamed(
     h: &Tensor,
     head: &Pieces,
@@ -77,6 +80,9 @@ pub fn streamed(
 }
 
 /// As `token_log_probs`, with a streamed head.
+///
+/// # Errors
+/// A target outside the vocabulary (`Argument`); tensors of other shapes, types or devices than described (`Shape`).
 pub fn streamed_log_probs(
     h: &Tensor,
     head: &Pieces,

@@ -122,6 +122,9 @@ pub struct Output {
 
 impl Side<'_> {
     /// Returns (rows, width) of the head.
+    ///
+    /// # Errors
+    /// The head is not a matrix (`Shape`).
     pub fn sizes(&self) -> Result<(usize, usize)> {
         match self.head {
             Matrix::Whole(w) => dims2(w, "the head"),
@@ -263,6 +266,9 @@ pub fn forward_backward(
 
 /// Returns the `k` most likely of the first `common` ids at each trained position, with their log-probabilities at
 /// `temperature`; fewer if there are fewer ids. NaN if a logit is not finite.
+///
+/// # Errors
+/// `k` or `common` is out of range, or the temperature is not positive (`Argument`); tensors of other shapes (`Shape`).
 pub fn likeliest(
     side: &Side,
     targets: &[u32],

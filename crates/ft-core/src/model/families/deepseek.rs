@@ -18,7 +18,7 @@ const SIZES: LatentSpec = LatentSpec {
 };
 
 /// `deepseek_v2`: softmax scores, optionally the best groups only.
-pub fn apply_v2(config: &Config, spec: &mut Spec) -> Result<()> {
+pub(super) fn apply_v2(config: &Config, spec: &mut Spec) -> Result<()> {
     spec.pairing = Pairing::Neighbors;
     spec.mlp_bias = config.bool_or("mlp_bias", false)?;
     super::latent::apply(config, spec, SIZES)?;
@@ -51,14 +51,14 @@ pub fn apply_v2(config: &Config, spec: &mut Spec) -> Result<()> {
 }
 
 /// `deepseek_v3`: sigmoid scores with a correction.
-pub fn apply_v3(config: &Config, spec: &mut Spec) -> Result<()> {
+pub(super) fn apply_v3(config: &Config, spec: &mut Spec) -> Result<()> {
     let router = sigmoid(config, spec, SIZES, ([8, 4], 8, 2.5))?;
     let experts = experts(config, router, [256, 2048, 1])?;
     after_first(config, spec, experts, 3)
 }
 
 /// `glm4_moe_lite`: as DeepSeek-V3; a list says which layers have experts.
-pub fn apply_glm(config: &Config, spec: &mut Spec) -> Result<()> {
+pub(super) fn apply_glm(config: &Config, spec: &mut Spec) -> Result<()> {
     spec.norm_eps = config.opt_f64("rms_norm_eps")?.unwrap_or(1e-5);
     let sizes = LatentSpec {
         q_rank: Some(768),
@@ -83,7 +83,7 @@ pub fn apply_glm(config: &Config, spec: &mut Spec) -> Result<()> {
 }
 
 /// `dots1`: the experts of DeepSeek-V3, in groups or not.
-pub fn apply_dots(config: &Config, spec: &mut Spec) -> Result<()> {
+pub(super) fn apply_dots(config: &Config, spec: &mut Spec) -> Result<()> {
     only(config, "scoring_func", &["sigmoid", "noaux_tc"])?;
     let router = RouterSpec {
         renormalize: config.bool_or("norm_topk_prob", false)?,

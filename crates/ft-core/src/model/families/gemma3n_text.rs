@@ -11,7 +11,7 @@ use serde_json::{Map, Value, json};
 const MOST_STREAMS: usize = 16;
 
 /// The config with one number for the intermediate size, and the size of each layer.
-pub fn sizes(config: &Config) -> Result<(Config, Vec<usize>)> {
+pub(super) fn sizes(config: &Config) -> Result<(Config, Vec<usize>)> {
     let mut one = Config {
         raw: config.raw.clone(),
         path: config.path.clone(),
@@ -33,7 +33,7 @@ pub fn sizes(config: &Config) -> Result<(Config, Vec<usize>)> {
     Ok((one, sizes))
 }
 
-pub fn apply(config: &Config, spec: &mut Spec, sizes: &[usize]) -> Result<()> {
+pub(super) fn apply(config: &Config, spec: &mut Spec, sizes: &[usize]) -> Result<()> {
     spec.norms = NormNames::SANDWICH;
     spec.qk_norm = Some(QkNorm::HEADS);
     spec.value_norm = true;

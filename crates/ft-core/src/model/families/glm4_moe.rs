@@ -6,7 +6,7 @@ use super::{Config, ExpertsSpec, QkNorm, Result, SharedExpertSpec, Spec};
 use crate::model::spec::ExpertNames;
 use crate::ops::routing::{GroupScore, Groups, RouterSpec, Score};
 
-pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
+pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     spec.norm_eps = config.opt_f64("rms_norm_eps")?.unwrap_or(1e-5);
     spec.qkv_bias = config.bool_or("attention_bias", false)?;
     if config.bool_or("use_qk_norm", false)? {
@@ -22,7 +22,7 @@ pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
 }
 
 /// The experts of GLM-4.5; `width`: the default of their size.
-pub fn experts(config: &Config, width: usize) -> Result<ExpertsSpec> {
+pub(super) fn experts(config: &Config, width: usize) -> Result<ExpertsSpec> {
     let intermediate = size(config, "moe_intermediate_size", width)?;
     Ok(ExpertsSpec {
         count: size(config, "n_routed_experts", 128)?,

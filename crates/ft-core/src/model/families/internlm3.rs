@@ -3,7 +3,7 @@
 use super::{Config, Result, Spec, place};
 use crate::base::Error;
 
-pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
+pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     // Published configs have the names of the first release.
     let bias = |new: &str, old: &str| config.bool_or(if config.raw.contains_key(new) { new } else { old }, false);
     let (attention, mlp) = (bias("attention_bias", "qkv_bias")?, bias("mlp_bias", "bias")?);
@@ -23,7 +23,7 @@ pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
 }
 
 /// IQuest-Coder.
-pub fn apply_iquest(config: &Config, spec: &mut Spec) -> Result<()> {
+pub(super) fn apply_iquest(config: &Config, spec: &mut Spec) -> Result<()> {
     if config.bool_or("use_sliding_window", false)? {
         return Err(Error::unsupported("sliding windows are not supported in this family")
             .at(place(config, "use_sliding_window"))

@@ -32,6 +32,9 @@ pub(super) fn check_rank(r: usize, rows: usize, columns: usize) -> Result<()> {
 
 /// PiSSA (Meng et al. 2024, arXiv 2404.02948, section 3): the R largest components of W `[O, I]`,
 /// A = √(S/s)·Vᵀ and B = U·√(S/s). Uses the fast SVD if `iterations` > 0.
+///
+/// # Errors
+/// A rank larger than the matrix allows (`Argument`); as `algebra::svd`.
 pub fn pissa(w: MatRef<'_, f64>, r: usize, scale: f32, iterations: usize, seed: u64, site: u64) -> Result<Pair> {
     check_rank(r, w.nrows(), w.ncols())?;
     let found = match iterations {
@@ -48,6 +51,9 @@ pub fn pissa(w: MatRef<'_, f64>, r: usize, scale: f32, iterations: usize, seed: 
 }
 
 /// OLoRA (Büyükakyüz 2024, arXiv 2406.01775, section 3): W = Q·R; B the first R columns of Q, A the first rows of R.
+///
+/// # Errors
+/// A rank larger than the matrix allows (`Argument`).
 pub fn olora(w: MatRef<'_, f64>, r: usize) -> Result<Pair> {
     check_rank(r, w.nrows(), w.ncols())?;
     // The first R reflections are those of the first R columns.
@@ -110,6 +116,9 @@ pub fn eva_ranks(explained: &[Vec<f64>], first_of: &[usize], budget: usize) -> V
 
 /// LoRA-GA (Wang et al. 2024, arXiv 2407.05000, section 3.2), with PEFT's defaults: from the gradient `[O, I]`, A takes
 /// the R largest right singular vectors, B the next R left ones times their singular values and O^¼ / √16.
+///
+/// # Errors
+/// Twice the rank is larger than the matrix allows (`Argument`); as `algebra::svd`.
 pub fn lora_ga(gradient: MatRef<'_, f64>, r: usize) -> Result<Pair> {
     check_rank(2 * r, gradient.nrows(), gradient.ncols())?;
     let found = algebra::leading_svd(gradient, 2 * r, 0, 0)?;

@@ -218,7 +218,7 @@ fn quantized(c: &mut Criterion) {
 fn attentions(c: &mut Criterion) {
     for n in [512, 2048] {
         let (heads, kv_heads, head_dim) = (14, 2, 64);
-        let spec = attention::Spec {
+        let spec = attention::AttentionSpec {
             heads,
             kv_heads,
             head_dim,

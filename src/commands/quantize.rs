@@ -16,7 +16,7 @@ use crate::setup::vocabulary::TextChanges;
 use crate::setup::{ModelDir, locate};
 use crate::source::ParamInfo;
 use crate::source::policy::is_projection;
-use crate::source::stored::{self, Layout};
+use crate::source::stored::{self, QuantizedLayout};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -40,7 +40,7 @@ pub struct Request<'a> {
 #[derive(Debug, Clone)]
 pub struct Report {
     pub out: PathBuf,
-    pub layout: Layout,
+    pub layout: QuantizedLayout,
     /// Number of weights in each format, by its name.
     pub counts: BTreeMap<String, usize>,
     /// Bytes of all weights before and after.
@@ -104,9 +104,9 @@ fn write(
 ) -> Result<Report> {
     let nf4 = |p: &&ParamInfo| matches!(formats.get(&p.name), Some(Format::Nf4 { .. }));
     let layout = if params.iter().filter(|p| is_projection(p)).all(|p| nf4(&p)) {
-        Layout::Bitsandbytes
+        QuantizedLayout::Bitsandbytes
     } else {
-        Layout::Ft
+        QuantizedLayout::Ft
     };
     // Each tensor with its parameter.
     let mut tensors: Vec<TensorPlan> = Vec::new();

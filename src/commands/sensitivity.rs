@@ -105,7 +105,7 @@ pub fn measure(model: &ModelDir, data: &Path, smallest: Format, decoded: Dtype, 
 /// Errors: an invalid model or invalid rows.
 pub fn calibration(model: &ModelDir, data: &Path, tokens: usize) -> Result<Vec<Batch>> {
     let sources = [Source::new(vec![data.display().to_string()])];
-    let spec = dataset::Spec {
+    let spec = dataset::DatasetSpec {
         sources: &sources,
         render: Render::Auto,
         max_length: model.spec.max_positions.min(BATCH_TOKENS),

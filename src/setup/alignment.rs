@@ -8,7 +8,7 @@ use crate::base::{Error, Result};
 use crate::data::{Batch, Dataset, Example, Examples, IGNORE};
 use crate::distill::spans::{self, TokenBytes};
 use crate::distill::{AlignedBatch, AlignedRows};
-use crate::ops::distill::aligned::{SharedIds, Span};
+use crate::ops::distill::aligned::{AlignedSpan, SharedIds};
 use crate::recipe::{Alignment, Distill, Recipe};
 use crate::setup::ModelDir;
 use crate::setup::rows;
@@ -151,7 +151,7 @@ impl AlignedRows for Aligner {
             let Some(other) = other else { continue };
             let rows = |r: Range<usize>, first: usize| first + r.start - 1..first + r.end - 1;
             let found = aligned((&own, &other), (&self.student, &self.teacher)).into_iter();
-            spans.extend(found.map(|(a, b)| Span {
+            spans.extend(found.map(|(a, b)| AlignedSpan {
                 student: rows(a, range.start),
                 teacher: rows(b, offset),
             }));

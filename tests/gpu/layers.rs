@@ -8,7 +8,7 @@ use ft::ops::grouped::{self, GroupWeight};
 use ft::ops::latent::LatentHeads;
 use ft::ops::quantized::TILE;
 use ft::ops::rope::Pairing;
-use ft::ops::routing::{self, GroupScore, Groups, RouterSpec, Routing, Score};
+use ft::ops::routing::{self, ExpertGroups, GroupScore, RouterSpec, Routing, Score};
 use ft::ops::{altup, linear, sparse_gate};
 use ft::quant::{Format, Weight, encode};
 use ft::recipe::Dtype;
@@ -93,7 +93,7 @@ fn rows_of_experts_are_those_of_the_cpu() {
 #[test]
 fn routers_choose_what_they_choose_on_the_cpu() {
     let Some(gpu) = gpu() else { return };
-    let groups = |count, chosen, score| Some(Groups { count, chosen, score });
+    let groups = |count, chosen, score| Some(ExpertGroups { count, chosen, score });
     for (score, renormalize, groups, corrected) in [
         (Score::Softmax, true, None, false),
         (Score::Sigmoid, true, groups(8, 3, GroupScore::TwoLargest), true),

@@ -31,7 +31,7 @@ pub fn sums_bytes(vocab: usize) -> u64 {
 
 /// Options of the loss, and the gradients to compute.
 #[derive(Debug, Clone)]
-pub struct Options<'a> {
+pub struct CrossEntropyOptions<'a> {
     /// Logits become `cap tanh(logit / cap)`.
     pub softcap: Option<f32>,
     /// Tokens per chunk; 0 counts as 1.
@@ -49,7 +49,7 @@ pub struct Options<'a> {
     pub smoothing: f32,
 }
 
-impl Options<'_> {
+impl CrossEntropyOptions<'_> {
     /// Options for losses without gradients.
     pub fn losses(softcap: Option<f32>, chunk: usize) -> Self {
         Self {
@@ -80,7 +80,7 @@ impl Options<'_> {
 
 /// The requested gradients.
 #[derive(Debug)]
-pub struct Output {
+pub struct CrossEntropyOutput {
     /// Number of tokens with a target.
     pub trained: usize,
     /// `[N, D]` of the type of h, zero for tokens without a target.
@@ -99,9 +99,9 @@ pub fn forward_backward<'w>(
     h: &Tensor,
     head: impl Into<Dense<'w>>,
     targets: &[u32],
-    options: &Options,
+    options: &CrossEntropyOptions,
     step_stats: &StepStats,
-) -> Result<Output> {
+) -> Result<CrossEntropyOutput> {
     let head = head.into();
     let ((n, d), (v, _)) = (dims2(h, "the hidden states")?, dims2(head.tensor, "the head")?);
     on_gpu!(h, {
@@ -114,7 +114,7 @@ pub fn forward_backward<'w>(
         gpu::forward_backward(h, head.tensor, targets, options, wanted, step_stats)
     });
     let mut sum = Sum::default();
-    let mut gradients = cpu::Gradients {
+    let mut gradients = cpu::CrossEntropyGradients {
         scale: options.scale as f32,
         dh: options.need_dh.then(|| vec![0f32; n * d]),
         dw: options.need_dw.then(|| vec![0f32; v * d]),
@@ -122,7 +122,7 @@ pub fn forward_backward<'w>(
     let wanted = (options.need_dh || options.need_dw).then_some(&mut gradients);
     run(h, head, targets, options, wanted, |_, row| sum.add(row))?;
     step_stats.add(sum.sums());
-    Ok(Output {
+    Ok(CrossEntropyOutput {
         trained: sum.trained,
         dh: gradients.dh.map(|dh| tensor(dh, (n, d))).transpose()?,
         dw: gradients.dw.map(|dw| tensor(dw, (v, d))).transpose()?,
@@ -148,16 +148,21 @@ pub fn forward_only<'w>(
             h,
             head.tensor,
             targets,
-            &Options::losses(softcap, chunk),
+            &CrossEntropyOptions::losses(softcap, chunk),
             None,
             step_stats
         )
         .map(|out| out.trained)
     );
     let mut sum = Sum::default();
-    run(h, head, targets, &Options::losses(softcap, chunk), None, |_, row| {
-        sum.add(row)
-    })?;
+    run(
+        h,
+        head,
+        targets,
+        &CrossEntropyOptions::losses(softcap, chunk),
+        None,
+        |_, row| sum.add(row),
+    )?;
     step_stats.add(sum.sums());
     Ok(sum.trained)
 }
@@ -176,9 +181,14 @@ pub fn token_log_probs<'w>(
     let head = head.into();
     on_gpu!(h, gpu::token_log_probs(h, head.tensor, targets, softcap, chunk));
     let mut log_probs = vec![0f32; targets.len()];
-    run(h, head, targets, &Options::losses(softcap, chunk), None, |n, row| {
-        log_probs[n] = -row.loss as f32
-    })?;
+    run(
+        h,
+        head,
+        targets,
+        &CrossEntropyOptions::losses(softcap, chunk),
+        None,
+        |n, row| log_probs[n] = -row.loss as f32,
+    )?;
     Ok(log_probs)
 }
 
@@ -190,7 +200,7 @@ struct Sum {
 }
 
 impl Sum {
-    fn add(&mut self, row: &cpu::Row) {
+    fn add(&mut self, row: &cpu::TokenLoss) {
         self.loss += row.loss;
         self.trained += 1;
         self.correct += row.correct as usize;
@@ -239,9 +249,9 @@ fn run(
     h: &Tensor,
     head: Dense<'_>,
     targets: &[u32],
-    options: &Options,
-    gradients: Option<&mut cpu::Gradients>,
-    mut each: impl FnMut(usize, &cpu::Row),
+    options: &CrossEntropyOptions,
+    gradients: Option<&mut cpu::CrossEntropyGradients>,
+    mut each: impl FnMut(usize, &cpu::TokenLoss),
 ) -> Result<()> {
     let trained = trained_rows(h, head.tensor, targets, options.softcap)?;
     options.check(targets.len())?;
@@ -267,7 +277,7 @@ fn run(
 /// The GPU versions.
 #[cfg(feature = "cuda")]
 mod gpu {
-    use super::super::cuda::cross_entropy::{CrossEntropyJob, GradientOptions, run};
+    use super::super::cuda::cross_entropy::{GpuCrossEntropyJob, GradientOptions, run};
     use super::super::cuda::memory::to_f32_vec;
     use super::*;
     use crate::update;
@@ -277,16 +287,16 @@ mod gpu {
         h: &Tensor,
         head: &Tensor,
         targets: &[u32],
-        options: &Options,
+        options: &CrossEntropyOptions,
         wanted: Option<GradientOptions>,
         step_stats: &StepStats,
-    ) -> Result<Output> {
+    ) -> Result<CrossEntropyOutput> {
         let trained = trained_rows(h, head, targets, options.softcap)?;
         options.check(targets.len())?;
         let totals = step_stats
             .losses()?
             .ok_or_else(|| Error::internal("the statistics of a step are not on the GPU"))?;
-        let job = CrossEntropyJob {
+        let job = GpuCrossEntropyJob {
             h,
             head,
             trained: &trained,
@@ -299,7 +309,7 @@ mod gpu {
             each: None,
         };
         let (dh, dw) = run(&job, wanted)?;
-        Ok(Output {
+        Ok(CrossEntropyOutput {
             trained: trained.len(),
             dh,
             dw,
@@ -316,7 +326,7 @@ mod gpu {
         let trained = trained_rows(h, head, targets, softcap)?;
         let each = update::zeros(targets.len(), DType::F32, h.device())?;
         let totals = update::zeros(2, DType::F64, h.device())?;
-        let job = CrossEntropyJob {
+        let job = GpuCrossEntropyJob {
             h,
             head,
             trained: &trained,
@@ -342,7 +352,12 @@ mod tests {
     const SHAPES: [(usize, usize, usize); 3] = [(1, 8, 5), (11, 16, 37), (70, 40, 300)];
 
     /// Returns the output and its sums: loss, trained, correct.
-    fn with_gradients(h: &Tensor, head: &Tensor, targets: &[u32], options: &Options) -> (Output, (f64, usize, usize)) {
+    fn with_gradients(
+        h: &Tensor,
+        head: &Tensor,
+        targets: &[u32],
+        options: &CrossEntropyOptions,
+    ) -> (CrossEntropyOutput, (f64, usize, usize)) {
         let step_stats = StepStats::new(&Device::Cpu).unwrap();
         let out = forward_backward(h, head, targets, options, &step_stats).unwrap();
         let (sums, trained) = (step_stats.read().unwrap(), out.trained);
@@ -400,7 +415,7 @@ mod tests {
                 let log_probs = composed(&h, &head, &targets, cap);
                 let loss = (log_probs * kept).unwrap().sum_all().unwrap().neg().unwrap();
                 let grads = (loss * 0.25).unwrap().backward().unwrap();
-                let options = Options {
+                let options = CrossEntropyOptions {
                     softcap: cap,
                     chunk: 3,
                     scale: 0.25,
@@ -412,7 +427,7 @@ mod tests {
                 let (out, _) = with_gradients(&h, &head, &targets, &options);
                 assert_close(&out.dh.unwrap(), grads.get(&h).unwrap(), 2e-5);
                 assert_close(&out.dw.unwrap(), grads.get(&head).unwrap(), 2e-5);
-                let short = Options {
+                let short = CrossEntropyOptions {
                     weights: Some(&weights[1..]),
                     ..options
                 };
@@ -434,7 +449,7 @@ mod tests {
                     let loss = log_probs.sum_all().unwrap().neg().unwrap();
                     let grads = (&loss * 0.25).unwrap().backward().unwrap();
                     let loss = loss.to_scalar::<f32>().unwrap() as f64;
-                    let options = Options {
+                    let options = CrossEntropyOptions {
                         softcap: cap,
                         chunk,
                         scale: 0.25,
@@ -464,7 +479,7 @@ mod tests {
         let (h, head) = (random((6, 8), 1), random((9, 8), 2));
         let targets = targets(6, 9);
         let run = |need_dh, need_dw| {
-            let options = Options {
+            let options = CrossEntropyOptions {
                 softcap: None,
                 chunk: 3,
                 scale: 1.0,
@@ -501,7 +516,7 @@ mod tests {
     fn bf16_heads_are_used_as_they_are() {
         let (h, (head, wide)) = (random((20, 600), 1), bf16_pair((90, 600), 2));
         let targets = targets(20, 90);
-        let options = Options {
+        let options = CrossEntropyOptions {
             softcap: None,
             chunk: 7,
             scale: 1.0,
@@ -556,7 +571,7 @@ mod tests {
     #[test]
     fn nothing_trained_and_targets_outside() {
         let (h, head) = (random((3, 4), 1), random((5, 4), 2));
-        let options = Options {
+        let options = CrossEntropyOptions {
             softcap: None,
             chunk: 2,
             scale: 1.0,
@@ -583,7 +598,7 @@ mod tests {
         for (n, d, v) in SHAPES {
             let (h, head) = (random((n, d), 1), bf16_pair((v, d), 2).0);
             let targets = targets(n, v);
-            let options = Options {
+            let options = CrossEntropyOptions {
                 softcap: Some(9.0),
                 chunk: 16,
                 scale: 0.1,

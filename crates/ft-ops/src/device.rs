@@ -30,7 +30,7 @@ pub struct DeviceMemory {
 
 /// The properties of a GPU that `ft doctor` shows.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Gpu {
+pub struct GpuProperties {
     /// The name that the driver reports.
     pub name: String,
     /// Compute capability, for example (9, 0).
@@ -45,7 +45,7 @@ pub struct Gpu {
     pub cublas: i32,
 }
 
-impl Gpu {
+impl GpuProperties {
     /// Returns the reasons why this build cannot use this GPU. `toolkit` is the CUDA version of the build, as in
     /// `driver`.
     pub fn problems(&self, toolkit: Option<i32>) -> Vec<String> {
@@ -189,7 +189,7 @@ pub fn limit(device: &Device, bytes: u64) -> Result<()> {
 ///
 /// # Errors
 /// A driver that does not answer.
-pub fn gpus() -> Result<Vec<Gpu>> {
+pub fn gpus() -> Result<Vec<GpuProperties>> {
     #[cfg(feature = "cuda")]
     return super::cuda::device::all();
     #[cfg(not(feature = "cuda"))]
@@ -251,7 +251,7 @@ mod tests {
 
     #[test]
     fn what_does_not_match_is_named() {
-        let mut gpu = Gpu {
+        let mut gpu = GpuProperties {
             name: "test".into(),
             compute: (9, 0),
             total: 1,

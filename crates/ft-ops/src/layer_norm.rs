@@ -24,7 +24,7 @@ pub struct LayerNorm<'a> {
 
 /// The gradients of a norm.
 #[derive(Debug)]
-pub struct Gradients {
+pub struct LayerNormGradients {
     /// The shape and type of x.
     pub dx: Tensor,
     /// f32, the shape of the weight, if it was requested.
@@ -95,7 +95,7 @@ pub fn forward(x: &Tensor, norm: &LayerNorm) -> Result<Tensor> {
 ///
 /// # Errors
 /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
-pub fn backward(x: &Tensor, norm: &LayerNorm, dy: &Tensor, need: [bool; 2]) -> Result<Gradients> {
+pub fn backward(x: &Tensor, norm: &LayerNorm, dy: &Tensor, need: [bool; 2]) -> Result<LayerNormGradients> {
     norm.check(x)?;
     expect_dims(dy, "dy of a norm", x.dims())?;
     let need = [need[0] && norm.weight.is_some(), need[1] && norm.bias.is_some()];
@@ -111,7 +111,7 @@ pub fn backward(x: &Tensor, norm: &LayerNorm, dy: &Tensor, need: [bool; 2]) -> R
         (Some(gradient), Some(of)) => tensor(gradient, of.shape()).map(Some),
         _ => Ok(None),
     };
-    Ok(Gradients {
+    Ok(LayerNormGradients {
         dx: tensor(dx, x.shape())?,
         dw: shaped(dw, norm.weight)?,
         db: shaped(db, norm.bias)?,

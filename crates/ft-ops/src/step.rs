@@ -1,7 +1,7 @@
 //! Optimizer updates: the input is a list of parameters with gradients and states; every weight and state is
 //! updated in place. One pass over memory; results do not depend on the number of threads.
 
-use super::cpu::step::adafactor::{self, Direction};
+use super::cpu::step::adafactor::{self, AdafactorUpdate};
 use super::cpu::step::code::{self, SIGNED, UNSIGNED};
 use super::cpu::step::{self as cpu, PreparedRule, rules};
 use super::cpu::storage::{expect_dims, floats};
@@ -220,7 +220,7 @@ fn one(rule: Rule, item: &ParameterStep, coefficient: f32) -> Result<()> {
     })
 }
 
-fn factored(item: &ParameterStep, g: &[f32], coefficient: f32) -> Result<Direction> {
+fn factored(item: &ParameterStep, g: &[f32], coefficient: f32) -> Result<AdafactorUpdate> {
     let (lr, decay, t) = (item.lr, item.weight_decay, item.step);
     match (item.first, item.second, item.weight.dims()) {
         (Some(Moment::F32(rows)), Some(Moment::F32(columns)), &[r, c]) => {
@@ -244,34 +244,36 @@ fn with_moment(
     moment: Option<&Moment>,
     code: &'static code::Code,
     n: usize,
-    f: impl FnOnce(cpu::Moment) -> Result<()>,
+    f: impl FnOnce(cpu::MomentSlices) -> Result<()>,
 ) -> Result<()> {
     match moment {
-        None => f(cpu::Moment::None),
+        None => f(cpu::MomentSlices::None),
         Some(Moment::F32(m)) => {
             expect_dims(m, "an optimizer state", &[n])?;
-            with_mut(m, |m: &mut [f32]| f(cpu::Moment::F32(m)))?
+            with_mut(m, |m: &mut [f32]| f(cpu::MomentSlices::F32(m)))?
         }
         Some(Moment::Int8 { codes, scales }) => {
             expect_dims(codes, "an optimizer state", &[n])?;
             expect_dims(scales, "an optimizer state", &[n.div_ceil(BLOCK)])?;
             with_mut(codes, |codes: &mut [u8]| {
-                with_mut(scales, |scales: &mut [f32]| f(cpu::Moment::Int8(codes, scales, code)))?
+                with_mut(scales, |scales: &mut [f32]| {
+                    f(cpu::MomentSlices::Int8(codes, scales, code))
+                })?
             })?
         }
     }
 }
 
-fn with_weight(item: &ParameterStep, f: impl FnOnce(cpu::Weight) -> Result<()>) -> Result<()> {
+fn with_weight(item: &ParameterStep, f: impl FnOnce(cpu::WeightSlices) -> Result<()>) -> Result<()> {
     match item.precision {
-        Precision::Whole => with_mut(item.weight, |w: &mut [f32]| f(cpu::Weight::F32(w)))?,
+        Precision::Whole => with_mut(item.weight, |w: &mut [f32]| f(cpu::WeightSlices::F32(w)))?,
         Precision::Master(low) => {
             expect_dims(low, "the low 16 bits of a master weight", &[item.weight.elem_count()])?;
             with_mut(item.weight, |w: &mut [bf16]| {
-                with_mut(low, |low: &mut [i16]| f(cpu::Weight::Master(w, low)))?
+                with_mut(low, |low: &mut [i16]| f(cpu::WeightSlices::Master(w, low)))?
             })?
         }
-        Precision::Stochastic(rng) => with_mut(item.weight, |w: &mut [bf16]| f(cpu::Weight::Stochastic(w, rng)))?,
+        Precision::Stochastic(rng) => with_mut(item.weight, |w: &mut [bf16]| f(cpu::WeightSlices::Stochastic(w, rng)))?,
     }
 }
 

@@ -42,7 +42,7 @@ pub enum HostMemory {
 
 /// A copy to a GPU that reads the memory of a host tensor.
 #[derive(Debug, Clone)]
-pub struct HostRead(#[cfg(feature = "cuda")] super::cuda::transfer::HostRead);
+pub struct HostRead(#[cfg(feature = "cuda")] super::cuda::transfer::GpuHostRead);
 
 impl HostRead {
     /// Waits until the memory is no longer read.
@@ -59,7 +59,7 @@ impl HostRead {
 /// A copy engine for one device.
 pub struct Copier {
     #[cfg(feature = "cuda")]
-    gpu: Option<super::cuda::transfer::Copier>,
+    gpu: Option<super::cuda::transfer::GpuCopier>,
     device: Device,
 }
 
@@ -72,13 +72,13 @@ pub struct Offloaded(Waiting);
 enum OnDevice<T> {
     Here(T),
     #[cfg(feature = "cuda")]
-    Gpu(super::cuda::transfer::Arriving),
+    Gpu(super::cuda::transfer::GpuArriving),
 }
 
 enum Waiting {
     Here(Tensor),
     #[cfg(feature = "cuda")]
-    Gpu(super::cuda::transfer::Offloaded),
+    Gpu(super::cuda::transfer::GpuOffloaded),
 }
 
 impl Arriving {
@@ -101,7 +101,7 @@ impl Copier {
         Ok(Self {
             #[cfg(feature = "cuda")]
             gpu: if device.is_cuda() {
-                Some(super::cuda::transfer::Copier::new(device)?)
+                Some(super::cuda::transfer::GpuCopier::new(device)?)
             } else {
                 None
             },
@@ -217,7 +217,7 @@ impl Copier {
     }
 
     #[cfg(feature = "cuda")]
-    fn gpu(&self) -> Result<&super::cuda::transfer::Copier> {
+    fn gpu(&self) -> Result<&super::cuda::transfer::GpuCopier> {
         self.gpu
             .as_ref()
             .ok_or_else(|| Error::internal("internal: a host copy engine received a GPU tensor"))

@@ -2,19 +2,19 @@
 
 use crate::base::Result;
 use crate::ops::kv_block::KvBlock;
-use crate::ops::paged::{Form, KvDtype, PAGE};
+use crate::ops::paged::{KvDtype, PAGE, PageForm};
 use candle_core::{DType, Device};
 
 /// How keys and values are stored. `stored` defaults to the type of the activations; f32 in a bf16 model would hold the
 /// same numbers.
-pub fn device_form((kv_heads, head_dim): (usize, usize), stored: Option<KvDtype>, activations: DType) -> Form {
+pub fn device_form((kv_heads, head_dim): (usize, usize), stored: Option<KvDtype>, activations: DType) -> PageForm {
     let stored = match (stored, activations) {
         (Some(KvDtype::Int8), _) => KvDtype::Int8,
         // Numbers of 16 bits: f16 in an f16 model.
         (Some(KvDtype::Bf16), _) | (_, DType::BF16 | DType::F16) => KvDtype::Bf16,
         _ => KvDtype::F32,
     };
-    Form {
+    PageForm {
         stored,
         kv_heads,
         head_dim,
@@ -23,7 +23,7 @@ pub fn device_form((kv_heads, head_dim): (usize, usize), stored: Option<KvDtype>
 
 /// Keys and values of consecutive tokens of one layer.
 pub struct DeviceLayer {
-    form: Form,
+    form: PageForm,
     /// Tokens for which the first block has room.
     room: usize,
     /// All but the last one full.
@@ -33,7 +33,7 @@ pub struct DeviceLayer {
 
 impl DeviceLayer {
     /// An empty layer with a capacity of `room` tokens. It allocates with the first tokens.
-    pub fn new(form: Form, room: usize) -> Self {
+    pub fn new(form: PageForm, room: usize) -> Self {
         Self {
             form,
             room,

@@ -3,7 +3,7 @@
 use super::arch::{self, Arch, Windows};
 use crate::base::{Error, Result};
 use crate::formats::config::Config;
-use crate::formats::gguf::Value;
+use crate::formats::gguf::MetadataValue;
 use crate::formats::tokenizer::{Splitting, Tokenizer, Vocabulary};
 use crate::model::spec::Mixer;
 use crate::model::{Spec, families};

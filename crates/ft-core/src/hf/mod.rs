@@ -21,7 +21,7 @@ pub use fingerprint::of as fingerprint_of;
 pub use fingerprint::{BaseHashes, Fingerprint, base_of, check_base, fingerprint};
 pub use load_adapter::{LoadedAdapter, load_adapter};
 pub use load_adapter::{SEQUENCE_CLASSIFIER, alpha_of, choice, rank_of, row_tables, saved_whole, unsaved};
-pub use merged::{Weighted, merged};
+pub use merged::{WeightedAdapter, merged};
 pub use mlx::mlx_adapter;
 pub use model::{Directory, set_dtype, stored};
 pub use model::{ModelExport, ParamFill, WriteMore, model, rehearse_model};

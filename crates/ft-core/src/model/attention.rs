@@ -75,8 +75,8 @@ impl Block {
         self.spec.qk_norm.is_some_and(|norm| norm.after_rope)
     }
 
-    pub(super) fn attention_spec(&self) -> attention::Spec {
-        attention::Spec {
+    pub(super) fn attention_spec(&self) -> attention::AttentionSpec {
+        attention::AttentionSpec {
             heads: self.spec.heads,
             kv_heads: self.spec.kv_heads_of(self.index),
             head_dim: self.spec.head_dim_of(self.index),

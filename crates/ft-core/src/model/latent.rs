@@ -95,7 +95,7 @@ impl Block {
         let w = net.expand.one()?.whole()?;
         let q = heads.absorbed_queries(&q, &w)?;
         // Rounded operands would be others than those of a pass without a cache.
-        let spec = attention::Spec {
+        let spec = attention::AttentionSpec {
             kv_heads: 1,
             head_dim: rows.dim(1)?,
             bf16: false,

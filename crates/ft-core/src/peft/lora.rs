@@ -13,7 +13,7 @@ use super::small::{self, Mask};
 use crate::base::Result;
 use crate::base::rng::{Rng, Stream};
 use crate::ops::low_rank::LowRank;
-use crate::ops::pairs::Pair;
+use crate::ops::pairs::LoraPair;
 use crate::ops::{linear, update};
 use candle_core::{DType, Device, Tensor};
 use rayon::prelude::*;
@@ -107,8 +107,8 @@ impl Lora {
     }
 
     /// The matrices, for the products of `ops::pairs`.
-    pub fn matrices(&self) -> Pair<'_> {
-        Pair {
+    pub fn matrices(&self) -> LoraPair<'_> {
+        LoraPair {
             matrices: (&self.a, &self.b),
             start: self.start.as_ref().map(|(a, b)| (a, b)),
             scale: self.scale,

@@ -13,7 +13,7 @@ mod tests;
 mod weight;
 
 pub use device::DeviceQMatrix;
-pub use encode::{Value, encode};
+pub use encode::{Quantizable, encode};
 pub use format::{Format, QDATA, ScaledFormat, StorageDtype};
 pub use qmatrix::{MatrixPart, QMatrix};
 /// Returns the 16 levels of NF4, and the table of 256 values that quantizes its absmax.

@@ -117,7 +117,12 @@ pub(super) fn requantize(
 }
 
 /// Errors: the parameter is not a matrix; the values cannot be quantized.
-pub(super) fn encode<V: quant::Value>(values: &[V], p: &ParamInfo, format: Format, decoded: Dtype) -> Result<QMatrix> {
+pub(super) fn encode<V: quant::Quantizable>(
+    values: &[V],
+    p: &ParamInfo,
+    format: Format,
+    decoded: Dtype,
+) -> Result<QMatrix> {
     let &[rows, columns] = p.shape.as_slice() else {
         return Err(Error::new("only a matrix can be quantized")
             .at(&*p.name)

@@ -352,7 +352,7 @@ fn not_finite(weights: &Weights, p: &ParamInfo) -> Error {
     .hint("the file is damaged, or it was saved by a diverged training run: download the model again")
 }
 
-fn quantized_on_device<V: quant::Value>(
+fn quantized_on_device<V: quant::Quantizable>(
     values: &[V],
     p: &ParamInfo,
     format: Format,

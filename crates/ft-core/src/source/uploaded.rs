@@ -21,7 +21,7 @@ use crate::ops::update;
 use crate::quant::{DeviceQMatrix, Weight};
 use candle_core::{DType, Device, Tensor};
 use low_bits::DeviceLowBits;
-pub(super) use order::Order;
+pub(super) use order::FetchOrder;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 

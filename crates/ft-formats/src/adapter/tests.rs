@@ -135,7 +135,7 @@ fn names_round_trip() {
             false,
         ),
         (
-            AdapterKind::Adalora(Allocation {
+            AdapterKind::Adalora(RankAllocation {
                 target_r: 2,
                 tfinal: 3,
                 total_step: 9,

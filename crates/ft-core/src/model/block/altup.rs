@@ -19,7 +19,7 @@ use crate::model::contracts::{Context, GradSink, KvStore, Param};
 use crate::model::linear::{Dx, Linear};
 use crate::model::named_sums::NamedSums;
 use crate::model::norm::Norm;
-use crate::model::spec::StreamSpec;
+use crate::model::spec::AltUpSpec;
 use crate::ops::{altup, linear, update};
 use candle_core::Tensor;
 
@@ -29,7 +29,7 @@ const SECOND: usize = 1 << 31;
 /// The weights of AltUp in a layer.
 pub struct AltUp {
     /// A, and the active stream.
-    pub streams: StreamSpec,
+    pub streams: AltUpSpec,
     /// `[A, D]`
     pub router: Linear,
     /// The norm before the router, with the factor 1 / D.
@@ -176,7 +176,7 @@ impl Block {
         cache: Option<&mut dyn KvStore>,
         keep: bool,
     ) -> Result<(Tensor, Option<SavedActivations>)> {
-        let StreamSpec { count, active, .. } = altup.streams;
+        let AltUpSpec { count, active, .. } = altup.streams;
         let c = self.coefficients(altup, x, ctx)?.2;
         let own = altup::predict_one(x, &c, count, active)?;
         let decodes = cache.is_some();
@@ -216,7 +216,7 @@ impl Block {
         sums: &mut RouterSums,
         sink: &mut dyn GradSink,
     ) -> Result<Tensor> {
-        let StreamSpec { count, active, .. } = altup.streams;
+        let AltUpSpec { count, active, .. } = altup.streams;
         let (r, f) = self.factors(altup, x2, ctx)?;
         if let Some(p) = &self.per_layer {
             let corrected = altup::corrected(own, x2, &f, active)?;
@@ -249,7 +249,7 @@ impl Block {
         sink: &mut dyn GradSink,
     ) -> Result<Option<Tensor>> {
         altup.check_clip()?;
-        let StreamSpec { count, active, .. } = altup.streams;
+        let AltUpSpec { count, active, .. } = altup.streams;
         let (read, r, c) = self.coefficients(altup, x, ctx)?;
         let own = altup::predict_one(x, &c, count, active)?;
         let SavedActivations { mixer, x1, parts, x2 } = match saved {

@@ -29,7 +29,7 @@ pub(super) struct JoinedExperts<'a> {
 
 /// Successive experts that are computed together.
 #[derive(Clone, Copy)]
-pub(super) struct Group<'a> {
+pub(super) struct ExpertUnit<'a> {
     experts: &'a [Expert],
     /// The first of them.
     first: usize,
@@ -37,8 +37,8 @@ pub(super) struct Group<'a> {
 }
 
 impl JoinedExperts<'_> {
-    pub(super) fn group(&self, unit: Range<usize>) -> Group<'_> {
-        Group {
+    pub(super) fn group(&self, unit: Range<usize>) -> ExpertUnit<'_> {
+        ExpertUnit {
             first: unit.start,
             experts: &self.experts[unit],
             pairs: &self.pairs,
@@ -99,7 +99,7 @@ impl Experts {
     }
 }
 
-impl<'a> Group<'a> {
+impl<'a> ExpertUnit<'a> {
     /// The pairs of the projections from `p` on, and the rows of their experts.
     fn pairs(&self, p: usize, of: &'a Assigned) -> Option<(&'a PairsTogether<'a>, Members<'a>)> {
         let members = Members {
@@ -194,7 +194,7 @@ impl Block {
     /// As `expert_forward`, for the experts of a group: rows `[R, D]` to `[R, D]`.
     pub(super) fn group_forward(
         &self,
-        group: Group<'_>,
+        group: ExpertUnit<'_>,
         of: &Assigned,
         rows: &Tensor,
         keep: bool,
@@ -211,7 +211,7 @@ impl Block {
     /// As `expert_backward`, for the experts of a group: from `dy` `[R, D]` to the gradient of the rows `[R, D]`, if it is needed.
     pub(super) fn group_backward(
         &self,
-        all: Group<'_>,
+        all: ExpertUnit<'_>,
         (of, rows, d_weights): (&Assigned, &Tensor, Option<&Tensor>),
         saved: Option<SavedPiece>,
         dy: &Tensor,
@@ -280,7 +280,7 @@ impl Block {
 }
 
 /// gate and up of the rows, `[R, I]` each, and u of their pairs, `[R, P]`.
-fn group_parts(group: Group<'_>, of: &Assigned, rows: &Tensor) -> Result<(Vec<Tensor>, Option<Tensor>)> {
+fn group_parts(group: ExpertUnit<'_>, of: &Assigned, rows: &Tensor) -> Result<(Vec<Tensor>, Option<Tensor>)> {
     let one = |p| project(group.experts, of, p, rows, None);
     let parts = [0, 1].into_iter().map(one).collect::<Result<Vec<_>>>()?;
     let u = group.add_pairs(of, 0, rows, &parts)?;

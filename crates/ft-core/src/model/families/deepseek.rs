@@ -5,7 +5,7 @@ use super::{Config, ExpertsSpec, Result, SharedExpertSpec, Spec, place};
 use crate::base::Error;
 use crate::model::spec::{ExpertNames, LatentSpec};
 use crate::ops::rope::Pairing;
-use crate::ops::routing::{GroupScore, Groups, RouterSpec, Score};
+use crate::ops::routing::{ExpertGroups, GroupScore, RouterSpec, Score};
 use serde_json::Value;
 
 /// The sizes of DeepSeek-V2 and -V3.
@@ -121,9 +121,9 @@ fn chosen(config: &Config, (in_groups, top_k, scale): ([usize; 2], usize, f64)) 
     })
 }
 
-fn groups(config: &Config, score: GroupScore, defaults: Option<[usize; 2]>) -> Result<Groups> {
+fn groups(config: &Config, score: GroupScore, defaults: Option<[usize; 2]>) -> Result<ExpertGroups> {
     let [count, chosen] = defaults.unwrap_or([0, 0]);
-    Ok(Groups {
+    Ok(ExpertGroups {
         count: size(config, "n_group", count)?,
         chosen: size(config, "topk_group", chosen)?,
         score,

@@ -4,7 +4,7 @@
 use super::experts::{of_layers, qwen_shared, size, softmax};
 use super::{Config, ExpertsSpec, QkNorm, Result, Spec};
 use crate::model::spec::ExpertNames;
-use crate::ops::routing::{GroupScore, Groups, Score};
+use crate::ops::routing::{ExpertGroups, GroupScore, Score};
 
 pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     super::qwen3::shared(config, spec)?;
@@ -19,7 +19,7 @@ pub(super) fn apply_smile(config: &Config, spec: &mut Spec) -> Result<()> {
     super::qwen2::sliding_everywhere(config, spec)?;
     let mut experts = experts(config, 128, 768, 8)?;
     experts.router.score = Score::TwoLevel;
-    experts.router.groups = Some(Groups {
+    experts.router.groups = Some(ExpertGroups {
         count: size(config, "router_groups", 8)?,
         chosen: size(config, "router_groups_per_token", 1)?,
         score: GroupScore::Sum,

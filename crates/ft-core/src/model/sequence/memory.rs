@@ -5,7 +5,7 @@ use crate::base::ledger::MemoryKind::LayerWork;
 use crate::base::ledger::{Allocation, Ledger};
 use crate::model::block::memory::LayerMemory;
 use crate::model::spec::{Mixer, Spec};
-use crate::ops::attention::{self, Spec as Heads};
+use crate::ops::attention::{self, AttentionSpec as Heads};
 
 /// The attention of layer `index`, as far as sizes depend on it.
 fn heads(spec: &Spec, index: usize) -> Heads {

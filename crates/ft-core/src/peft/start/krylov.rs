@@ -44,14 +44,14 @@ impl Operator for MatRef<'_, f64> {
 }
 
 /// W·C, which is never formed.
-pub struct Weighted<'a> {
+pub struct WeightedMatrix<'a> {
     /// `[O, I]`
     pub w: MatRef<'a, f64>,
     /// `[I, I]`, symmetric.
     pub c: MatRef<'a, f64>,
 }
 
-impl Operator for Weighted<'_> {
+impl Operator for WeightedMatrix<'_> {
     fn dims(&self) -> (usize, usize) {
         (self.w.nrows(), self.c.ncols())
     }
@@ -273,7 +273,7 @@ mod tests {
         let ((w, _), (c, _)) = (example(240, 300), example(300, 300));
         let c = &c * c.transpose();
         let plain = &w * &c;
-        let operator = Weighted {
+        let operator = WeightedMatrix {
             w: w.as_ref(),
             c: c.as_ref(),
         };

@@ -10,7 +10,7 @@ use faer::{Mat, MatRef};
 
 /// A `[R, I]` and B `[O, R]`, row-major.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Pair {
+pub struct InitPair {
     /// `[R, I]`
     pub a: Vec<f32>,
     /// `[O, R]`
@@ -35,7 +35,7 @@ pub(super) fn check_rank(r: usize, rows: usize, columns: usize) -> Result<()> {
 ///
 /// # Errors
 /// A rank larger than the matrix allows (`Argument`); as `algebra::svd`.
-pub fn pissa(w: MatRef<'_, f64>, r: usize, scale: f32, iterations: usize, seed: u64, site: u64) -> Result<Pair> {
+pub fn pissa(w: MatRef<'_, f64>, r: usize, scale: f32, iterations: usize, seed: u64, site: u64) -> Result<InitPair> {
     check_rank(r, w.nrows(), w.ncols())?;
     let found = match iterations {
         0 => algebra::leading_svd(w, r, seed, site)?,
@@ -44,7 +44,7 @@ pub fn pissa(w: MatRef<'_, f64>, r: usize, scale: f32, iterations: usize, seed: 
     let root = |k: usize| (found.s[k] / f64::from(scale)).sqrt();
     let a = Mat::from_fn(r, w.ncols(), |k, i| root(k) * found.v[(i, k)]);
     let b = Mat::from_fn(w.nrows(), r, |o, k| root(k) * found.u[(o, k)]);
-    Ok(Pair {
+    Ok(InitPair {
         a: algebra::values(a.as_ref()),
         b: algebra::values(b.as_ref()),
     })
@@ -54,11 +54,11 @@ pub fn pissa(w: MatRef<'_, f64>, r: usize, scale: f32, iterations: usize, seed: 
 ///
 /// # Errors
 /// A rank larger than the matrix allows (`Argument`).
-pub fn olora(w: MatRef<'_, f64>, r: usize) -> Result<Pair> {
+pub fn olora(w: MatRef<'_, f64>, r: usize) -> Result<InitPair> {
     check_rank(r, w.nrows(), w.ncols())?;
     // The first R reflections are those of the first R columns.
     let (q, _) = algebra::qr(w.get(.., ..r));
-    Ok(Pair {
+    Ok(InitPair {
         a: algebra::values(tiles::product(q.transpose(), w).as_ref()),
         b: algebra::values(q.as_ref()),
     })
@@ -119,13 +119,13 @@ pub fn eva_ranks(explained: &[Vec<f64>], first_of: &[usize], budget: usize) -> V
 ///
 /// # Errors
 /// Twice the rank is larger than the matrix allows (`Argument`); as `algebra::svd`.
-pub fn lora_ga(gradient: MatRef<'_, f64>, r: usize) -> Result<Pair> {
+pub fn lora_ga(gradient: MatRef<'_, f64>, r: usize) -> Result<InitPair> {
     check_rank(2 * r, gradient.nrows(), gradient.ncols())?;
     let found = algebra::leading_svd(gradient, 2 * r, 0, 0)?;
     let outputs = gradient.nrows();
     let stable = (outputs as f64).powf(0.25) / 16f64.sqrt();
     let b = Mat::from_fn(outputs, r, |o, k| found.u[(o, r + k)] * found.s[r + k] * stable);
-    Ok(Pair {
+    Ok(InitPair {
         a: algebra::values(found.v.transpose().get(..r, ..)),
         b: algebra::values(b.as_ref()),
     })

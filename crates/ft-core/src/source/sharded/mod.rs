@@ -16,7 +16,7 @@ mod own;
 mod store;
 
 pub use expert_ranks::{ExpertRanks, own_experts};
-pub use origin::Origin;
+pub use origin::WeightOrigin;
 
 use super::slots::Slots;
 use super::uploaded::Order;
@@ -83,7 +83,7 @@ pub struct Sharded {
     expert_ranks: ExpertRanks,
     params: Vec<ParamInfo>,
     comm: Arc<dyn Collective>,
-    origin: Arc<Origin>,
+    origin: Arc<WeightOrigin>,
     /// Of the own parts of active matrices; all else is in host memory.
     device: Device,
     /// All other parameters.
@@ -135,12 +135,12 @@ impl Sharded {
     /// A missing parameter, or one of another shape; a number that is not finite.
     pub fn open(
         params: Vec<ParamInfo>,
-        origin: Origin,
+        origin: WeightOrigin,
         storage: impl Fn(&ParamInfo) -> StorageDtype,
         (comm, division): (Arc<dyn Collective>, Division),
         device: &Device,
     ) -> Result<Self> {
-        if let Origin::Files(weights) = &origin {
+        if let WeightOrigin::Files(weights) = &origin {
             super::resident::check_names(&params, weights)?;
         }
         let origin = Arc::new(origin);

@@ -14,7 +14,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 /// The values of all parameters of a model.
-pub enum Origin {
+pub enum WeightOrigin {
     /// Model files.
     Files(Arc<Weights>),
     /// Random weights, as `Resident::random`.
@@ -26,7 +26,7 @@ pub enum Origin {
     },
 }
 
-impl Origin {
+impl WeightOrigin {
     /// Random weights of these parameters, all of the model.
     pub fn random(params: &[ParamInfo], random: RandomWeights) -> Self {
         let index = params.iter().map(|p| p.name.clone()).zip(1..).collect();

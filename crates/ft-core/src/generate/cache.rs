@@ -16,8 +16,7 @@
 //! A layer with Gated DeltaNet or a short convolution has a state in the place of keys and values: that after the last token of the
 //! run. A sequence that continues a run begins with a copy of it. A state cannot go back to an earlier token.
 
-use super::decode::PassKind;
-use super::device_cache::{DeviceLayer, device_form};
+use super::{decode::PassKind, device_cache::DeviceLayer, device_cache::device_form};
 use crate::base::{Error, Result};
 use crate::model::spec::{KeySource, LayerSpec, Mixer};
 use crate::model::{KvStore, RecurrentState, Spec};

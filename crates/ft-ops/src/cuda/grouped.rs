@@ -80,7 +80,7 @@ pub(crate) fn product(x: &Tensor, groups: &Groups, y: &Tensor, back: bool, add: 
             }
         }
         first = tiles.next;
-        multiply(&gpu, kind, tiles, x, y, (back, add))?;
+        multiply(&gpu, kind, tiles, x, y, back, add)?;
         rest = left;
     }
     Ok(())
@@ -185,7 +185,7 @@ impl Tiles {
     }
 }
 
-fn multiply(gpu: &Gpu, kind: FloatType, tiles: Tiles, x: &Tensor, y: &Tensor, (back, add): (bool, bool)) -> Result<()> {
+fn multiply(gpu: &Gpu, kind: FloatType, tiles: Tiles, x: &Tensor, y: &Tensor, back: bool, add: bool) -> Result<()> {
     let ((_, k), (_, n)) = (x.dims2()?, y.dims2()?);
     let places = [
         address(x, ROWS_OF_EXPERTS)?,

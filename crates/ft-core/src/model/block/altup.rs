@@ -136,7 +136,8 @@ impl Block {
         &self,
         altup: &AltUp,
         x: &Tensor,
-        (r, dr): (&Tensor, &Tensor),
+        r: &Tensor,
+        dr: &Tensor,
         ctx: &Context,
         sums: &mut RouterSums,
     ) -> Result<Tensor> {
@@ -234,7 +235,7 @@ impl Block {
         let (dx2, df) = altup::correct_backward(dy, own, x2, &f, active)?;
         let ctx = altup.second(ctx);
         let dr = input_gradient(&altup.correction, Some(&r), &df, &ctx, sink)?;
-        update::add_assign(&dx2, &self.router_backward(altup, x2, (&r, &dr), &ctx, sums)?)?;
+        update::add_assign(&dx2, &self.router_backward(altup, x2, &r, &dr, &ctx, sums)?)?;
         Ok(dx2)
     }
 
@@ -289,7 +290,7 @@ impl Block {
         drop(d_own);
         let dc = altup::predict_backward(x, &c, &dy, count)?;
         let dr = input_gradient(&altup.prediction, Some(&r), &dc, ctx, sink)?;
-        let d_read = self.router_backward(altup, &read, (&r, &dr), ctx, &mut sums)?;
+        let d_read = self.router_backward(altup, &read, &r, &dr, ctx, &mut sums)?;
         altup::add_to(&dy, &d_read, altup.active())?;
         sums.finish(sink)?;
         Ok(need_dx.then_some(dy))

@@ -13,7 +13,7 @@ use super::super::mlp::SavedPiece;
 use super::super::spec::ExpertsSpec;
 use super::adapters::PairsTogether;
 use super::reader::Expert;
-use super::{Experts, Needs, bias, zero_gradients};
+use super::{ExpertTokens, Experts, Needs, bias, zero_gradients};
 use crate::base::{Error, Result};
 use crate::ops::expert_pairs::Members;
 use crate::ops::grouped::{self, GroupWeight};
@@ -212,12 +212,15 @@ impl Block {
     pub(super) fn group_backward(
         &self,
         all: ExpertUnit<'_>,
-        (of, rows, d_weights): (&Assigned, &Tensor, Option<&Tensor>),
+        of: &Assigned,
+        tokens: ExpertTokens<'_>,
         saved: Option<SavedPiece>,
-        dy: &Tensor,
         needs: Needs<'_>,
         sink: &mut dyn GradSink,
     ) -> Result<Option<Tensor>> {
+        let ExpertTokens {
+            rows, d_weights, dy, ..
+        } = tokens;
         let group = all.experts;
         for (expert, _) in group.iter().zip(&of.counts).filter(|(_, rows)| **rows == 0) {
             zero_gradients(expert, sink)?;
@@ -242,7 +245,7 @@ impl Block {
         let scaled = down_wanted.then(|| m.copy()).transpose()?;
         if let Some(scaled) = &scaled {
             routing::scale_rows(scaled, &of.weights)?;
-            own_gradients(group, of, 2, (scaled, dy), sink)?;
+            own_gradients(group, of, 2, scaled, dy, sink)?;
         }
         let dys = std::slice::from_ref(dy);
         all.pairs_backward((of, 2), (scaled.as_ref(), None), dys, dm.as_ref(), sink)?;
@@ -273,7 +276,7 @@ impl Block {
         }
         all.pairs_backward((of, 0), (Some(rows), u), &d_parts, dx.as_ref(), sink)?;
         for (p, d) in d_parts.iter().enumerate() {
-            own_gradients(group, of, p, (rows, d), sink)?;
+            own_gradients(group, of, p, rows, d, sink)?;
         }
         Ok(dx)
     }
@@ -292,7 +295,8 @@ fn own_gradients(
     group: &[Expert],
     of: &Assigned,
     p: usize,
-    (x, dy): (&Tensor, &Tensor),
+    x: &Tensor,
+    dy: &Tensor,
     sink: &mut dyn GradSink,
 ) -> Result<()> {
     let mut first = 0;

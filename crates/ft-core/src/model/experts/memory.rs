@@ -389,7 +389,7 @@ impl LayerMemory<'_> {
         if busy {
             self.decode_expert(l, sizes, 2);
         }
-        self.pair_backward(l, sizes, (1, busy, adapters[1]));
+        self.pair_backward(l, sizes, 1, busy, adapters[1]);
         self.give_weight(l, &sizes.linear_name(expert, 2), sink);
         self.give_bias(l, sizes, &sizes.linear_name(expert, 2), sink);
         l.free_all([scaled, m]);
@@ -400,7 +400,7 @@ impl LayerMemory<'_> {
             self.decode_expert(l, sizes, 0);
         }
         for projection in [0, 1] {
-            self.pair_backward(l, sizes, (0, busy, adapters[0]));
+            self.pair_backward(l, sizes, 0, busy, adapters[0]);
             self.give_weight(l, &sizes.linear_name(expert, projection), sink);
             self.give_bias(l, sizes, &sizes.linear_name(expert, projection), sink);
         }
@@ -410,7 +410,7 @@ impl LayerMemory<'_> {
 
     /// The pair of one expert on a projection of parameter `which`: ∂u and u, and the gradients of its views, which experts that are
     /// computed together do not have; on a GPU one that most tokens choose is computed alone.
-    fn pair_backward(&self, l: &mut Ledger, sizes: &ExpertsSpec, (which, busy, wanted): (usize, bool, bool)) {
+    fn pair_backward(&self, l: &mut Ledger, sizes: &ExpertsSpec, which: usize, busy: bool, wanted: bool) {
         let Some(cost) = self.joined(sizes, EXPERT_PARAMETERS[which]).filter(|_| busy) else {
             return;
         };

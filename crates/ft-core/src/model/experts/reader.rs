@@ -64,7 +64,7 @@ impl ExpertReader {
         let one = |p| {
             Ok::<_, Error>((
                 self.module(e, p),
-                self.linear(&weights, (e, p), self.sizes.bias && p < 2)?,
+                self.linear(&weights, e, p, self.sizes.bias && p < 2)?,
             ))
         };
         (0..3).map(one).collect()
@@ -75,7 +75,7 @@ impl ExpertReader {
         format!("model.layers.{}.{}", self.index, self.sizes.linear_name(e, projection))
     }
 
-    fn linear(&self, weights: &GroupWeights, (e, projection): (usize, usize), bias: bool) -> Result<Linear> {
+    fn linear(&self, weights: &GroupWeights, e: usize, projection: usize, bias: bool) -> Result<Linear> {
         let module = self.module(e, projection);
         let bias = bias.then(|| param(weights, &format!("{module}.bias"))).transpose()?;
         let adapter = self.adapters.get(&module).cloned();

@@ -38,8 +38,10 @@ impl LayerMemorySettings<'_> {
     pub fn adapter_backward(
         &self,
         l: &mut Ledger,
-        (cost, input): (&Cost, usize),
-        (need_dx, temporary): (bool, bool),
+        cost: &Cost,
+        input: usize,
+        need_dx: bool,
+        temporary: bool,
         sink: &mut dyn GradSinkMemory,
     ) {
         let wanted = cost.trained.iter().any(|(part, _)| sink.wants(part));
@@ -210,8 +212,8 @@ impl LayerMemory<'_> {
             self.decode(l, linear);
         }
         if let Some(cost) = self.adapter(linear) {
-            let how = (need_dx, !self.output_in_low(linear));
-            self.settings.adapter_backward(l, (cost, input), how, sink);
+            let temporary = !self.output_in_low(linear);
+            self.settings.adapter_backward(l, cost, input, need_dx, temporary, sink);
         }
         sink.give(l, &self.name(&format!("{name}.weight")));
         sink.give(l, &self.name(&format!("{name}.bias")));

@@ -185,7 +185,9 @@ impl Block {
         gradient: MixerGradient,
         sink: &mut dyn GradSink,
     ) -> Result<Option<Tensor>> {
-        let MixerGradient { x, dx1, ctx, need_dx } = gradient;
+        let MixerGradient {
+            x, dx1, ctx, need_dx, ..
+        } = gradient;
         let SavedLatent {
             low_q,
             low_kv,

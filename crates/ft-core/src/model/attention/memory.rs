@@ -159,7 +159,8 @@ impl LayerMemory<'_> {
         &self,
         l: &mut Ledger,
         saved: SavedAttentionMemory,
-        (dx1, d_shared): (Allocation, Option<Allocation>),
+        dx1: Allocation,
+        d_shared: Option<Allocation>,
         need_dx: bool,
         sink: &mut dyn GradSinkMemory,
     ) -> Option<Allocation> {

@@ -13,7 +13,7 @@
 
 mod memory;
 
-use super::{Block, SavedActivations};
+use super::{Block, MixerGradient, SavedActivations};
 use crate::base::{Error, Result};
 use crate::model::contracts::{Context, GradSink, KvStore, Param};
 use crate::model::linear::{Dx, Linear};
@@ -279,7 +279,14 @@ impl Block {
         if let (Some(mixer), Some(dx1)) = (mixer, dx1) {
             let need_dh = need_own || self.input_norm.as_ref().is_some_and(|norm| norm.wanted(sink));
             let d_shared = self.laurel_backward(&own, &dx1, ctx, need_dh, sink)?;
-            d_own = self.mixer_backward(&own, mixer, (dx1, d_shared), ctx, need_own, sink)?;
+            let gradient = MixerGradient {
+                x: &own,
+                dx1,
+                d_shared,
+                ctx,
+                need_dx: need_own,
+            };
+            d_own = self.mixer_backward(mixer, gradient, sink)?;
         }
         drop(own);
         let Some(d_own) = d_own else {

@@ -252,7 +252,7 @@ impl LayerMemory<'_> {
                 let before = self.settings.spec.norms.before_attention;
                 let need_dh = need_own || before.is_some_and(|n| self.norm_wanted(sink, n));
                 let d_shared = self.laurel_gradients(l, need_dh, sink);
-                d_own = self.mixer_backward(l, mixer, (dx1, d_shared), need_own, sink);
+                d_own = self.mixer_backward(l, mixer, dx1, d_shared, need_own, sink);
             }
             (mixer, dx1) => {
                 if let Some(mixer) = mixer {

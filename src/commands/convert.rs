@@ -16,7 +16,7 @@ pub mod smile;
 use crate::base::rng::{Rng, Stream};
 use crate::base::{Error, Result};
 use crate::checkpoint;
-use crate::commands::merge::{refuse_codes, refuse_existing, refuse_strangers};
+use crate::commands::merge::{refuse_existing, refuse_quantized, refuse_strangers};
 use crate::formats::StoredDtype;
 use crate::formats::config::Config;
 use crate::formats::weights::Weights;
@@ -92,7 +92,7 @@ pub fn convert(request: &Request) -> Result<Report> {
     let mixture = families::read(&Config::from_map(raw.clone(), &config.path))?;
     same_attention(&dense, &mixture, &config)?;
     let weights = Weights::open(request.model)?;
-    refuse_codes(&dense, &weights)?;
+    refuse_quantized(&dense, &weights)?;
     refuse_strangers(&dense, &weights)?;
     for p in dense.params() {
         weights.require(&p.name, &p.shape)?;

@@ -285,7 +285,7 @@ fn quantized_format(spec: &Spec, weights: &Weights) -> Result<Option<Format>> {
 }
 
 /// Refuses quantized weights: what a first quantization lost is not known.
-pub(super) fn refuse_codes(spec: &Spec, weights: &Weights) -> Result<()> {
+pub(super) fn refuse_quantized(spec: &Spec, weights: &Weights) -> Result<()> {
     for p in spec.params() {
         if let Some((_, format)) = stored::find(weights, &p.name)? {
             return Err(Error::new("the weights of this model are quantized")

@@ -61,7 +61,7 @@ pub fn quantize(request: &Request) -> Result<Report> {
     let config = locate::model_config(request.model, Config::load)?;
     let spec = families::read(&config)?;
     let weights = Weights::open(request.model)?;
-    crate::commands::merge::refuse_codes(&spec, &weights)?;
+    crate::commands::merge::refuse_quantized(&spec, &weights)?;
     crate::commands::merge::refuse_strangers(&spec, &weights)?;
     let params = spec.params();
     for p in &params {
@@ -153,7 +153,7 @@ fn write(
             now = None;
             let values = weights.read_f32(&owner.name)?;
             let quantized =
-                quant::encode(&values, (rows, columns), *format, decoded).map_err(|e| e.or_at(&*owner.name))?;
+                quant::quantize(&values, (rows, columns), *format, decoded).map_err(|e| e.or_at(&*owner.name))?;
             errors.add(&values, &quantized);
             now = Some((owner.name.clone(), quantized));
         }

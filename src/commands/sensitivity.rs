@@ -222,7 +222,7 @@ impl Sensitivity {
             let values = crate::ops::update::to_f32_vec(weight.dense()?)?;
             quantized.insert(
                 name,
-                Weight::from(quant::encode(&values, (rows, columns), format, self.decoded)?),
+                Weight::from(quant::quantize(&values, (rows, columns), format, self.decoded)?),
             );
         }
         self.measured.set(group, quantized);

@@ -94,7 +94,7 @@ fn one(task: &Task, w: MatRef<'_, f64>, iterations: usize, dtype: Dtype) -> Resu
     let (mut target, mut pair) = (None, start::pissa((w - &q).as_ref(), lora.rank(), lora.scale, 0, 0, 0)?);
     for _ in 1..iterations {
         let rest = algebra::values((w - change(&pair, rows, columns, lora.scale)).as_ref());
-        let codes = quant::encode(&rest, (rows, columns), format, dtype)?;
+        let codes = quant::quantize(&rest, (rows, columns), format, dtype)?;
         q = algebra::matrix(&codes.dequantize(), rows, columns);
         target = Some(rest);
         pair = start::pissa((w - &q).as_ref(), lora.rank(), lora.scale, 0, 0, 0)?;

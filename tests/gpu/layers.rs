@@ -10,7 +10,7 @@ use ft::ops::quantized::TILE;
 use ft::ops::rope::Pairing;
 use ft::ops::routing::{self, ExpertGroups, GroupScore, RouterSpec, Routing, Score};
 use ft::ops::{altup, linear, sparse_gate};
-use ft::quant::{Format, Weight, encode};
+use ft::quant::{Format, Weight, quantize};
 use ft::recipe::Dtype;
 
 #[test]
@@ -266,7 +266,7 @@ fn grouped_products_with_quantized_weights_are_those_of_single_experts() {
     }
     let f32_rows = gpu.random((8, 16), DType::F32, 1).gpu;
     let values = vec![0.5; 16 * 16];
-    let other = encode(&values, (16, 16), Format::Int8 { group: 0 }, Dtype::Bf16).unwrap();
+    let other = quantize(&values, (16, 16), Format::Int8 { group: 0 }, Dtype::Bf16).unwrap();
     let other = Weight::quantized_on(other, &gpu.device).unwrap();
     assert!(!grouped::fits(&f32_rows, other.grouped()));
 }

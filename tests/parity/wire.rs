@@ -175,7 +175,7 @@ pub fn code_table(signed: bool) -> [f32; 256] {
 
 /// Quantized codes and scales of `values`.
 pub fn encode(values: &[f32], signed: bool) -> (Vec<u8>, Vec<f32>) {
-    step::encode(values, signed)
+    step::quantize_moment(values, signed)
 }
 
 /// AdamW with eight-bit moments on one vector (`lines` is the `[optimizer]` table): the weights after each step.

@@ -328,13 +328,13 @@ pub fn code_table(signed: bool) -> [f32; 256] {
 }
 
 /// Quantizes `values` in blocks of `BLOCK`: returns the quantized data and the scales.
-pub fn encode(values: &[f32], signed: bool) -> (Vec<u8>, Vec<f32>) {
+pub fn quantize_moment(values: &[f32], signed: bool) -> (Vec<u8>, Vec<f32>) {
     let code: &code::Code = if signed { &SIGNED } else { &UNSIGNED };
     let mut codes = vec![0u8; values.len()];
     let scales = values
         .chunks(BLOCK)
         .zip(codes.chunks_mut(BLOCK))
-        .map(|(x, c)| code.encode(x, c))
+        .map(|(x, c)| code.quantize(x, c))
         .collect();
     (codes, scales)
 }

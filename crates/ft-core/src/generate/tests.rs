@@ -414,7 +414,7 @@ fn a_coded_copy_computes_with_decoded_weights_and_is_refreshed() {
         if let (true, &[rows, columns]) = (crate::source::policy::is_projection(p), &p.shape[..]) {
             let weight = decoded.source.in_memory(&p.name).unwrap();
             let values = update::to_f32_vec(&weight).unwrap();
-            let values = quant::encode(&values, (rows, columns), int8, Dtype::F32)
+            let values = quant::quantize(&values, (rows, columns), int8, Dtype::F32)
                 .unwrap()
                 .dequantize();
             update::set(&weight, &values).unwrap();

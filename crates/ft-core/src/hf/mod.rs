@@ -26,7 +26,7 @@ pub use mlx::mlx_adapter;
 pub use model::{Directory, set_dtype, stored};
 pub use model::{ModelExport, ParamFill, WriteMore, model, rehearse_model};
 pub use new_adapters::{AdapterSet, TrainedRows, adapter_shapes, adapters_to_fill, new_adapters, subtracts_init};
-pub use open::{OpenModel, open, open_decoded};
+pub use open::{OpenModel, open, open_dequantized};
 pub use tie::{untied_weights, unties};
 
 use crate::base::{Error, Result, files};

@@ -91,7 +91,7 @@ pub(super) fn requantize(
     format: Format,
     decoded: Dtype,
 ) -> Result<(QMatrix, Requantized)> {
-    let quantized = encode(values, p, format, decoded)?;
+    let quantized = quantize(values, p, format, decoded)?;
     let (width, rows) = (quantized.dims().1.max(1), values.par_chunks(quantized.dims().1.max(1)));
     let sums: Vec<(f64, f64)> = rows
         .enumerate()
@@ -117,7 +117,7 @@ pub(super) fn requantize(
 }
 
 /// Errors: the parameter is not a matrix; the values cannot be quantized.
-pub(super) fn encode<V: quant::Quantizable>(
+pub(super) fn quantize<V: quant::Quantizable>(
     values: &[V],
     p: &ParamInfo,
     format: Format,
@@ -128,5 +128,5 @@ pub(super) fn encode<V: quant::Quantizable>(
             .at(&*p.name)
             .found(format!("shape {:?}, {format}", p.shape)));
     };
-    quant::encode(values, (rows, columns), format, decoded).map_err(|e| e.or_at(&*p.name))
+    quant::quantize(values, (rows, columns), format, decoded).map_err(|e| e.or_at(&*p.name))
 }

@@ -1,6 +1,6 @@
 //! A source that keeps all weights on the device for the whole run.
 
-use super::requantize::{Exact, encode, requantize};
+use super::requantize::{Exact, quantize, requantize};
 use super::{
     Group, GroupWeights, InMemory, MasterLowBits, Numbers, NumbersSink, ParamInfo, Requantized, StreamedMatrix,
     TrainableStore, WeightSource, lock, no_such, not_quantized, stored,
@@ -59,7 +59,7 @@ impl Resident {
     ///
     /// # Errors
     /// As `load`.
-    pub fn load_decoded(params: Vec<ParamInfo>, weights: &Weights, dtype: Dtype, device: &Device) -> Result<Self> {
+    pub fn load_dequantized(params: Vec<ParamInfo>, weights: &Weights, dtype: Dtype, device: &Device) -> Result<Self> {
         check_names(&params, weights)?;
         Self::build(params, device, |p| Ok(read_dense(weights, p, dtype, device)?.into()))
     }
@@ -359,7 +359,7 @@ fn quantized_on_device<V: quant::Quantizable>(
     decoded: Dtype,
     device: &Device,
 ) -> Result<Weight> {
-    Weight::quantized_on(encode(values, p, format, decoded)?, device)
+    Weight::quantized_on(quantize(values, p, format, decoded)?, device)
 }
 
 /// Checks that the files have exactly the parameters of the model.

@@ -339,7 +339,7 @@ pub fn config(layout: QuantizedLayout, formats: &[Format], decoded: Dtype) -> Va
 ///
 /// # Errors
 /// As `read`; the file cannot be written.
-pub fn write_decoded(weights: &Weights, params: &[ParamInfo], dtype: Dtype, path: &Path) -> Result<()> {
+pub fn write_dequantized(weights: &Weights, params: &[ParamInfo], dtype: Dtype, path: &Path) -> Result<()> {
     let stored = match dtype {
         Dtype::F32 => StoredDtype::F32,
         Dtype::Bf16 => StoredDtype::Bf16,

@@ -257,7 +257,7 @@ impl Uploaded {
     }
 
     /// Releases the page-locked quantized data of a parameter, which is replaced next.
-    fn forget_codes(&self, param: &ParamInfo) -> Result<()> {
+    fn forget_quantized(&self, param: &ParamInfo) -> Result<()> {
         if self.memory == HostMemory::Stable
             && let Ok((_, Weight::DeviceQuantized(codes))) = self.host.fetch(param.group)?.weight(&param.name)
         {
@@ -431,7 +431,7 @@ impl TrainableStore for Uploaded {
         let mut low_bits = DeviceLowBits::new(low, self.copier.device());
         // Quantized data of active parameters is not needed; it is recomputed at deactivation.
         for param in self.host.params().iter().filter(|p| names.contains(&&*p.name)) {
-            self.forget_codes(param)?;
+            self.forget_quantized(param)?;
         }
         self.host.activate(names, &mut low_bits)?;
         let params = self.host.params();
@@ -509,7 +509,7 @@ impl TrainableStore for Uploaded {
     }
 
     fn requantize(&self, name: &str, values: &[f32]) -> Result<()> {
-        self.forget_codes(self.host.param(name)?)?;
+        self.forget_quantized(self.host.param(name)?)?;
         self.host.requantize(name, values)?;
         self.forget();
         Ok(())

@@ -118,7 +118,7 @@ fn decode(gpu: &Gpu, groups: &Groups, buffer: Option<&Tensor>, back: bool) -> Re
         if let (Some(buffer), true) = (buffer, run.first().is_some_and(ends)) {
             let elements = run.iter().map(|w| w.rows * w.columns).sum::<usize>();
             let to = buffer.flatten_all()?.narrow(0, start, elements)?;
-            quantized::decode_all(gpu, run, &to)?;
+            quantized::dequantize_all(gpu, run, &to)?;
             start += elements;
             run.clear();
         }

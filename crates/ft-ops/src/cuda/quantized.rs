@@ -204,13 +204,13 @@ fn decode(gpu: &Gpu, w: &QTensors, (first, count): Range, (from, width): Range, 
     unsafe { launch(gpu, kernel, Grid::stride(count * width / 8 + 1), &args, &weight) }
 }
 
-/// True if `decode_all` takes these weights in one launch: one format, type and shape.
+/// True if `dequantize_all` takes these weights in one launch: one format, type and shape.
 pub(crate) fn alike(a: &QTensors, b: &QTensors) -> bool {
     (a.rows, a.columns, a.decoded, format(a)) == (b.rows, b.columns, b.decoded, format(b))
 }
 
 /// Dequantizes weights that are alike, each whole, one after the other into the first elements of `to`.
-pub(crate) fn decode_all(gpu: &Gpu, weights: &[&QTensors], to: &Tensor) -> Result<()> {
+pub(crate) fn dequantize_all(gpu: &Gpu, weights: &[&QTensors], to: &Tensor) -> Result<()> {
     let Some(first) = weights.first() else { return Ok(()) };
     let (elements, kind) = (first.rows * first.columns, decoded(first));
     if weights.len() * elements > to.elem_count() || !weights.iter().all(|w| alike(first, w)) {

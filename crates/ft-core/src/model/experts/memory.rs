@@ -51,12 +51,12 @@ impl LayerMemory<'_> {
     }
 
     /// A product with projection `p` of an expert.
-    fn decode_expert(&self, l: &mut Ledger, sizes: &ExpertsSpec, p: usize) {
+    fn dequantize_expert(&self, l: &mut Ledger, sizes: &ExpertsSpec, p: usize) {
         let (d, i) = (self.settings.spec.hidden, sizes.intermediate);
         let (input, output) = if p == 2 { (i, d) } else { (d, i) };
         let name = sizes.linear_name(0, p);
         if !self.together() || output * input > TILE {
-            return self.decode(l, (&name, input, output));
+            return self.dequantize(l, (&name, input, output));
         }
         let (storage, weight) = (&self.settings.storage, self.name(&format!("{name}.weight")));
         if storage.quantized().contains_key(weight.as_str()) && !(self.settings.active)(&weight) {
@@ -192,11 +192,11 @@ impl LayerMemory<'_> {
         );
         let [gate_up, down] = EXPERT_PARAMETERS.map(|name| self.low_bytes(sizes, name));
         l.touch(LayerWork, gate_up);
-        self.decode_expert(l, sizes, 0);
+        self.dequantize_expert(l, sizes, 0);
         let m = l.alloc(LayerWork, width);
         l.touch(LayerWork, self.nd + down);
         let part = l.alloc(LayerWork, self.nd);
-        self.decode_expert(l, sizes, 2);
+        self.dequantize_expert(l, sizes, 2);
         l.free(part);
         l.free_all([work, m, copies].into_iter().chain(rows));
         let saved = saved.into_iter().map(|s| l.relabel(s, Activations)).collect();
@@ -387,7 +387,7 @@ impl LayerMemory<'_> {
         let scaled = l.alloc(LayerWork, if down { width } else { 0 });
         let dm = l.alloc(LayerWork, width);
         if busy {
-            self.decode_expert(l, sizes, 2);
+            self.dequantize_expert(l, sizes, 2);
         }
         self.pair_backward(l, sizes, 1, busy, adapters[1]);
         self.give_weight(l, &sizes.linear_name(expert, 2), sink);
@@ -397,7 +397,7 @@ impl LayerMemory<'_> {
         l.free(dm);
         let dh = l.alloc(LayerWork, if need_dh { nd } else { 0 });
         if busy {
-            self.decode_expert(l, sizes, 0);
+            self.dequantize_expert(l, sizes, 0);
         }
         for projection in [0, 1] {
             self.pair_backward(l, sizes, 0, busy, adapters[0]);

@@ -14,7 +14,7 @@ mod tests;
 
 use super::experts::{Expected, ExpertReads, LayerPart};
 use super::policy::is_projection;
-use super::requantize::{Exact, encode, requantize};
+use super::requantize::{Exact, quantize, requantize};
 use super::resident::{RandomWeights, check_names, draw, send};
 use super::{
     Group, GroupWeights, MasterLowBits, NumbersSink, ParamInfo, Requantized, StoragePolicy, StreamedMatrix,
@@ -524,8 +524,8 @@ impl TrainableStore for Disk {
 
     fn requantize(&self, name: &str, values: &[f32]) -> Result<()> {
         let format = *self.shared.quantized.get(name).ok_or_else(|| not_quantized(name))?;
-        let codes = encode(values, self.shared.param(name)?, format, self.options.dtype)?;
-        self.shared.files.write_codes(name, &codes)?;
+        let codes = quantize(values, self.shared.param(name)?, format, self.options.dtype)?;
+        self.shared.files.write_quantized(name, &codes)?;
         self.forget();
         Ok(())
     }

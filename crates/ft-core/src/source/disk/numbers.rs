@@ -8,7 +8,7 @@ use crate::formats::writer::{TensorPlan, Values, write_file};
 use crate::ops::Dtype;
 use crate::ops::update;
 use crate::quant::{Format, QMatrix};
-use crate::source::requantize::{Exact, encode};
+use crate::source::requantize::{Exact, quantize};
 use crate::source::stored::Checked;
 use crate::source::{Numbers, NumbersSink, ParamInfo};
 use candle_core::{DType, Device, Tensor};
@@ -78,11 +78,11 @@ impl Files {
         if self.weights.info(&p.name).is_some_and(|i| i.dtype == StoredDtype::Bf16) {
             let mut values = vec![bf16::ZERO; p.elements()];
             self.weights.read_bf16_at(&p.name, 0, &mut values)?;
-            return encode(&values, p, format, self.dtype);
+            return quantize(&values, p, format, self.dtype);
         }
         let mut values = vec![0f32; p.elements()];
         self.weights.read_f32_at(&p.name, 0, &mut values)?;
-        encode(&values, p, format, self.dtype)
+        quantize(&values, p, format, self.dtype)
     }
 
     /// Reads a quantized weight.
@@ -166,7 +166,7 @@ impl Files {
     }
 
     /// Replaces the quantized data of a parameter that was not trained.
-    pub fn write_codes(&self, name: &str, codes: &QMatrix) -> Result<()> {
+    pub fn write_quantized(&self, name: &str, codes: &QMatrix) -> Result<()> {
         self.store.write(name, None, Some(codes))
     }
 
@@ -177,7 +177,7 @@ impl Files {
         };
         let mut values = vec![0f32; p.elements()];
         saved.read_f32_at(&p.name, 0, &mut values)?;
-        let codes = encode(&values, p, format, self.dtype)?;
+        let codes = quantize(&values, p, format, self.dtype)?;
         let exact = Exact::new(values, &p.shape, self.dtype, device)?;
         self.write(&p.name, &exact, Some(&codes))
     }

@@ -321,7 +321,7 @@ fn weights_that_are_quantized_in_the_files_come_as_they_are() {
         let is_coded = |p: &ParamInfo| crate::source::policy::is_projection(p);
         let quantized = |p: &ParamInfo| {
             let (_, values) = plain.fetch(p.group).unwrap().get(&p.name).unwrap();
-            encode(&flat(&values), p, format, Dtype::Bf16).unwrap()
+            quantize(&flat(&values), p, format, Dtype::Bf16).unwrap()
         };
         let mut plans = Vec::new();
         let mut data: BTreeMap<String, Vec<u8>> = BTreeMap::new();
@@ -369,7 +369,7 @@ fn weights_that_are_quantized_in_the_files_come_as_they_are() {
             let (_, weight) = disk.fetch(p.group).unwrap().weight(&p.name).unwrap();
             weight.rows(0, D).unwrap()
         };
-        let want = encode(&values, first, format, Dtype::Bf16).unwrap().dequantize();
+        let want = quantize(&values, first, format, Dtype::Bf16).unwrap().dequantize();
         assert_eq!(rows(first), want);
         assert_eq!(rows(second), quantized(second).dequantize());
         assert!(disk.requantize("norm.weight", &[0.0; D]).is_err());

@@ -4,7 +4,7 @@ use crate::base::Result;
 use crate::formats::weights::Weights;
 use crate::ops::Dtype;
 use crate::quant::{Format, StorageDtype, Weight};
-use crate::source::requantize::encode;
+use crate::source::requantize::quantize;
 use crate::source::resident::{RandomWeights, check_finite, draw, draw_tensor, read, read_dense};
 use crate::source::{ParamInfo, stored};
 use candle_core::{Device, Tensor};
@@ -40,7 +40,7 @@ impl WeightOrigin {
             (_, StorageDtype::Dense(dtype)) => Ok(self.values(p, dtype)?.into()),
             (Self::Random { random, index }, StorageDtype::Quantized(format, decoded)) => {
                 let values = draw(p, position(index, p), 0..p.elements(), *random);
-                Ok(encode(&values, p, format, decoded)?.into())
+                Ok(quantize(&values, p, format, decoded)?.into())
             }
         }
     }

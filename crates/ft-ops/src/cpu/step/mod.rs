@@ -75,7 +75,7 @@ impl<'a> MomentSlices<'a> {
             Self::None => &mut [],
             Self::F32(m) => &mut m[at..at + n],
             Self::Int8(codes, most, code) => {
-                code.decode(&codes[at..at + n], most[at / BLOCK], &mut buffer[..n]);
+                code.dequantize(&codes[at..at + n], most[at / BLOCK], &mut buffer[..n]);
                 &mut buffer[..n]
             }
         }
@@ -84,7 +84,7 @@ impl<'a> MomentSlices<'a> {
     /// Requantizes `buffer`, which `values` filled.
     fn store(&mut self, at: usize, n: usize, buffer: &[f32; BLOCK]) {
         if let Self::Int8(codes, most, code) = self {
-            most[at / BLOCK] = code.encode(&buffer[..n], &mut codes[at..at + n]);
+            most[at / BLOCK] = code.quantize(&buffer[..n], &mut codes[at..at + n]);
         }
     }
 }

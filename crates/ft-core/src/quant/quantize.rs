@@ -35,7 +35,7 @@ impl Quantizable for bf16 {
 ///
 /// # Errors
 /// A number of values that does not fit the shape, an unknown group size, a value that is not finite.
-pub fn encode<V: Quantizable>(
+pub fn quantize<V: Quantizable>(
     values: &[V],
     (rows, columns): (usize, usize),
     format: Format,

@@ -235,7 +235,10 @@ fn too_long(prompt: &Prompt, room: Room) -> Error {
             "at most {} together (`data::DatasetSpec::max_length`, and the context length of the model)",
             room.window
         ))
-        .hint("raise `data::DatasetSpec::max_length`, lower the limit of the answer, or leave such rows out with `Long::Drop`")
+        .hint(
+            "raise `data::DatasetSpec::max_length`, lower the limit of the answer, or leave such rows out with \
+             `Long::Drop`",
+        )
 }
 
 fn one(row: &Row, layout: &Layout, encoder: &Encoder, answer: &str) -> Result<Prompt> {

@@ -468,7 +468,8 @@ impl Dataset {
                 .at(names(spec.sources))
                 .found(format!("{} rows without a token to train", stream.counts.rows))
                 .hint(
-                    "look at the encoded rows; check `data::DatasetSpec::train_on` and the assistant messages or completions",
+                    "look at the encoded rows; check `data::DatasetSpec::train_on` and the assistant messages or \
+                     completions",
                 ));
         }
         let counts = stream.take_counts();

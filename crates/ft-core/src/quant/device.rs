@@ -18,8 +18,8 @@ pub struct DeviceQMatrix {
 
 impl QMatrix {
     /// Returns the quantized data as tensors of `device`: data u8, then the scales (f32 for int8 and NF4, u32 for
-    /// int4, u8 and f32 for NF4 with double quantization, u8 and u32 for the quantized values of other tools). They are the input of
-    /// `DeviceQMatrix::new`, with `nested_offset`.
+    /// int4, u8 and f32 for NF4 with double quantization, u8 and u32 for the quantized values of other tools). They are the
+    /// input of `DeviceQMatrix::new`, with `nested_offset`.
     ///
     /// # Errors
     /// Not enough memory on the device.

@@ -138,7 +138,17 @@ fn run_body<const FMA: bool>(
         }
     }
 }
-vectorized!(fn run(task: &Task<'_>, spec: &AttentionSpec, q: &[f32], sizes: [usize; 4], scratch: &mut [f32], o: Shared, lse: Shared) = run_body);
+vectorized!(
+    fn run(
+        task: &Task<'_>,
+        spec: &AttentionSpec,
+        q: &[f32],
+        sizes: [usize; 4],
+        scratch: &mut [f32],
+        o: Shared,
+        lse: Shared,
+    ) = run_body
+);
 
 /// Returns the pages that hold some of the tokens `low..high`: page, range of these tokens in the page, and
 /// position of the first of them relative to `low`. (An iterator, not a function with a closure: closures are

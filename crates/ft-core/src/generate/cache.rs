@@ -97,7 +97,7 @@ impl LayerLayout {
 
 /// The layout of the cache of a network.
 #[derive(Debug, Clone)]
-pub struct CacheLayout {
+pub(crate) struct CacheLayout {
     layers: Vec<LayerLayout>,
     /// H
     heads: usize,
@@ -106,12 +106,12 @@ pub struct CacheLayout {
 
 impl CacheLayout {
     /// `stored` defaults to f32; on a GPU to `activations`, the output type of the layers.
-    pub fn new(spec: &Spec, stored: Option<KvDtype>, device: &Device, activations: DType) -> Self {
+    pub(crate) fn new(spec: &Spec, stored: Option<KvDtype>, device: &Device, activations: DType) -> Self {
         Self::of(spec, stored, (!device.is_cpu()).then_some(activations), true)
     }
 
     /// As `new`, with the keys and values of all heads in the place of latent rows.
-    pub fn expanded(spec: &Spec, stored: Option<KvDtype>, device: &Device, activations: DType) -> Self {
+    pub(crate) fn expanded(spec: &Spec, stored: Option<KvDtype>, device: &Device, activations: DType) -> Self {
         Self::of(spec, stored, (!device.is_cpu()).then_some(activations), false)
     }
 
@@ -146,13 +146,13 @@ impl CacheLayout {
     }
 
     /// Returns the bytes of a run with a capacity of `tokens` tokens.
-    pub fn bytes(&self, tokens: usize) -> u64 {
+    pub(crate) fn bytes(&self, tokens: usize) -> u64 {
         self.layers.iter().map(|layer| layer.bytes(tokens, self.on_gpu)).sum()
     }
 
     /// Returns the bytes that attention needs in addition to the runs for a new token of a text of `tokens` tokens, shared
     /// ones included.
-    pub fn step_bytes(&self, tokens: usize) -> u64 {
+    pub(crate) fn step_bytes(&self, tokens: usize) -> u64 {
         let layer = |of: &LayerLayout| match of {
             LayerLayout::Keys(form) if self.on_gpu => kv_block::step_bytes(self.heads, form.head_dim, tokens),
             _ => 0,
@@ -169,7 +169,7 @@ impl CacheLayout {
 }
 
 /// Consecutive tokens, with the keys and values or the state of every layer.
-pub struct TokenRun {
+pub(crate) struct TokenRun {
     layers: Vec<Layer>,
     /// Number of tokens.
     len: usize,
@@ -225,7 +225,7 @@ impl Layer {
 }
 
 /// The cached tokens of one text.
-pub struct CachedSequence {
+pub(crate) struct CachedSequence {
     /// The shared runs, from the first token on.
     shared: Vec<Arc<TokenRun>>,
     own: TokenRun,
@@ -235,7 +235,7 @@ pub struct CachedSequence {
 
 impl CachedSequence {
     /// Creates a sequence after the tokens of `shared` (`len` in all), with a capacity of `room` own tokens.
-    pub fn new(layout: &CacheLayout, shared: Vec<Arc<TokenRun>>, len: usize, room: usize) -> Self {
+    pub(crate) fn new(layout: &CacheLayout, shared: Vec<Arc<TokenRun>>, len: usize, room: usize) -> Self {
         let mut own = layout.run(room);
         if let Some(last) = shared.last() {
             for (layer, before) in own.layers.iter_mut().zip(&last.layers) {
@@ -247,17 +247,17 @@ impl CachedSequence {
         Self { shared, own, len }
     }
 
-    pub fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.len
     }
 
     /// True if `truncate` can remove the tokens from index `len` on.
-    pub fn can_truncate(&self, len: usize) -> bool {
+    pub(crate) fn can_truncate(&self, len: usize) -> bool {
         len >= self.len || !self.own.layers.iter().any(|layer| matches!(layer, Layer::State(_)))
     }
 
     /// Removes all tokens from index `len` on, but never shared ones.
-    pub fn truncate(&mut self, len: usize) {
+    pub(crate) fn truncate(&mut self, len: usize) {
         let shared = self.len - self.own.len;
         let own = len.saturating_sub(shared).min(self.own.len);
         self.own.layers.iter_mut().for_each(|layer| layer.truncate(own));
@@ -266,7 +266,7 @@ impl CachedSequence {
     }
 
     /// Returns an empty sequence of the same layout.
-    pub fn empty(&self, room: usize) -> Self {
+    pub(crate) fn empty(&self, room: usize) -> Self {
         let layer = |layer: &Layer| match layer {
             Layer::Pages(form, _) => Layer::Pages(*form, Vec::new()),
             Layer::Device(layer) => Layer::Device(layer.empty(room)),
@@ -284,7 +284,7 @@ impl CachedSequence {
     }
 
     /// Returns all runs, for sequences that continue this text.
-    pub fn freeze(self) -> Vec<Arc<TokenRun>> {
+    pub(crate) fn freeze(self) -> Vec<Arc<TokenRun>> {
         let mut runs = self.shared;
         runs.push(Arc::new(self.own));
         runs
@@ -296,7 +296,7 @@ impl CachedSequence {
 }
 
 /// One pass of new tokens through the layers.
-pub struct Step<'a> {
+pub(crate) struct Step<'a> {
     sequences: Vec<&'a mut CachedSequence>,
     /// Offsets of the sequences in the new tokens, `[sequences + 1]`.
     documents: &'a [usize],
@@ -312,7 +312,7 @@ pub struct Step<'a> {
 }
 
 /// The tables of a step on a GPU.
-pub enum StepTables {
+pub(crate) enum StepTables {
     /// For this step.
     New,
     /// For this step and later ones; those of the step before, if there was one.
@@ -320,7 +320,7 @@ pub enum StepTables {
 }
 
 impl<'a> Step<'a> {
-    pub fn new(
+    pub(crate) fn new(
         mut sequences: Vec<&'a mut CachedSequence>,
         documents: &'a [usize],
         pass: PassKind,
@@ -353,13 +353,13 @@ impl<'a> Step<'a> {
     }
 
     /// True if what was captured in the step before can be launched for this one.
-    pub fn has_same_tables(&self) -> bool {
+    pub(crate) fn has_same_tables(&self) -> bool {
         self.same_tables
     }
 
     /// The tensors of the states of all layers of the first `rows` sequences (padding follows them). Those of an answer belong to
     /// its text alone after a step.
-    pub fn states_now(&self, rows: usize) -> Vec<TensorId> {
+    pub(crate) fn states_now(&self, rows: usize) -> Vec<TensorId> {
         let layers = self.sequences.iter().take(rows).flat_map(|s| &s.own.layers);
         let states = layers.filter_map(|layer| match layer {
             Layer::State(Some(state)) => Some([Some(&state.inputs), state.state.as_ref()]),
@@ -369,7 +369,7 @@ impl<'a> Step<'a> {
     }
 
     /// From now on new states are written over the old ones, which keep their addresses.
-    pub fn keep_states_in_place(&mut self, in_place: bool) {
+    pub(crate) fn keep_states_in_place(&mut self, in_place: bool) {
         self.states_in_place = in_place;
     }
 
@@ -407,7 +407,7 @@ impl<'a> Step<'a> {
 
     /// Adds the new tokens to the lengths, after all layers have processed them. Returns the tables, without the memory of the
     /// texts.
-    pub fn finish(mut self) -> Option<KvStep> {
+    pub(crate) fn finish(mut self) -> Option<KvStep> {
         if let Some(step) = &mut self.on_gpu {
             step.release_blocks();
         }

@@ -44,7 +44,7 @@ enum TokensOf {
     Row(usize),
 }
 
-pub struct RequestSchedule<'a> {
+pub(crate) struct RequestSchedule<'a> {
     policy: SampledModel<'a>,
     requests: &'a [Request],
     settings: &'a GenerateSettings,
@@ -69,10 +69,14 @@ pub struct RequestSchedule<'a> {
 }
 
 /// Callback for every token as it is sampled: index of the request, id.
-pub type OnToken<'a> = dyn FnMut(usize, u32) -> Result<()> + 'a;
+pub(crate) type OnToken<'a> = dyn FnMut(usize, u32) -> Result<()> + 'a;
 
 impl<'a> RequestSchedule<'a> {
-    pub fn new(policy: SampledModel<'a>, requests: &'a [Request], settings: &'a GenerateSettings) -> Result<Self> {
+    pub(crate) fn new(
+        policy: SampledModel<'a>,
+        requests: &'a [Request],
+        settings: &'a GenerateSettings,
+    ) -> Result<Self> {
         let limits = &settings.limits;
         let prompts: Vec<&[u32]> = requests.iter().map(|r| &r.prompt[..]).collect();
         let tree = if limits.share_prefixes {
@@ -113,12 +117,12 @@ impl<'a> RequestSchedule<'a> {
 
     /// Continues the first request from `kept`, which holds a prefix of its tokens; the KV cache is returned at the
     /// end.
-    pub fn going_on(mut self, kept: Option<CachedSequence>) -> Self {
+    pub(crate) fn going_on(mut self, kept: Option<CachedSequence>) -> Self {
         (self.kept, self.keep) = (kept, true);
         self
     }
 
-    pub fn shown(mut self, phase: &'a Phase) -> Self {
+    pub(crate) fn shown(mut self, phase: &'a Phase) -> Self {
         self.phase = Some(phase);
         self
     }
@@ -135,7 +139,7 @@ impl<'a> RequestSchedule<'a> {
         }
     }
 
-    pub fn run(self, on_token: &mut OnToken) -> Result<(Vec<Answer>, Speed, Option<CachedSequence>)> {
+    pub(crate) fn run(self, on_token: &mut OnToken) -> Result<(Vec<Answer>, Speed, Option<CachedSequence>)> {
         let network = self.policy.network;
         network.with_fixed_adapters(|| self.run_all(on_token))
     }

@@ -11,9 +11,9 @@ use crate::ops::routing::Score;
 use serde_json::{Map, Value as Json};
 
 /// Keys in the order of the file.
-pub type Keys = Vec<(String, Value)>;
+pub(crate) type Keys = Vec<(String, Value)>;
 /// Tensors of rope factors: their names and values `[R/2]`.
-pub type Factors = Vec<(&'static str, Vec<f32>)>;
+pub(crate) type Factors = Vec<(&'static str, Vec<f32>)>;
 
 /// Rope: keys, and the factors of the frequencies.
 struct Ropes {

@@ -10,7 +10,7 @@ use crate::source::ParamInfo;
 
 /// The order of the rows of a parameter in the file.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub enum RowOrder {
+pub(crate) enum RowOrder {
     /// Unchanged.
     Same,
     /// In each of these heads, row i of the first half is followed by row i of the second.
@@ -26,7 +26,7 @@ pub enum RowOrder {
 
 /// Rows of a tensor.
 #[derive(Debug, Clone)]
-pub struct TensorPart {
+pub(crate) struct TensorPart {
     /// The parameter with these rows.
     pub param: ParamInfo,
     /// Their order.
@@ -35,7 +35,7 @@ pub struct TensorPart {
 
 /// A tensor of the file.
 #[derive(Debug, Clone)]
-pub struct PlannedTensor {
+pub(crate) struct PlannedTensor {
     /// Its name.
     pub name: String,
     /// Its shape.
@@ -75,7 +75,7 @@ const LINEARS: [(&str, &str); 18] = [
 ];
 
 /// The name in the file of the module `module` of layer `layer`, such as `blk.0.attn_q`.
-pub fn module(spec: &Spec, arch: &Arch, layer: usize, module: &str) -> Option<String> {
+pub(crate) fn module(spec: &Spec, arch: &Arch, layer: usize, module: &str) -> Option<String> {
     let norms = &spec.norms;
     let of_norms = [
         (norms.before_attention, "attn_norm"),
@@ -107,7 +107,7 @@ pub fn module(spec: &Spec, arch: &Arch, layer: usize, module: &str) -> Option<St
 }
 
 /// The order of the rows of a linear's weight or bias.
-pub fn order(spec: &Spec, arch: &Arch, module: &str) -> RowOrder {
+pub(crate) fn order(spec: &Spec, arch: &Arch, module: &str) -> RowOrder {
     let heads = match module {
         "self_attn.q_proj" => spec.heads,
         "self_attn.k_proj" => spec.kv_heads,
@@ -121,7 +121,7 @@ pub fn order(spec: &Spec, arch: &Arch, module: &str) -> RowOrder {
 }
 
 /// All tensors, in the order of the layers. `Err`: a parameter without a name in the file.
-pub fn tensors(spec: &Spec, arch: &Arch, query_factor: f32) -> Result<Vec<PlannedTensor>, String> {
+pub(crate) fn tensors(spec: &Spec, arch: &Arch, query_factor: f32) -> Result<Vec<PlannedTensor>, String> {
     let mut all = Vec::new();
     let plain = |name: &str, param: &ParamInfo| PlannedTensor {
         name: name.into(),
@@ -266,7 +266,7 @@ fn latent(spec: &Spec, layer: usize, param: &ParamInfo, sizes: LatentSpec) -> [P
 
 impl RowOrder {
     /// The values of a parameter with rows of `columns` elements in this order.
-    pub fn apply(self, values: Vec<f32>, columns: usize) -> Vec<f32> {
+    pub(crate) fn apply(self, values: Vec<f32>, columns: usize) -> Vec<f32> {
         let rows = values.len() / columns.max(1);
         let row = |r: usize| &values[r * columns..][..columns];
         match self {

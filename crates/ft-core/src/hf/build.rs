@@ -70,7 +70,7 @@ impl LinearTensors<'_> {
     }
 
     /// `None`: there was a mismatch; it is in `faults`.
-    pub fn build(mut self, shared: Option<&VeraProjections>) -> Result<Option<Adapter>> {
+    pub(super) fn build(mut self, shared: Option<&VeraProjections>) -> Result<Option<Adapter>> {
         let (config, site) = (self.config, self.site);
         let (module, i, o) = (site.module.as_str(), site.input, site.output);
         let r = rank_of(config, module)?;

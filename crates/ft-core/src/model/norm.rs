@@ -37,7 +37,7 @@ impl Ones {
     ///
     /// # Errors
     /// Not enough memory on the device.
-    pub fn get(&self, size: usize, device: &Device) -> Result<Tensor> {
+    pub(super) fn get(&self, size: usize, device: &Device) -> Result<Tensor> {
         let mut made = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(ones) = made.get(&size) {
             return Ok(ones.clone());

@@ -27,7 +27,7 @@ pub(super) struct Exact {
 
 impl Exact {
     /// Splits f32 `values`.
-    pub fn new(values: Vec<f32>, shape: &[usize], dtype: Dtype, device: &Device) -> Result<Self> {
+    pub(super) fn new(values: Vec<f32>, shape: &[usize], dtype: Dtype, device: &Device) -> Result<Self> {
         match dtype {
             Dtype::F32 => Ok(Self {
                 weight: Tensor::from_vec(values, shape, device)?,
@@ -55,7 +55,7 @@ impl Exact {
     }
 
     /// The exact f32 values, `[elements]`.
-    pub fn values(&self) -> Result<Vec<f32>> {
+    pub(super) fn values(&self) -> Result<Vec<f32>> {
         match &self.low {
             Some(low) if self.weight.dtype() == DType::F16 => step::join(&self.weight, low),
             Some(low) => {
@@ -69,7 +69,7 @@ impl Exact {
         }
     }
 
-    pub fn send(&self, sink: &mut NumbersSink) -> Result<()> {
+    pub(super) fn send(&self, sink: &mut NumbersSink) -> Result<()> {
         match (self.weight.dtype(), &self.low) {
             (DType::BF16, low) => {
                 let low = low.as_ref().map(|l| l.flatten_all()?.to_vec1::<i16>()).transpose()?;

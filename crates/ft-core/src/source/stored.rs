@@ -236,7 +236,7 @@ pub(super) struct Checked {
 
 impl Checked {
     /// Errors: as `read`, except for sizes.
-    pub fn new(weights: &Weights, p: &ParamInfo, layout: QuantizedLayout, format: Format) -> Result<Self> {
+    pub(super) fn new(weights: &Weights, p: &ParamInfo, layout: QuantizedLayout, format: Format) -> Result<Self> {
         let offset = match layout {
             QuantizedLayout::Ft | QuantizedLayout::Other(_) => None,
             QuantizedLayout::Bitsandbytes => check_state(weights, p, format, matrix(p)?, 64)?,
@@ -244,7 +244,7 @@ impl Checked {
         Ok(Self { layout, format, offset })
     }
 
-    pub fn read(&self, weights: &Weights, p: &ParamInfo, decoded: Dtype) -> Result<QMatrix> {
+    pub(super) fn read(&self, weights: &Weights, p: &ParamInfo, decoded: Dtype) -> Result<QMatrix> {
         if let QuantizedLayout::Other(tool) = self.layout {
             return other::read(weights, p, matrix(p)?, tool, self.format, decoded);
         }

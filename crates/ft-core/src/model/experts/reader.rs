@@ -59,7 +59,7 @@ impl ExpertReader {
     }
 
     /// The linears of expert `e`, each with its module name.
-    pub fn linears(&self, e: usize) -> Result<Vec<(String, Linear)>> {
+    pub(in crate::model) fn linears(&self, e: usize) -> Result<Vec<(String, Linear)>> {
         let weights = self.source.fetch_expert(self.index, e)?;
         let one = |p| {
             Ok::<_, Error>((

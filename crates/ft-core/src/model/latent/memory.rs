@@ -19,7 +19,7 @@ pub(in crate::model) struct SavedLatentMemory {
 
 impl SavedLatentMemory {
     /// Moves the tensors to the kind of saved activations.
-    pub fn relabel(self, l: &mut Ledger) -> Self {
+    pub(in crate::model) fn relabel(self, l: &mut Ledger) -> Self {
         let mut to = |tensor| l.relabel(tensor, Activations);
         Self {
             sizes: self.sizes,
@@ -30,7 +30,7 @@ impl SavedLatentMemory {
         }
     }
 
-    pub fn free(self, l: &mut Ledger) {
+    pub(in crate::model) fn free(self, l: &mut Ledger) {
         l.free_all(self.low_q);
         l.free(self.low_kv);
         l.free_all(self.heads);

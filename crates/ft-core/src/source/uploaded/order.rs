@@ -13,7 +13,7 @@ pub(in crate::source) struct FetchOrder {
 
 impl FetchOrder {
     /// Records that `layer` is fetched; predicts the next one (at first the neighbor in the current direction).
-    pub fn follow(&mut self, layer: usize) -> Option<usize> {
+    pub(in crate::source) fn follow(&mut self, layer: usize) -> Option<usize> {
         self.after.insert(self.last, layer);
         let before = self.last.1;
         self.last = (before, Some(layer));

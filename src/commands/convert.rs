@@ -141,7 +141,7 @@ pub fn convert(request: &Request) -> Result<Report> {
                 Some(splits) => {
                     let own = splits[*layer].of(*expert, request.experts);
                     let values = weights.read_f32(&name)?;
-                    sink(Values::F32(&cut(&values, *projection, own, (&dense, request.top_k))))
+                    sink(Values::F32(&cut(&values, *projection, own, &dense, request.top_k)))
                 }
             }
         }
@@ -239,7 +239,7 @@ fn plans(
 
 /// The neurons `own` of a projection of the dense MLP: rows of gate and up, columns of down. The weights of the chosen experts
 /// of a token add up to 1, so their sum is multiplied by their number.
-fn cut(values: &[f32], projection: usize, own: &[u32], (dense, top_k): (&Spec, usize)) -> Vec<f32> {
+fn cut(values: &[f32], projection: usize, own: &[u32], dense: &Spec, top_k: usize) -> Vec<f32> {
     if projection < 2 {
         let d = dense.hidden;
         return own

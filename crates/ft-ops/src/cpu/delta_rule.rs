@@ -278,7 +278,7 @@ impl Work<'_> {
     }
 
     /// Computes A, K S and D from the state `[P, Q]`.
-    pub(crate) fn deltas(&mut self, of: &HeadChunk, (k, kk): (&[f32], &[f32]), state: &[f32], products: &mut Products) {
+    pub(crate) fn deltas(&mut self, of: &HeadChunk, k: &[f32], kk: &[f32], state: &[f32], products: &mut Products) {
         let HeadChunk { x, heads, head, c, d } = *of;
         let (n, p, q) = (c.tokens, heads.key_dim, heads.value_dim);
         products.product(
@@ -393,7 +393,7 @@ fn run(
                 let d = Decays::new(x, heads, head, c);
                 let d = &d;
                 let of = HeadChunk { x, heads, head, c, d };
-                work.deltas(&of, (keys.k, keys.kk), state, &mut products);
+                work.deltas(&of, keys.k, keys.kk, state, &mut products);
                 // e^γ Q S
                 let (stride, at) = (heads.value_heads * q, (c.first * heads.value_heads + head) * q);
                 let rows = Matrix::k_inner(&*keys.q, p);

@@ -180,7 +180,7 @@ pub(crate) fn read(
     decoded: Dtype,
 ) -> Result<QMatrix> {
     if let Tool::Bitsandbytes4(block) = tool {
-        return super::wide::read(weights, p, dims, (format, block), decoded);
+        return super::wide::read(weights, p, dims, format, block, decoded);
     }
     let Format::Scaled(scaled) = format else {
         return Err(Error::internal("a weight of another tool has no scales").at(&*p.name));

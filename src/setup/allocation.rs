@@ -43,7 +43,7 @@ pub fn resolve(recipe: &Recipe, adapter_set: &mut AdapterSet, steps: u64) -> Res
                 target_r: own.target_r,
                 orth_reg_weight: ranks.orth_reg_weight,
                 kept,
-                ..Allocation::default()
+                ..RankAllocation::default()
             };
             return Ok(());
         }
@@ -80,7 +80,7 @@ pub fn resolve(recipe: &Recipe, adapter_set: &mut AdapterSet, steps: u64) -> Res
         beta2: ranks.beta2,
         delta_t: ranks.delta_t,
         orth_reg_weight: ranks.orth_reg_weight,
-        ..Allocation::default()
+        ..RankAllocation::default()
     };
     if steps > 0 {
         (own.tinit, own.tfinal, own.total_step) = (tinit, tfinal, steps);

@@ -48,7 +48,7 @@ fn compare(h: &Pair, head: &Pair, targets: &[u32], options: &CrossEntropyOptions
     let step_stats = StepStats::new(h.gpu.device()).unwrap();
     let losses = CrossEntropyOptions {
         smoothing: options.smoothing,
-        ..Options::losses(cap, chunk)
+        ..CrossEntropyOptions::losses(cap, chunk)
     };
     let trained = cross_entropy::forward_backward(&h.gpu, &head.gpu, targets, &losses, &step_stats).unwrap();
     assert_eq!((step_stats.read().unwrap(), trained.trained), (sums, want.trained));

@@ -47,7 +47,7 @@ fn label_smoothing_is_that_of_transformers_and_torch() {
             scale: 1.0 / number("items"),
             need_dh: true,
             need_dw: true,
-            ..Options::losses(None, 2)
+            ..CrossEntropyOptions::losses(None, 2)
         };
         let loss = |stats: &StepStats| {
             let (found, want) = (stats.read().unwrap().loss / number("items"), number("loss"));

@@ -67,7 +67,7 @@ pub struct Aligned {
 }
 
 /// Hidden states of a batch.
-pub struct States {
+pub(crate) struct States {
     /// `[N, Dt]`, after the final norm.
     pub last: Tensor,
     /// `[N, Dt]` at the inputs of layers; the states after the last layer are `last`.

@@ -236,7 +236,7 @@ pub fn families() -> Vec<&'static str> {
 ///
 /// # Errors
 /// A family or an option that llama.cpp, or ft's export, does not have.
-pub fn of(spec: &Spec) -> Result<Arch> {
+pub(crate) fn of(spec: &Spec) -> Result<Arch> {
     let Some(arch) = named(&spec.model_type) else {
         let why = match spec.model_type.as_str() {
             "qwen3_next" | "qwen3_5_text" | "qwen3_5_moe_text" => {

@@ -46,7 +46,7 @@ pub struct Uploaded {
     /// The names of the parameters of each part.
     parts: BTreeMap<LayerPart, Vec<Arc<str>>>,
     /// Order in which layers are fetched from `host`.
-    order: Mutex<Order>,
+    order: Mutex<FetchOrder>,
 }
 
 enum Content {

@@ -140,7 +140,7 @@ fn names_round_trip() {
                 tfinal: 3,
                 total_step: 9,
                 kept: vec![("model.layers.0.self_attn.q_proj".into(), vec![true, false])],
-                ..Allocation::default()
+                ..RankAllocation::default()
             }),
             false,
         ),

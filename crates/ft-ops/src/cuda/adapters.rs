@@ -118,7 +118,7 @@ pub(crate) fn add_blocks(y: &Tensor, x: &Tensor, d: &Tensor, transposed: bool) -
     let a = GpuMatrix::new(address(x, NAME)?, kind, features);
     let b = GpuMatrix {
         transposed,
-        ..Matrix::new(address(&d, NAME)?, kind, size)
+        ..GpuMatrix::new(address(&d, NAME)?, kind, size)
     };
     let c = GpuMatrix::new(address_of(y, NAME, x.dtype())?, kind, features);
     let batch = ProductBatch {

@@ -86,7 +86,7 @@ pub(crate) fn product(
         let first = address(of.of, NAME)? + (of.first * kind.bytes()) as u64;
         Ok(GpuMatrix {
             transposed: of.transposed,
-            ..Matrix::new(first, kind, stride)
+            ..GpuMatrix::new(first, kind, stride)
         })
     };
     let lines = |of: &ColumnOperand<'_>, rows: usize, columns: usize| {

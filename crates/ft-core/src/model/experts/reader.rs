@@ -49,10 +49,10 @@ impl ExpertReader {
         let down_bias = bias.then(|| param(&weights, &format!("{}.bias", self.module(e, 2))));
         Ok(Expert {
             inputs: Projections::separate(vec![
-                self.linear(&weights, (e, 0), bias)?,
-                self.linear(&weights, (e, 1), bias)?,
+                self.linear(&weights, e, 0, bias)?,
+                self.linear(&weights, e, 1, bias)?,
             ]),
-            down: Projections::separate(vec![self.linear(&weights, (e, 2), false)?]),
+            down: Projections::separate(vec![self.linear(&weights, e, 2, false)?]),
             down_bias: down_bias.transpose()?,
             _weights: weights,
         })

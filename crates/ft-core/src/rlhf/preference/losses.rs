@@ -165,7 +165,7 @@ impl Dpo {
         let mut out = PreferenceTerms {
             slopes: vec![[0.0; 2]; pairs.len()],
             rewards: ratios.iter().map(|r| r.map(|r| self.beta * r)).collect(),
-            ..Terms::default()
+            ..PreferenceTerms::default()
         };
         for &(kind, weight) in &self.losses {
             match kind {
@@ -326,7 +326,7 @@ fn orpo(beta: f64, pairs: &[LogProbPair]) -> PreferenceTerms {
     let mut out = PreferenceTerms {
         loss: nll * count,
         text_slope: slope * count,
-        ..Terms::default()
+        ..PreferenceTerms::default()
     };
     let (mut odds_sum, mut ratio_sum) = (0.0, 0.0);
     for pair in pairs {
@@ -357,7 +357,7 @@ fn simpo(beta: f64, gamma: f64, nll_weight: f64, label_smoothing: f64, pairs: &[
     let mut out = PreferenceTerms {
         loss: nll_weight * nll * count,
         text_slope: nll_weight * slope * count,
-        ..Terms::default()
+        ..PreferenceTerms::default()
     };
     for pair in pairs {
         let [c, r] = means(pair);

@@ -19,7 +19,7 @@ pub use expert_ranks::{ExpertRanks, own_experts};
 pub use origin::WeightOrigin;
 
 use super::slots::Slots;
-use super::uploaded::Order;
+use super::uploaded::FetchOrder;
 use super::{Group, GroupWeights, ParamInfo, Resident, StreamedMatrix, WeightSource, expert_of, lock, no_such};
 use crate::base::{Error, Result};
 use crate::comm::{Collective, Patience, Pending, Whole, part_of, share};
@@ -493,7 +493,7 @@ pub fn collections(
     trains: impl Fn(usize) -> bool,
 ) -> Vec<u64> {
     let (mut slots, mut on_device) = (Slots::<usize, ()>::default(), Slots::<usize, ()>::default());
-    let mut order = Order::default();
+    let mut order = FetchOrder::default();
     let mut counts = vec![0; layers];
     // From the third step on the order of the layers is known.
     for step in 0..3 {

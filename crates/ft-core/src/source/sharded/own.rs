@@ -34,7 +34,7 @@ pub(super) struct CodePart {
 }
 
 /// The bytes of rank `rank`. Quantized data is never updated in parts, so it is cut anywhere.
-pub fn bytes_of(length: usize, rank: usize, size: usize) -> Range<usize> {
+pub(crate) fn bytes_of(length: usize, rank: usize, size: usize) -> Range<usize> {
     let each = length.div_ceil(size);
     (rank * each).min(length)..((rank + 1) * each).min(length)
 }

@@ -45,7 +45,7 @@ impl Dora {
     /// Initializes m with the norm, so that the model is unchanged.
     ///
     /// # Errors
-    /// A base of another size (`Shape`), or one whose weight cannot be dequantized.
+    /// A base of another size (`Shape`); not enough memory.
     pub fn begin(&self, base: &dyn Frozen) -> Result<()> {
         small::fill(&self.magnitude, &update::to_f32_vec(&self.norm(base)?)?)
     }

@@ -145,7 +145,7 @@ impl RankAllocator {
     /// (the clipping factor), and sets the singular values that are pruned to zero.
     ///
     /// # Errors
-    /// A gradient of another shape (`Shape`); scores that are not finite.
+    /// A gradient or a weight of another type (`Shape`).
     pub fn after(&mut self, step: u64, gradients: &StepGradients, coefficient: f32) -> Result<()> {
         if !self.prunes() {
             return Ok(());

@@ -9,7 +9,7 @@ use ft::ops::attention::{self, AttentionGradInputs};
 use ft::ops::glu::Activation;
 use ft::ops::low_rank::{self, BaseWeight, LowRank};
 use ft::ops::{Dtype, glu, linear, rms_norm};
-use ft::quant::{Format, Weight, encode};
+use ft::quant::{Format, Weight, quantize};
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
@@ -192,7 +192,7 @@ fn quantized(c: &mut Criterion) {
         let dense = || Weight::from(w.to_dtype(DType::BF16).expect("a tensor"));
         let of = |format: Option<Format>| match format {
             None => dense(),
-            Some(format) => encode(&values, (o, i), format, Dtype::Bf16).expect("codes").into(),
+            Some(format) => quantize(&values, (o, i), format, Dtype::Bf16).expect("codes").into(),
         };
         let mut group = c.benchmark_group(format!("quantized product {n} x {i} x {o}"));
         group.throughput(Throughput::Elements(2 * (n * i * o) as u64));
@@ -218,7 +218,7 @@ fn quantized(c: &mut Criterion) {
 fn attentions(c: &mut Criterion) {
     for n in [512, 2048] {
         let (heads, kv_heads, head_dim) = (14, 2, 64);
-        let spec = attention::Spec {
+        let spec = attention::AttentionSpec {
             heads,
             kv_heads,
             head_dim,

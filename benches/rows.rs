@@ -9,7 +9,7 @@
 use ft::base::memory::peak_resident;
 use ft::base::rng::{Rng, Stream};
 use ft::data::order::{BatchStream, Length, StreamSpec};
-use ft::data::{Dataset, Long, Render, Source, Spec, TokenCache, TrainOn};
+use ft::data::{Dataset, DatasetSpec, Long, Render, Source, TokenCache, TrainOn};
 use ft::formats::Tokenizer;
 use std::fs;
 use std::io::Write;
@@ -65,7 +65,7 @@ fn main() {
     let texts = write_rows(count, &rows);
     let bytes: usize = texts.iter().map(String::len).sum();
     let sources = [Source::new(vec![rows.display().to_string()])];
-    let spec = Spec {
+    let spec = DatasetSpec {
         sources: &sources,
         render: Render::Auto,
         max_length: 2048,

@@ -15,7 +15,7 @@ fn main() -> Result<()> {
     let base = Path::new("assets/tiny");
     let mut opened = hf::open(base, Dtype::F32, &Device::Cpu)?;
     let network = &mut opened.model.network;
-    let spec = data::Spec {
+    let spec = data::DatasetSpec {
         sources: &[Source::new(vec!["assets/world/train.jsonl".to_string()])],
         render: Render::Auto,
         max_length: 128,

@@ -21,7 +21,7 @@
 //! let prompt = opened.tokenizer.encode("Two plus three is", true)?;
 //!
 //! // Rows of a file, as token ids with a loss mask.
-//! let spec = data::Spec {
+//! let spec = data::DatasetSpec {
 //!     sources: &[data::Source::new(vec!["assets/world/eval.jsonl".to_string()])],
 //!     render: Render::Auto,
 //!     max_length: 128,

@@ -189,7 +189,7 @@ fn quantized_files_open_as_codes_or_decoded() {
     }
     let name = "model.layers.0.mlp.experts.1.down_proj.weight";
     let codes = hf::open(dir.path(), Dtype::F32, &Device::Cpu).unwrap();
-    let decoded = hf::open_decoded(dir.path(), Dtype::F32, &Device::Cpu).unwrap();
+    let decoded = hf::open_dequantized(dir.path(), Dtype::F32, &Device::Cpu).unwrap();
     assert!(codes.model.network.param(name).is_err(), "codes have no tensor");
     assert_eq!(decoded.model.network.param(name).unwrap().tensor.dims().len(), 2);
     let ids = decoded.tokenizer.encode("the mill by the river", true).unwrap();

@@ -1,7 +1,7 @@
 //! Rules of the code base as tests: modules, file sizes, forbidden words.
 //! This file defines the order of the modules; a module may import only those below it.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -417,6 +417,27 @@ fn files_are_small() {
         }
     }
     assert_none(&faults, "a file has more than 600 lines");
+}
+
+/// A public type of the library has a name of its own, so that `use` needs no `as`. (Other types are `pub(crate)`: the lint
+/// `unreachable_pub`.)
+#[test]
+fn no_two_public_types_have_the_same_name() {
+    let mut places: BTreeMap<String, Vec<String>> = BTreeMap::new();
+    for source in product().iter().filter(|s| s.path.starts_with("crates/")) {
+        for (line, text) in source.product() {
+            let kinds = ["pub struct ", "pub enum ", "pub trait ", "pub type "];
+            let Some(rest) = kinds.iter().find_map(|kind| text.trim_start().strip_prefix(kind)) else {
+                continue;
+            };
+            let name = rest.chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect();
+            places.entry(name).or_default().push(format!("{}:{line}", source.path));
+        }
+    }
+    assert!(places.len() > 100, "only {} public types were found", places.len());
+    let several = places.iter().filter(|(_, at)| at.len() > 1);
+    let faults: Vec<String> = several.map(|(name, at)| format!("{name}: {}", at.join(", "))).collect();
+    assert_none(&faults, "public types with the same name");
 }
 
 #[test]

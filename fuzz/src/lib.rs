@@ -205,7 +205,7 @@ fn rows(name: &str, bytes: &[u8]) {
         text.trusted(|_| {})
     });
     let path = put(name, bytes);
-    let spec = data::Spec {
+    let spec = data::DatasetSpec {
         sources: &[data::Source::new(vec![path.to_string_lossy().into_owned()])],
         render: Render::Auto,
         max_length: 128,
@@ -258,7 +258,7 @@ fn gguf(bytes: &[u8]) {
     if names.len() < first.tensors.len() || read.len() < first.tensors.len() {
         return;
     }
-    let keys: Vec<(String, ggufs::Value)> = first.keys.clone().into_iter().collect();
+    let keys: Vec<(String, ggufs::MetadataValue)> = first.keys.clone().into_iter().collect();
     let again = dir().join("again.gguf");
     let mut data = read.iter();
     let written = ggufs::write(&again, &keys, &first.tensors, |_, put| put(data.next().unwrap()));

@@ -4,7 +4,7 @@ use super::out::{out, out_text};
 use crate::base::{Result, files, memory, progress, speed, units};
 use crate::hub::{HubSettings, HubStatus};
 use crate::ops::CpuBackend;
-use crate::ops::device::{self, Gpu};
+use crate::ops::device::{self, GpuProperties};
 use crate::report;
 use serde_json::{Value, json};
 use std::path::Path;
@@ -309,7 +309,7 @@ fn gpus() -> Vec<Line> {
     }
 }
 
-fn gpu_lines(ordinal: usize, gpu: &Gpu) -> Vec<Line> {
+fn gpu_lines(ordinal: usize, gpu: &GpuProperties) -> Vec<Line> {
     let mut lines = vec![ok(
         "device",
         format!(

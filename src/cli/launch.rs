@@ -142,7 +142,7 @@ fn by_mpi(place: Place) -> Result<Arc<dyn Collective>> {
 
 #[cfg(feature = "mpi")]
 fn by_mpi(place: Place) -> Result<Arc<dyn Collective>> {
-    let group = crate::comm::Group::mpi(say)?;
+    let group = crate::comm::RankGroup::mpi(say)?;
     let found = group.world().size;
     if found != place.size {
         return Err(Error::new("the launcher and the MPI library do not fit together")
@@ -205,7 +205,7 @@ fn rendezvous(place: Place) -> Result<Arc<dyn Collective>> {
         one_machine: local.is_empty() || local == size.to_string(),
         limit: std::time::Duration::from_secs(seconds),
     };
-    let group = crate::comm::Group::nccl(rendezvous, say).map_err(|e| {
+    let group = crate::comm::RankGroup::nccl(rendezvous, say).map_err(|e| {
         e.hint(
             "all ranks need the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE; rank 0 listens on MASTER_PORT + 1, which must be free and \
              reachable; FT_JOIN_TIMEOUT sets the seconds to wait",

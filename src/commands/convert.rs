@@ -16,7 +16,7 @@ pub mod smile;
 use crate::base::rng::{Rng, Stream};
 use crate::base::{Error, Result};
 use crate::checkpoint;
-use crate::commands::merge::{refuse_codes, refuse_existing, refuse_strangers};
+use crate::commands::merge::{refuse_existing, refuse_quantized, refuse_strangers};
 use crate::formats::StoredDtype;
 use crate::formats::config::Config;
 use crate::formats::weights::Weights;
@@ -92,7 +92,7 @@ pub fn convert(request: &Request) -> Result<Report> {
     let mixture = families::read(&Config::from_map(raw.clone(), &config.path))?;
     same_attention(&dense, &mixture, &config)?;
     let weights = Weights::open(request.model)?;
-    refuse_codes(&dense, &weights)?;
+    refuse_quantized(&dense, &weights)?;
     refuse_strangers(&dense, &weights)?;
     for p in dense.params() {
         weights.require(&p.name, &p.shape)?;
@@ -141,7 +141,7 @@ pub fn convert(request: &Request) -> Result<Report> {
                 Some(splits) => {
                     let own = splits[*layer].of(*expert, request.experts);
                     let values = weights.read_f32(&name)?;
-                    sink(Values::F32(&cut(&values, *projection, own, (&dense, request.top_k))))
+                    sink(Values::F32(&cut(&values, *projection, own, &dense, request.top_k)))
                 }
             }
         }
@@ -239,7 +239,7 @@ fn plans(
 
 /// The neurons `own` of a projection of the dense MLP: rows of gate and up, columns of down. The weights of the chosen experts
 /// of a token add up to 1, so their sum is multiplied by their number.
-fn cut(values: &[f32], projection: usize, own: &[u32], (dense, top_k): (&Spec, usize)) -> Vec<f32> {
+fn cut(values: &[f32], projection: usize, own: &[u32], dense: &Spec, top_k: usize) -> Vec<f32> {
     if projection < 2 {
         let d = dense.hidden;
         return own

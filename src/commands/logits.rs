@@ -6,7 +6,7 @@ use crate::base::rng::{Rng, Stream};
 use crate::base::{Result, progress};
 use crate::formats::config::Config;
 use crate::formats::weights::Weights;
-use crate::hf::{self, Weighted};
+use crate::hf::{self, WeightedAdapter};
 use crate::model::spec::LM_HEAD;
 use crate::model::{Adapters, Network, Spec, families};
 use crate::ops::{linear, update};
@@ -23,7 +23,7 @@ const TOKENS: usize = 48;
 struct Streamed {
     weights: Weights,
     params: Vec<ParamInfo>,
-    folded: Vec<Weighted>,
+    folded: Vec<WeightedAdapter>,
 }
 
 impl Streamed {
@@ -79,7 +79,7 @@ fn logits(
     dir: &Path,
     spec: &Spec,
     adapters: Adapters,
-    folded: Vec<Weighted>,
+    folded: Vec<WeightedAdapter>,
     score: Option<&Tensor>,
     new: Option<&NewRows>,
 ) -> Result<Vec<f32>> {
@@ -131,7 +131,7 @@ pub struct LogitDifference {
 /// `new`: rows of new tokens, which the files of the base do not have. `untied`: an adapter has separate embedding and head matrices for a tied model.
 pub fn difference(
     base: &Path,
-    adapters: Vec<Weighted>,
+    adapters: Vec<WeightedAdapter>,
     merged: &Path,
     untied: bool,
     new: Option<&NewRows>,

@@ -8,7 +8,7 @@ use crate::formats::config::Config;
 use crate::formats::tokenizer::{self, Tokenizer};
 use crate::formats::weights::Weights;
 use crate::formats::writer::{self, TensorPlan, Values};
-use crate::hf::{self, Directory, Weighted};
+use crate::hf::{self, Directory, WeightedAdapter};
 use crate::model::spec::{EMBEDDING, LM_HEAD};
 use crate::model::{Spec, families};
 use crate::ops::update;
@@ -81,7 +81,7 @@ pub fn merge(
             return Err(Error::usage("the weight of an adapter is not a finite number").at_path(dir));
         }
         hf::check_base(dir, &base)?;
-        adapters.push(Weighted {
+        adapters.push(WeightedAdapter {
             adapter: hf::load_adapter(dir, &spec)?,
             weight: *weight,
         });
@@ -185,7 +185,7 @@ pub fn merge(
 
 /// Refuses a mix of adapters that untie embedding and head with adapters that change both at once: the sum is
 /// undefined.
-fn refuse_mixed_ties(dirs: &[(PathBuf, f32)], adapters: &[Weighted], tied: &Spec) -> Result<()> {
+fn refuse_mixed_ties(dirs: &[(PathBuf, f32)], adapters: &[WeightedAdapter], tied: &Spec) -> Result<()> {
     for ((dir, _), a) in dirs.iter().zip(adapters) {
         if !hf::unties(dir, tied)? && (a.changes(EMBEDDING) || a.changes(LM_HEAD) || a.adapter.score.is_some()) {
             return Err(Error::usage(
@@ -200,7 +200,7 @@ fn refuse_mixed_ties(dirs: &[(PathBuf, f32)], adapters: &[Weighted], tied: &Spec
 }
 
 /// The score head of an adapter. Errors: two adapters have one.
-fn score_of(adapters: &[Weighted]) -> Result<Option<&Tensor>> {
+fn score_of(adapters: &[WeightedAdapter]) -> Result<Option<&Tensor>> {
     let mut scores = adapters.iter().filter_map(|a| a.adapter.score.as_ref());
     match (scores.next(), scores.next()) {
         (_, Some(_)) => Err(Error::usage("two of the adapters belong to reward models")
@@ -213,7 +213,7 @@ fn write_one(
     weights: &Weights,
     param: &ParamInfo,
     dtype: StoredDtype,
-    adapters: &[Weighted],
+    adapters: &[WeightedAdapter],
     rounding: &mut Rounding,
     sink: &mut dyn FnMut(Values) -> Result<()>,
 ) -> Result<()> {
@@ -285,7 +285,7 @@ fn quantized_format(spec: &Spec, weights: &Weights) -> Result<Option<Format>> {
 }
 
 /// Refuses quantized weights: what a first quantization lost is not known.
-pub(super) fn refuse_codes(spec: &Spec, weights: &Weights) -> Result<()> {
+pub(super) fn refuse_quantized(spec: &Spec, weights: &Weights) -> Result<()> {
     for p in spec.params() {
         if let Some((_, format)) = stored::find(weights, &p.name)? {
             return Err(Error::new("the weights of this model are quantized")

@@ -16,7 +16,7 @@ use crate::setup::vocabulary::TextChanges;
 use crate::setup::{ModelDir, locate};
 use crate::source::ParamInfo;
 use crate::source::policy::is_projection;
-use crate::source::stored::{self, Layout};
+use crate::source::stored::{self, QuantizedLayout};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -40,7 +40,7 @@ pub struct Request<'a> {
 #[derive(Debug, Clone)]
 pub struct Report {
     pub out: PathBuf,
-    pub layout: Layout,
+    pub layout: QuantizedLayout,
     /// Number of weights in each format, by its name.
     pub counts: BTreeMap<String, usize>,
     /// Bytes of all weights before and after.
@@ -61,7 +61,7 @@ pub fn quantize(request: &Request) -> Result<Report> {
     let config = locate::model_config(request.model, Config::load)?;
     let spec = families::read(&config)?;
     let weights = Weights::open(request.model)?;
-    crate::commands::merge::refuse_codes(&spec, &weights)?;
+    crate::commands::merge::refuse_quantized(&spec, &weights)?;
     crate::commands::merge::refuse_strangers(&spec, &weights)?;
     let params = spec.params();
     for p in &params {
@@ -104,9 +104,9 @@ fn write(
 ) -> Result<Report> {
     let nf4 = |p: &&ParamInfo| matches!(formats.get(&p.name), Some(Format::Nf4 { .. }));
     let layout = if params.iter().filter(|p| is_projection(p)).all(|p| nf4(&p)) {
-        Layout::Bitsandbytes
+        QuantizedLayout::Bitsandbytes
     } else {
-        Layout::Ft
+        QuantizedLayout::Ft
     };
     // Each tensor with its parameter.
     let mut tensors: Vec<TensorPlan> = Vec::new();
@@ -153,7 +153,7 @@ fn write(
             now = None;
             let values = weights.read_f32(&owner.name)?;
             let quantized =
-                quant::encode(&values, (rows, columns), *format, decoded).map_err(|e| e.or_at(&*owner.name))?;
+                quant::quantize(&values, (rows, columns), *format, decoded).map_err(|e| e.or_at(&*owner.name))?;
             errors.add(&values, &quantized);
             now = Some((owner.name.clone(), quantized));
         }

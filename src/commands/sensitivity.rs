@@ -105,7 +105,7 @@ pub fn measure(model: &ModelDir, data: &Path, smallest: Format, decoded: Dtype, 
 /// Errors: an invalid model or invalid rows.
 pub fn calibration(model: &ModelDir, data: &Path, tokens: usize) -> Result<Vec<Batch>> {
     let sources = [Source::new(vec![data.display().to_string()])];
-    let spec = dataset::Spec {
+    let spec = dataset::DatasetSpec {
         sources: &sources,
         render: Render::Auto,
         max_length: model.spec.max_positions.min(BATCH_TOKENS),
@@ -222,7 +222,7 @@ impl Sensitivity {
             let values = crate::ops::update::to_f32_vec(weight.dense()?)?;
             quantized.insert(
                 name,
-                Weight::from(quant::encode(&values, (rows, columns), format, self.decoded)?),
+                Weight::from(quant::quantize(&values, (rows, columns), format, self.decoded)?),
             );
         }
         self.measured.set(group, quantized);

@@ -305,8 +305,9 @@ pub fn sent(model: &Model, recipe: &Recipe, inputs: &Inputs) -> u64 {
         // Each rank that shares a micro-batch gives a contribution of its own.
         let shared = inputs.sequence.ranks;
         let (rounds, place) = ((inputs.micro_batches * shared) as u64, (rank, inputs.ranks));
-        let down_to = (active.lowest_layer(model.layers()), inputs.strategy.saved_layers);
-        let attention = sequence_bytes(model.spec, inputs.sequence, &[0, inputs.tokens * shared], down_to, rank);
+        let (lowest, saved) = (active.lowest_layer(model.layers()), inputs.strategy.saved_layers);
+        let documents = [0, inputs.tokens * shared];
+        let attention = sequence_bytes(model.spec, inputs.sequence, &documents, lowest, saved, rank);
         let corrected = active.corrected().map(|name| (name, model.elements(name)));
         let stored = recipe.model.dtype.bytes();
         squares

@@ -312,7 +312,7 @@ fn mixer_scratch(spec: &Spec, inputs: &Inputs, bf16: bool) -> usize {
         Mixer::DeltaNet(sizes) => delta_rule::scratch(&delta_net::heads(&sizes), inputs.longest),
         Mixer::ShortConv { .. } => 0,
         Mixer::Attention | Mixer::Latent(_) => {
-            let form = attention::Spec {
+            let form = attention::AttentionSpec {
                 heads: spec.heads,
                 kv_heads,
                 head_dim,

@@ -28,7 +28,7 @@ pub(super) fn linear_backward(
     sink: &mut dyn GradSinkMemory,
 ) {
     if let Some(cost) = settings.adapters.get(module) {
-        settings.adapter_backward(l, (cost, settings.spec.hidden), (true, true), sink);
+        settings.adapter_backward(l, cost, settings.spec.hidden, true, true, sink);
     }
     sink.give(l, &format!("{module}.weight"));
 }

@@ -8,7 +8,7 @@ use crate::base::{Error, Result};
 use crate::data::{Batch, Dataset, Example, Examples, IGNORE};
 use crate::distill::spans::{self, TokenBytes};
 use crate::distill::{AlignedBatch, AlignedRows};
-use crate::ops::distill::aligned::{SharedIds, Span};
+use crate::ops::distill::aligned::{AlignedSpan, SharedIds};
 use crate::recipe::{Alignment, Distill, Recipe};
 use crate::setup::ModelDir;
 use crate::setup::rows;
@@ -43,7 +43,7 @@ impl Aligner {
         let read = rows::read(&own, RowSet::Train, teacher)
             .map_err(|e| e.after("the rows are read again with the tokenizer and the chat template of the teacher"))?;
         let (own_bytes, bytes) = (student.tokenizer.token_bytes(), teacher.tokenizer.token_bytes());
-        let found = RowIndex::cached(recipe, (train, student), (&read, teacher), (&own_bytes, &bytes))?;
+        let found = RowIndex::cached(recipe, train, student, &read, teacher, (&own_bytes, &bytes))?;
         if found.counts[2] == 0 {
             return Err(
                 Error::new("no answer has the same text for the teacher and for the student")
@@ -150,8 +150,8 @@ impl AlignedRows for Aligner {
             };
             let Some(other) = other else { continue };
             let rows = |r: Range<usize>, first: usize| first + r.start - 1..first + r.end - 1;
-            let found = aligned((&own, &other), (&self.student, &self.teacher)).into_iter();
-            spans.extend(found.map(|(a, b)| Span {
+            let found = aligned(&own, &other, (&self.student, &self.teacher)).into_iter();
+            spans.extend(found.map(|(a, b)| AlignedSpan {
                 student: rows(a, range.start),
                 teacher: rows(b, offset),
             }));

@@ -2,7 +2,7 @@
 
 use crate::base::{Error, Result};
 use crate::engine::StepHook;
-use crate::formats::adapter::{AdapterKind, Allocation};
+use crate::formats::adapter::{AdapterKind, RankAllocation};
 use crate::hf::AdapterSet;
 use crate::peft::Adapter;
 use crate::peft::ranks::{RankAllocator, RankSchedule};
@@ -39,11 +39,11 @@ pub fn resolve(recipe: &Recipe, adapter_set: &mut AdapterSet, steps: u64) -> Res
         (0, true) => {
             // The adapter keeps its ranks. With this schedule PEFT sees that no allocation is left.
             let kept = std::mem::take(&mut own.kept);
-            *own = Allocation {
+            *own = RankAllocation {
                 target_r: own.target_r,
                 orth_reg_weight: ranks.orth_reg_weight,
                 kept,
-                ..Allocation::default()
+                ..RankAllocation::default()
             };
             return Ok(());
         }
@@ -74,13 +74,13 @@ pub fn resolve(recipe: &Recipe, adapter_set: &mut AdapterSet, steps: u64) -> Res
                 .expected("less than the steps of the run"),
         );
     }
-    *own = Allocation {
+    *own = RankAllocation {
         target_r: target,
         beta1: ranks.beta1,
         beta2: ranks.beta2,
         delta_t: ranks.delta_t,
         orth_reg_weight: ranks.orth_reg_weight,
-        ..Allocation::default()
+        ..RankAllocation::default()
     };
     if steps > 0 {
         (own.tinit, own.tfinal, own.total_step) = (tinit, tfinal, steps);

@@ -18,7 +18,7 @@ use crate::recipe::{self, Dtype, Method, ModelInit, ModelRef, Recipe};
 use crate::report;
 use crate::setup::locate::{adapter_directory, model_config};
 use crate::setup::vocabulary::{NewRows, TextChanges};
-use crate::source::sharded::{Division, Origin};
+use crate::source::sharded::{Division, WeightOrigin};
 use crate::source::{Disk, Resident, Sharded, StoragePolicy, TrainableStore, Uploaded, disk, resident};
 use crate::source::{ParamInfo, Placement};
 use candle_core::{Device, Tensor};
@@ -401,9 +401,9 @@ impl ModelFiles {
                 };
                 let params = self.spec.params();
                 let origin = match (init, decoded) {
-                    (ModelInit::Pretrained, Some(weights)) => Origin::Files(Arc::new(weights)),
-                    (ModelInit::Pretrained, None) => Origin::Files(self.weights()?),
-                    (ModelInit::Random, _) => Origin::random(&params, self.random_weights(seed)),
+                    (ModelInit::Pretrained, Some(weights)) => WeightOrigin::Files(Arc::new(weights)),
+                    (ModelInit::Pretrained, None) => WeightOrigin::Files(self.weights()?),
+                    (ModelInit::Random, _) => WeightOrigin::random(&params, self.random_weights(seed)),
                 };
                 let among = (ranks.clone(), division);
                 let store = Sharded::open(params, origin, |p| storage.of(p), among, device)?;
@@ -439,7 +439,7 @@ impl ModelFiles {
                 Weights::open_file(&file)?
             }
         };
-        let options = disk::Options {
+        let options = disk::DiskOptions {
             dtype,
             storage: storage.clone(),
             device: Device::Cpu,

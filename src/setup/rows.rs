@@ -64,7 +64,7 @@ impl RecipeRows {
         }
         let train = if recipe.data.streaming {
             let sources = sources(recipe, RowSet::Train)?;
-            let spec = dataset::Spec {
+            let spec = dataset::DatasetSpec {
                 screen,
                 ..spec(&sources, &recipe.data, recipe.train.stage, model.spec.vocab)
             };
@@ -99,7 +99,7 @@ pub fn read(recipe: &Recipe, rows: RowSet, model: &ModelDir) -> Result<Dataset> 
 fn read_screened(recipe: &Recipe, rows: RowSet, model: &ModelDir, screen: Option<&Screen>) -> Result<Dataset> {
     let sources = sources(recipe, rows)?;
     let spec = spec(&sources, &recipe.data, recipe.train.stage, model.spec.vocab);
-    let spec = dataset::Spec {
+    let spec = dataset::DatasetSpec {
         screen,
         // The pieces of a row would begin at other texts for a teacher with another tokenizer.
         long: match recipe.distill.alignment {
@@ -117,7 +117,7 @@ const TOKEN_CACHE: &str = ".ft-tokens";
 /// Smallest data that is cached if the recipe does not decide it. Tokenizing takes seconds below this size.
 const LEAST_CACHED: u64 = 16 << 20;
 
-fn load(recipe: &Recipe, spec: &dataset::Spec, model: &ModelDir) -> Result<Dataset> {
+fn load(recipe: &Recipe, spec: &dataset::DatasetSpec, model: &ModelDir) -> Result<Dataset> {
     let (codec, template) = (&model.tokenizer, model.template());
     let loaded = with_cache(recipe, |cache| match (preference_form(recipe.train.stage), cache) {
         (Some(want), None) => data::preference::load(spec, want, codec, template),
@@ -301,9 +301,14 @@ fn random_rows(recipe: &Recipe) -> usize {
 }
 
 /// How `sources` are read in a stage. Pre-training takes texts as they are, unless asked, and trains every token of a row.
-pub fn spec<'a>(sources: &'a [Source], data: &recipe::Data, stage: Stage, embedding_rows: usize) -> dataset::Spec<'a> {
+pub fn spec<'a>(
+    sources: &'a [Source],
+    data: &recipe::Data,
+    stage: Stage,
+    embedding_rows: usize,
+) -> dataset::DatasetSpec<'a> {
     let pretrain = stage == Stage::Pretrain;
-    dataset::Spec {
+    dataset::DatasetSpec {
         sources,
         render: match data.render {
             Render::Auto if pretrain => Render::Plain,

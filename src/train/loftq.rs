@@ -10,7 +10,7 @@ use crate::base::{Error, Result};
 use crate::model::Network;
 use crate::model::linear::Linear;
 use crate::peft::Frozen;
-use crate::peft::start::{self, Pair, algebra};
+use crate::peft::start::{self, InitPair, algebra};
 use crate::quant::{self, Format};
 use crate::recipe::{Dtype, LoraInit, LoraKeys};
 use crate::source::{Numbers, TrainableStore};
@@ -19,7 +19,7 @@ use faer::{Mat, MatRef};
 
 /// The result for one linear.
 struct LoftqResult {
-    pair: Pair,
+    pair: InitPair,
     /// New values to quantize, if they differ from the current quantized data.
     codes: Option<Vec<f32>>,
     /// ‖W - Q‖ / ‖W‖.
@@ -94,7 +94,7 @@ fn one(task: &Task, w: MatRef<'_, f64>, iterations: usize, dtype: Dtype) -> Resu
     let (mut target, mut pair) = (None, start::pissa((w - &q).as_ref(), lora.rank(), lora.scale, 0, 0, 0)?);
     for _ in 1..iterations {
         let rest = algebra::values((w - change(&pair, rows, columns, lora.scale)).as_ref());
-        let codes = quant::encode(&rest, (rows, columns), format, dtype)?;
+        let codes = quant::quantize(&rest, (rows, columns), format, dtype)?;
         q = algebra::matrix(&codes.dequantize(), rows, columns);
         target = Some(rest);
         pair = start::pissa((w - &q).as_ref(), lora.rank(), lora.scale, 0, 0, 0)?;
@@ -109,7 +109,7 @@ fn one(task: &Task, w: MatRef<'_, f64>, iterations: usize, dtype: Dtype) -> Resu
 }
 
 /// s·B·A, `[O, I]`.
-fn change(pair: &Pair, outputs: usize, inputs: usize, scale: f32) -> Mat<f64> {
+fn change(pair: &InitPair, outputs: usize, inputs: usize, scale: f32) -> Mat<f64> {
     let r = pair.a.len() / inputs.max(1);
     let b = algebra::matrix(&pair.b, outputs, r);
     let a = algebra::matrix(&pair.a, r, inputs);

@@ -159,7 +159,11 @@ pub fn train(loaded: &LoadedRecipe, options: &Options) -> Result<Outcome> {
     if let Some(warning) = budget.and_then(Budget::warning) {
         reporter.warn(&warning);
     }
-    let parts = (strategy, stream, active_schedule);
+    let parts = engine::TrainerParts {
+        strategy,
+        stream,
+        schedule: active_schedule,
+    };
     let mut trainer = Trainer::new(&cx, &opened, &scratch, &mut adapters, parts, &mut reporter)?;
     let trained_tokens = trainer.restore(&cx, &opened, &adapters, &mut reporter)?;
     let OpenedRun {
@@ -208,6 +212,6 @@ pub fn train(loaded: &LoadedRecipe, options: &Options) -> Result<Outcome> {
         run.reporter.finish();
         return Ok(outcome(None, running::peak_memory(&own.device)?));
     }
-    let results = results::write(run, engine, &cx, (start_step, &ended), (&adapters, &base))?;
+    let results = results::write(run, engine, &cx, start_step, &ended, &adapters, &base)?;
     Ok(outcome(results.final_dir, results.peak_memory_bytes))
 }

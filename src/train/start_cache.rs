@@ -7,7 +7,7 @@ use crate::formats::weights::Weights;
 use crate::formats::writer::{self, TensorPlan, Values};
 use crate::model::Network;
 use crate::model::linear::Linear;
-use crate::peft::start::Pair;
+use crate::peft::start::InitPair;
 use crate::recipe::Recipe;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -59,7 +59,7 @@ fn path(dir: &Path, key: &str) -> PathBuf {
 /// The metadata key for the hash of all pairs.
 const HASH: &str = "ft_hash";
 
-type Pairs = BTreeMap<String, (usize, Pair)>;
+type Pairs = BTreeMap<String, (usize, InitPair)>;
 
 fn hash(pairs: &Pairs) -> String {
     let mut hasher = blake3::Hasher::new();
@@ -102,7 +102,7 @@ pub fn read(dir: &Path, key: &str, network: &Network, note: &mut dyn FnMut(&str)
             unusable("does not fit the model");
             return Ok(None);
         }
-        let pair = Pair {
+        let pair = InitPair {
             a: weights.read_f32(&format!("{module}.A"))?,
             b: weights.read_f32(&format!("{module}.B"))?,
         };

@@ -15,7 +15,7 @@ use crate::model::{GradSink, Network, Objective, Param};
 use crate::ops::step_stats::StepStats;
 use crate::ops::update;
 use crate::peft::lora::scaling;
-use crate::peft::start::{self, Component, Covariance, Pair, algebra, cost};
+use crate::peft::start::{self, Component, Covariance, InitPair, algebra, cost};
 use crate::peft::{self, Adapter, Dora, Frozen, Lora};
 use crate::recipe::{CordaArithmetic, LoraInit, Method, PeftType, Recipe};
 use crate::setup::ModelDir;
@@ -127,7 +127,7 @@ impl Task {
 }
 
 /// Sets A and B, and the initial pair that is subtracted, if there is one.
-pub(super) fn set(lora: &Lora, pair: &Pair) -> Result<()> {
+pub(super) fn set(lora: &Lora, pair: &InitPair) -> Result<()> {
     peft::fill(&lora.a, &pair.a)?;
     peft::fill(&lora.b, &pair.b)?;
     if let Some((a, b)) = &lora.start {
@@ -289,7 +289,7 @@ fn eva(s: &mut AdapterInitContext, network: &mut Network, adapter_set: &mut hf::
         let Some(lora) = network.adapters.get(&d.module).and_then(|a| a.lora()) else {
             continue;
         };
-        let pair = Pair {
+        let pair = InitPair {
             a: d.rows[..lora.a.elem_count()].to_vec(),
             b: vec![0.0; lora.b.elem_count()],
         };
@@ -390,7 +390,7 @@ fn place(
     recipe: &Recipe,
     network: &mut Network,
     adapter_set: &mut hf::AdapterSet,
-    pairs: BTreeMap<String, (usize, Pair)>,
+    pairs: BTreeMap<String, (usize, InitPair)>,
 ) -> Result<()> {
     let ranks = pairs.iter().map(|(m, (r, _))| (m.clone(), *r)).collect();
     resize(recipe, network, adapter_set, &ranks)?;

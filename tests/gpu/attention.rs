@@ -2,10 +2,10 @@
 
 use crate::support::{Gpu, KINDS, assert_close, assert_same_bits, flat, gpu};
 use candle_core::{DType, Tensor};
-use ft::ops::attention::{AttentionGradInputs, Spec, backward, forward, sinks};
+use ft::ops::attention::{AttentionGradInputs, AttentionSpec, backward, forward, sinks};
 
-fn spec(heads: usize, kv_heads: usize, head_dim: usize) -> Spec {
-    Spec {
+fn spec(heads: usize, kv_heads: usize, head_dim: usize) -> AttentionSpec {
+    AttentionSpec {
         heads,
         kv_heads,
         head_dim,
@@ -16,23 +16,23 @@ fn spec(heads: usize, kv_heads: usize, head_dim: usize) -> Spec {
     }
 }
 
-fn windowed(spec: Spec, window: usize) -> Spec {
-    Spec {
+fn windowed(spec: AttentionSpec, window: usize) -> AttentionSpec {
+    AttentionSpec {
         window: Some(window),
         ..spec
     }
 }
 
-fn capped(spec: Spec, cap: f32) -> Spec {
-    Spec {
+fn capped(spec: AttentionSpec, cap: f32) -> AttentionSpec {
+    AttentionSpec {
         softcap: Some(cap),
         ..spec
     }
 }
 
 /// Attention specs with document lengths.
-fn cases() -> Vec<(Spec, Vec<usize>)> {
-    let both = Spec {
+fn cases() -> Vec<(AttentionSpec, Vec<usize>)> {
+    let both = AttentionSpec {
         scale: 0.7,
         ..windowed(capped(spec(10, 5, 6), 2.0), 3)
     };
@@ -110,7 +110,7 @@ fn forward_and_backward_match_the_cpu() {
     }
 }
 
-fn decode(gpu: &Gpu, spec: &Spec, dtype: DType, tolerance: f32, qd: &[usize], kd: &[usize]) {
+fn decode(gpu: &Gpu, spec: &AttentionSpec, dtype: DType, tolerance: f32, qd: &[usize], kd: &[usize]) {
     let (nq, nk) = (qd[qd.len() - 1], kd[kd.len() - 1]);
     let q = gpu.random((nq, spec.heads * spec.head_dim), dtype, 1);
     let (k, v) = (

@@ -5,7 +5,9 @@ use candle_core::{DType, Tensor};
 use ft::base::Result;
 use ft::data::IGNORE;
 use ft::ops::cross_entropy::{PIECE, Pieces};
-use ft::ops::distill::{Matrix, Options, Output, Side, Teacher, TopK, forward_backward, likeliest};
+use ft::ops::distill::{
+    DistillOptions, DistillOutput, DistillSide, DistillTeacher, HeadMatrix, TopK, forward_backward, likeliest,
+};
 use ft::ops::step_stats::{StepStats, StepSums};
 
 fn targets(n: usize, v: usize) -> Vec<u32> {
@@ -14,22 +16,27 @@ fn targets(n: usize, v: usize) -> Vec<u32> {
         .collect()
 }
 
-fn side<'a>(h: &'a Tensor, head: &'a Tensor, softcap: Option<f32>) -> Side<'a> {
-    Side {
+fn side<'a>(h: &'a Tensor, head: &'a Tensor, softcap: Option<f32>) -> DistillSide<'a> {
+    DistillSide {
         h,
-        head: Matrix::Whole(head),
+        head: HeadMatrix::Whole(head),
         softcap,
     }
 }
 
-fn run(own: &Side, other: &Teacher, targets: &[u32], options: &Options) -> (Output, StepSums) {
+fn run(
+    own: &DistillSide,
+    other: &DistillTeacher,
+    targets: &[u32],
+    options: &DistillOptions,
+) -> (DistillOutput, StepSums) {
     let step_stats = StepStats::new(own.h.device()).unwrap();
     let out = forward_backward(own, other, targets, options, &step_stats).unwrap();
     (out, step_stats.read().unwrap())
 }
 
 /// One result of a GPU and that of the CPU.
-fn compare(got: &(Output, StepSums), want: &(Output, StepSums), tolerance: f32, what: &str) {
+fn compare(got: &(DistillOutput, StepSums), want: &(DistillOutput, StepSums), tolerance: f32, what: &str) {
     let near = |a: f64, b: f64| {
         let most = f64::from(tolerance) * b.abs().max(1.0);
         assert!((a - b).abs() <= most, "{what}: {a}, on the CPU {b}");
@@ -88,7 +95,7 @@ fn whole_heads_and_heads_in_parts_match_the_cpu() {
                 }
                 let (cap, their_cap) = if i == 1 { (Some(2.5), Some(4.0)) } else { (None, None) };
                 let temperature = [1.0, 2.0, 0.7][i];
-                let options = Options {
+                let options = DistillOptions {
                     beta,
                     temperature,
                     alpha: [0.3, 0.0, 0.5][i],
@@ -108,10 +115,10 @@ fn whole_heads_and_heads_in_parts_match_the_cpu() {
                     side(&other.0.gpu, &other.1.gpu, their_cap),
                 );
                 let what = format!("{dtype:?} {v} {beta}");
-                let want = run(&here.0, &Teacher::Live(here.1), &targets, &options);
-                let got = run(&there.0, &Teacher::Live(there.1), &targets, &options);
+                let want = run(&here.0, &DistillTeacher::Live(here.1), &targets, &options);
+                let got = run(&there.0, &DistillTeacher::Live(there.1), &targets, &options);
                 compare(&got, &want, tolerance, &what);
-                let again = run(&there.0, &Teacher::Live(there.1), &targets, &options);
+                let again = run(&there.0, &DistillTeacher::Live(there.1), &targets, &options);
                 assert_same_bits(&again.0.dh.unwrap(), got.0.dh.as_ref().unwrap());
                 assert_same_bits(&again.0.dw.unwrap(), got.0.dw.as_ref().unwrap());
 
@@ -120,7 +127,7 @@ fn whole_heads_and_heads_in_parts_match_the_cpu() {
                     .map(|k| likeliest(&here.1, &targets, common, k, temperature, 4).unwrap())
                     .into();
                 for top in &tops {
-                    let teacher = Teacher::Stored { top, common };
+                    let teacher = DistillTeacher::Stored { top, common };
                     let want = run(&here.0, &teacher, &targets, &options);
                     let got = run(&there.0, &teacher, &targets, &options);
                     compare(&got, &want, tolerance, &format!("{what}, {} stored", top.k));
@@ -138,20 +145,20 @@ fn whole_heads_and_heads_in_parts_match_the_cpu() {
                     let pieces = (pieces(v, d, own_rows, &parts.0), pieces(vt, dt, other_rows, &parts.1));
                     let (mut student, mut teacher) = there;
                     if own_rows > 0 {
-                        student.head = Matrix::Parts(&pieces.0);
+                        student.head = HeadMatrix::Parts(&pieces.0);
                     }
                     if other_rows > 0 {
-                        teacher.head = Matrix::Parts(&pieces.1);
+                        teacher.head = HeadMatrix::Parts(&pieces.1);
                     }
-                    let options = Options {
+                    let options = DistillOptions {
                         need_dw: own_rows == 0,
                         ..options.clone()
                     };
                     let what = format!("{what}, in parts of {own_rows} and {other_rows}");
-                    let want = run(&here.0, &Teacher::Live(here.1), &targets, &options);
-                    let got = run(&student, &Teacher::Live(teacher), &targets, &options);
+                    let want = run(&here.0, &DistillTeacher::Live(here.1), &targets, &options);
+                    let got = run(&student, &DistillTeacher::Live(teacher), &targets, &options);
                     compare(&got, &want, tolerance, &what);
-                    let stored = Teacher::Stored { top: &tops[0], common };
+                    let stored = DistillTeacher::Stored { top: &tops[0], common };
                     let want = run(&here.0, &stored, &targets, &options);
                     compare(&run(&student, &stored, &targets, &options), &want, tolerance, &what);
                     let top = likeliest(&teacher, &targets, common, 3.min(common), temperature, 4).unwrap();
@@ -184,7 +191,7 @@ fn a_logit_that_is_not_finite_shows_in_the_loss() {
         let bad = Tensor::cat(&[&model.0.cpu.narrow(0, 0, 2).unwrap(), &row], 0).unwrap();
         let bad = gpu.pair(&bad, dtype);
         for beta in [0.0, 1.0, 0.5] {
-            let options = Options {
+            let options = DistillOptions {
                 beta,
                 temperature: 2.0,
                 alpha: 0.0,
@@ -194,7 +201,7 @@ fn a_logit_that_is_not_finite_shows_in_the_loss() {
                 need_dw: false,
             };
             let loss = |h: &Tensor, t: &Tensor, targets: &[u32]| {
-                let other = Teacher::Live(side(t, &model.1.gpu, None));
+                let other = DistillTeacher::Live(side(t, &model.1.gpu, None));
                 run(&side(h, &model.1.gpu, None), &other, targets, &options).1.loss
             };
             let good = &model.0.gpu;
@@ -203,7 +210,7 @@ fn a_logit_that_is_not_finite_shows_in_the_loss() {
             assert_eq!(
                 run(
                     &side(good, &model.1.gpu, None),
-                    &Teacher::Live(side(good, &model.1.gpu, None)),
+                    &DistillTeacher::Live(side(good, &model.1.gpu, None)),
                     &[IGNORE; 3],
                     &options
                 )

@@ -5,7 +5,7 @@ use crate::support::{Gpu, KINDS, assert_same_bits, flat, gpu};
 use crate::train::{close, number, train};
 use candle_core::{DType, Tensor};
 use ft::ops::quantized::Products;
-use ft::quant::{Format, Weight, encode};
+use ft::quant::{Format, Weight, quantize};
 use ft::recipe::Dtype;
 use tempfile::TempDir;
 
@@ -76,7 +76,7 @@ fn wide(values: &[f32]) -> Vec<f64> {
 fn weight(gpu: &Gpu, (o, i): (usize, usize), dtype: DType) -> (Weight, Vec<f64>, Vec<f32>) {
     let values = flat(&gpu.random((o, i), DType::F32, 7).cpu);
     let decoded = if dtype == DType::BF16 { Dtype::Bf16 } else { Dtype::F32 };
-    let coded = |decoded| encode(&values, (o, i), Format::Int8 { group: 0 }, decoded).unwrap();
+    let coded = |decoded| quantize(&values, (o, i), Format::Int8 { group: 0 }, decoded).unwrap();
     let scales = values
         .chunks(i)
         .map(|row| row.iter().fold(0f32, |m, x| m.max(x.abs())) / 127.0)
@@ -192,7 +192,7 @@ fn some_products_stay_exact() {
         }
         // Groups of columns.
         let values = flat(&gpu.random((64, 256), DType::F32, 7).cpu);
-        let coded = encode(&values, (64, 256), Format::Int8 { group: 128 }, Dtype::Bf16).unwrap();
+        let coded = quantize(&values, (64, 256), Format::Int8 { group: 128 }, Dtype::Bf16).unwrap();
         let dense = Weight::quantized_on(coded, &gpu.device).unwrap();
         let x = gpu.random((20, 256), DType::BF16, 1).gpu;
         let y = dense.forward(&x, None).unwrap();

@@ -9,7 +9,7 @@ use ft::model::{Network, families};
 use ft::ops::attention;
 use ft::ops::device::memory;
 use ft::ops::kv_block::{KvBlock, KvDocument, KvPart, KvStep};
-use ft::ops::paged::{self, Document, Form, PAGE, Page};
+use ft::ops::paged::{self, Document, PAGE, Page, PageForm};
 use ft::ops::sample;
 use ft::quant::Format;
 use ft::recipe::Dtype;
@@ -321,13 +321,13 @@ fn as_stored(head: &[f32], stored: KvDtype) -> Vec<f32> {
     head.iter().map(number).collect()
 }
 
-fn forms(stored: KvDtype, heads: usize, kv_heads: usize, head_dim: usize) -> (Form, attention::Spec) {
-    let form = Form {
+fn forms(stored: KvDtype, heads: usize, kv_heads: usize, head_dim: usize) -> (PageForm, attention::AttentionSpec) {
+    let form = PageForm {
         stored,
         kv_heads,
         head_dim,
     };
-    let spec = attention::Spec {
+    let spec = attention::AttentionSpec {
         heads,
         kv_heads,
         head_dim,
@@ -349,11 +349,11 @@ struct Text {
 #[test]
 fn attention_on_blocks_is_that_on_pages() {
     let Some(gpu) = gpu() else { return };
-    let capped = |spec| attention::Spec {
+    let capped = |spec| attention::AttentionSpec {
         softcap: Some(2.0),
         ..spec
     };
-    let windowed = |window, spec| attention::Spec {
+    let windowed = |window, spec| attention::AttentionSpec {
         window: Some(window),
         ..spec
     };
@@ -386,7 +386,15 @@ fn attention_on_blocks_is_that_on_pages() {
     }
 }
 
-fn one(gpu: &Gpu, dtype: DType, tolerance: f32, form: Form, spec: &attention::Spec, shared: usize, texts: &[Text]) {
+fn one(
+    gpu: &Gpu,
+    dtype: DType,
+    tolerance: f32,
+    form: PageForm,
+    spec: &attention::AttentionSpec,
+    shared: usize,
+    texts: &[Text],
+) {
     let width = spec.kv_heads * spec.head_dim;
     let random = |tokens: usize, seed| gpu.random((tokens.max(1), width), dtype, seed).rows(0, tokens);
     let pages = |pages: &mut Vec<Page>, k: &Tensor, v: &Tensor| {

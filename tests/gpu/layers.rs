@@ -8,9 +8,9 @@ use ft::ops::grouped::{self, GroupWeight};
 use ft::ops::latent::LatentHeads;
 use ft::ops::quantized::TILE;
 use ft::ops::rope::Pairing;
-use ft::ops::routing::{self, GroupScore, Groups, RouterSpec, Routing, Score};
+use ft::ops::routing::{self, ExpertGroups, GroupScore, RouterSpec, Routing, Score};
 use ft::ops::{altup, linear, sparse_gate};
-use ft::quant::{Format, Weight, encode};
+use ft::quant::{Format, Weight, quantize};
 use ft::recipe::Dtype;
 
 #[test]
@@ -93,7 +93,7 @@ fn rows_of_experts_are_those_of_the_cpu() {
 #[test]
 fn routers_choose_what_they_choose_on_the_cpu() {
     let Some(gpu) = gpu() else { return };
-    let groups = |count, chosen, score| Some(Groups { count, chosen, score });
+    let groups = |count, chosen, score| Some(ExpertGroups { count, chosen, score });
     for (score, renormalize, groups, corrected) in [
         (Score::Softmax, true, None, false),
         (Score::Sigmoid, true, groups(8, 3, GroupScore::TwoLargest), true),
@@ -266,7 +266,7 @@ fn grouped_products_with_quantized_weights_are_those_of_single_experts() {
     }
     let f32_rows = gpu.random((8, 16), DType::F32, 1).gpu;
     let values = vec![0.5; 16 * 16];
-    let other = encode(&values, (16, 16), Format::Int8 { group: 0 }, Dtype::Bf16).unwrap();
+    let other = quantize(&values, (16, 16), Format::Int8 { group: 0 }, Dtype::Bf16).unwrap();
     let other = Weight::quantized_on(other, &gpu.device).unwrap();
     assert!(!grouped::fits(&f32_rows, other.grouped()));
 }

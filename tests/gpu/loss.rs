@@ -3,7 +3,7 @@
 use crate::support::{KINDS, Pair, assert_close, assert_same_bits, gpu, short};
 use candle_core::{DType, Device, Tensor};
 use ft::data::IGNORE;
-use ft::ops::cross_entropy::{self, Options, Output, PIECE, Pieces};
+use ft::ops::cross_entropy::{self, CrossEntropyOptions, CrossEntropyOutput, PIECE, Pieces};
 use ft::ops::step_stats::{StepStats, StepSums};
 
 const SHAPES: [(usize, usize, usize); 4] = [(1, 8, 5), (11, 16, 37), (70, 40, 300), (130, 128, 5003)];
@@ -14,14 +14,14 @@ fn targets(n: usize, v: usize) -> Vec<u32> {
         .collect()
 }
 
-fn run(h: &Tensor, head: &Tensor, targets: &[u32], options: &Options) -> (Output, StepSums) {
+fn run(h: &Tensor, head: &Tensor, targets: &[u32], options: &CrossEntropyOptions) -> (CrossEntropyOutput, StepSums) {
     let step_stats = StepStats::new(h.device()).unwrap();
     assert_eq!(step_stats.known().is_some(), h.device().is_cpu());
     let out = cross_entropy::forward_backward(h, head, targets, options, &step_stats).unwrap();
     (out, step_stats.read().unwrap())
 }
 
-fn compare(h: &Pair, head: &Pair, targets: &[u32], options: &Options, tolerance: f32) {
+fn compare(h: &Pair, head: &Pair, targets: &[u32], options: &CrossEntropyOptions, tolerance: f32) {
     let (got, sums) = run(&h.gpu, &head.gpu, targets, options);
     let (want, want_sums) = run(&h.cpu, &head.weight(), targets, options);
     let loss_tolerance = if h.gpu.dtype() == DType::F32 { 1e-4 } else { 1e-3 };
@@ -46,9 +46,9 @@ fn compare(h: &Pair, head: &Pair, targets: &[u32], options: &Options, tolerance:
 
     let (cap, chunk) = (options.softcap, options.chunk);
     let step_stats = StepStats::new(h.gpu.device()).unwrap();
-    let losses = Options {
+    let losses = CrossEntropyOptions {
         smoothing: options.smoothing,
-        ..Options::losses(cap, chunk)
+        ..CrossEntropyOptions::losses(cap, chunk)
     };
     let trained = cross_entropy::forward_backward(&h.gpu, &head.gpu, targets, &losses, &step_stats).unwrap();
     assert_eq!((step_stats.read().unwrap(), trained.trained), (sums, want.trained));
@@ -76,7 +76,7 @@ fn loss_and_gradients_match_the_cpu() {
                     let (h, head) = (gpu.random((n, d), dtype, 1), gpu.random((v, d), dtype, 2));
                     // Small logits: in the flat part of a softcap the argmax would depend on the last bit.
                     let head = gpu.pair(&(head.cpu * 0.2).unwrap(), dtype);
-                    let options = Options {
+                    let options = CrossEntropyOptions {
                         softcap,
                         chunk,
                         scale: 0.25,
@@ -89,14 +89,14 @@ fn loss_and_gradients_match_the_cpu() {
                     // All tokens are trained, so rows are not gathered.
                     let all: Vec<u32> = (0..n).map(|i| (i * 11 % v) as u32).collect();
                     compare(&h, &head, &all, &options, tolerance);
-                    let smoothed = Options {
+                    let smoothed = CrossEntropyOptions {
                         smoothing: 0.2,
                         ..options.clone()
                     };
                     compare(&h, &head, &all, &smoothed, tolerance);
                     // A separate factor for each token's gradient, of any sign, some of them 0.
                     let factors: Vec<f32> = (0..n).map(|i| (i % 5) as f32 * 0.7 - 1.4).collect();
-                    let options = Options {
+                    let options = CrossEntropyOptions {
                         weights: Some(&factors),
                         ..options
                     };
@@ -113,7 +113,7 @@ fn nothing_trained_wrong_targets_and_what_is_not_finite() {
     let Some(gpu) = gpu() else { return };
     for (dtype, _) in KINDS {
         let (h, head) = (gpu.random((3, 8), dtype, 1), gpu.random((5, 8), dtype, 2));
-        let options = Options {
+        let options = CrossEntropyOptions {
             softcap: None,
             chunk: 2,
             scale: 1.0,
@@ -161,7 +161,7 @@ fn a_head_in_parts_and_entropies_match_the_cpu() {
                 (None, 3 * PIECE, None),
             ] {
                 for targets in [&targets(n, v), &all] {
-                    let options = Options {
+                    let options = CrossEntropyOptions {
                         softcap,
                         chunk: 16,
                         scale: 0.25,

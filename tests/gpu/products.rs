@@ -3,7 +3,7 @@
 use crate::support::{KINDS, assert_close, assert_same_bits, flat, gpu};
 use candle_core::{DType, Device, Tensor};
 use ft::ops::low_rank::LowRank;
-use ft::ops::pairs::{self, Pair};
+use ft::ops::pairs::{self, LoraPair};
 use ft::ops::{adapters, linear, update};
 use ft::quant::Weight;
 use half::bf16;
@@ -170,8 +170,8 @@ fn stacked_pairs_are_plain_products() {
                     (a, b, started.then_some(start), gpu.random((n, o), dtype, 10 * k + 4))
                 })
                 .collect();
-            let given: Vec<Pair> = (all.iter().zip(scales))
-                .map(|((a, b, start, _), scale)| Pair {
+            let given: Vec<LoraPair> = (all.iter().zip(scales))
+                .map(|((a, b, start, _), scale)| LoraPair {
                     matrices: (&a.gpu, &b.gpu),
                     start: start.as_ref().map(|(a, b)| (&a.gpu, &b.gpu)),
                     scale,

@@ -3,7 +3,7 @@
 use candle_core::{DType, Device, Shape, Tensor};
 use ft::ops::Dtype;
 use ft::ops::quantized::{CodeType, ProductType, ScaleType, ScaledKind};
-use ft::quant::{Format, QMatrix, ScaledFormat, encode};
+use ft::quant::{Format, QMatrix, ScaledFormat, quantize};
 use std::sync::{Mutex, MutexGuard, OnceLock};
 
 /// The GPU, locked for one test at a time.
@@ -81,7 +81,7 @@ pub fn quantized((o, i): (usize, usize), format: Format, activations: DType, see
         all.to_vec1().unwrap()
     };
     if !format.is_read_only() {
-        return encode(&numbers(o * i, seed), (o, i), format, decoded).unwrap();
+        return quantize(&numbers(o * i, seed), (o, i), format, decoded).unwrap();
     }
     let sizes = format.parts(o, i);
     let part = |name: &str| {

@@ -8,7 +8,7 @@ use ft::ops::cross_entropy::PIECE;
 use ft::ops::oracle::random;
 use ft::ops::transfer::{Copier, HostMemory};
 use ft::ops::update;
-use ft::source::disk::{Options, write_random};
+use ft::source::disk::{DiskOptions, write_random};
 use ft::source::{Disk, Group, ParamInfo, Resident, StoragePolicy, Sublayer, Uploaded, WeightSource};
 use std::sync::Arc;
 
@@ -159,7 +159,7 @@ fn layers_of_the_disk_arrive_whole() {
     params.push(param("head".into(), &[2 * PIECE + 100, D], Group::Head));
     let file = dir.path().join("model.safetensors");
     write_random(&file, &params, 7, 0.5, 1.0, Dtype::F32).unwrap();
-    let options = Options {
+    let options = DiskOptions {
         dtype: Dtype::F32,
         storage: StoragePolicy::dense(Dtype::F32),
         device: Device::Cpu,

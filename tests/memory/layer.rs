@@ -10,7 +10,7 @@ use ft::model::block::memory::{LayerMemory, LayerMemorySettings};
 use ft::model::contracts::GradSinkMemory;
 use ft::model::rope::Rope;
 use ft::model::spec::{
-    DeltaNetSpec, KeySource, LatentSpec, LayerNormParams, Mixer, NormNames, PerLayerSpec, QkNorm, StreamSpec,
+    AltUpSpec, DeltaNetSpec, KeySource, LatentSpec, LayerNormParams, Mixer, NormNames, PerLayerSpec, QkNorm,
 };
 use ft::model::{GradSink, Layer, Network, Param, Spec, families, shapes};
 use ft::ops::Dtype;
@@ -137,7 +137,7 @@ fn spec(intermediate: usize, options: Options) -> Spec {
     if options == Options::Streams {
         (spec.value_norm, spec.laurel) = (true, Some(16));
         spec.per_layer = Some(PerLayerSpec { vocab: 16, width: 16 });
-        spec.streams = Some(StreamSpec {
+        spec.streams = Some(AltUpSpec {
             count: 3,
             active: 0,
             clip: Some(120.0),

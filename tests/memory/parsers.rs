@@ -111,8 +111,14 @@ fn open_all(dir: &Path) -> usize {
     fs::copy(goldens.join("parquet/zstd.parquet"), dir.join("rows.parquet")).unwrap();
     fs::copy(root.join("recipes/quickstart.toml"), dir.join("r.toml")).unwrap();
     let keys = [
-        ("general.architecture".to_string(), gguf::Value::Text("llama".into())),
-        ("a.list".to_string(), gguf::Value::Texts(vec!["x".into(), "yz".into()])),
+        (
+            "general.architecture".to_string(),
+            gguf::MetadataValue::Text("llama".into()),
+        ),
+        (
+            "a.list".to_string(),
+            gguf::MetadataValue::Texts(vec!["x".into(), "yz".into()]),
+        ),
     ];
     let tensor = gguf::TensorEntry {
         name: "a".into(),

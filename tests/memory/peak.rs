@@ -329,7 +329,7 @@ fn store(spec: &Spec, storage: &StoragePolicy, dtype: Dtype, place: Placement, d
     };
     let file = dir.join("model.safetensors");
     disk::write_random(&file, &spec.params(), 3, 0.02, 1.0, dtype).unwrap();
-    let options = disk::Options {
+    let options = disk::DiskOptions {
         dtype,
         storage: storage.clone(),
         device: Device::Cpu,

@@ -95,7 +95,7 @@ fn store(case: &Case, spec: &Spec, storage: &StoragePolicy, file: &Path) -> Arc<
         return Arc::new(source.with_originals(move |p, dtype| resident::read_dense(&weights, p, dtype, &Device::Cpu)));
     };
     let dir = file.parent().unwrap();
-    let options = disk::Options {
+    let options = disk::DiskOptions {
         dtype: Dtype::Bf16,
         storage: storage.clone(),
         device: Device::Cpu,

@@ -2,7 +2,7 @@
 //! runs.
 
 use crate::support::{data, eval, ft, goldens, json, path, tensors, training_model};
-use ft::quant::{Format, QMatrix, encode};
+use ft::quant::{Format, QMatrix, quantize};
 use ft::recipe::Dtype;
 use safetensors::SafeTensors;
 use std::fs;
@@ -66,7 +66,7 @@ fn nf4_is_that_of_bitsandbytes() {
         let dims = (size("rows"), size("columns"));
         let values = weight(dims.0, dims.1, about["seed"].as_u64().unwrap());
 
-        let plain = encode(&values, dims, Format::Nf4 { double: false }, Dtype::F32).unwrap();
+        let plain = quantize(&values, dims, Format::Nf4 { double: false }, Dtype::F32).unwrap();
         assert!(part(&plain, "codes") == raw(format!("{name}.codes")), "{name}: codes");
         assert!(
             part(&plain, "absmax") == raw(format!("{name}.absmax")),
@@ -79,7 +79,7 @@ fn nf4_is_that_of_bitsandbytes() {
 
         // The mean of the absmax is a sum: its last bit may depend on the order of addition.
         let format = Format::Nf4 { double: true };
-        let double = encode(&values, dims, format, Dtype::F32).unwrap();
+        let double = quantize(&values, dims, format, Dtype::F32).unwrap();
         let offset = about["offset"].as_f64().unwrap() as f32;
         let own = f32::from_le_bytes(part(&double, "nested_offset").try_into().unwrap());
         assert!((own - offset).abs() <= 2e-7 * offset, "{name}: offset {own} {offset}");

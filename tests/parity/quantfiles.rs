@@ -7,7 +7,7 @@ use ft::formats::weights::Weights;
 use ft::formats::writer::{TensorPlan, Values, write_file};
 use ft::quant::Format;
 use ft::recipe::Dtype;
-use ft::source::stored::{Layout, check_config, find, names, read, values};
+use ft::source::stored::{QuantizedLayout, check_config, find, names, read, values};
 use ft::source::{Group, ParamInfo, Sublayer};
 use half::bf16;
 use serde_json::{Value, json};
@@ -75,7 +75,7 @@ fn files_of_other_tools_have_the_values_of_their_references() {
     }
 }
 
-fn stored_of(weights: &Weights, case: &str) -> (Layout, Format) {
+fn stored_of(weights: &Weights, case: &str) -> (QuantizedLayout, Format) {
     find(weights, "a.weight")
         .unwrap_or_else(|e| panic!("{case}: {e}"))
         .unwrap_or_else(|| panic!("{case}: not found"))

@@ -2,7 +2,7 @@
 
 use candle_core::{Device, Tensor};
 use ft::data::IGNORE;
-use ft::ops::cross_entropy::{self, Options, PIECE, Pieces};
+use ft::ops::cross_entropy::{self, CrossEntropyOptions, PIECE, Pieces};
 use ft::ops::step_stats::StepStats;
 use serde_json::Value;
 
@@ -41,13 +41,13 @@ fn label_smoothing_is_that_of_transformers_and_torch() {
     for case in cases {
         let number = |name: &str| case[name].as_f64().unwrap();
         let cap = number("cap");
-        let options = Options {
+        let options = CrossEntropyOptions {
             smoothing: number("smoothing") as f32,
             softcap: (cap > 0.0).then_some(cap as f32),
             scale: 1.0 / number("items"),
             need_dh: true,
             need_dw: true,
-            ..Options::losses(None, 2)
+            ..CrossEntropyOptions::losses(None, 2)
         };
         let loss = |stats: &StepStats| {
             let (found, want) = (stats.read().unwrap().loss / number("items"), number("loss"));
@@ -64,7 +64,7 @@ fn label_smoothing_is_that_of_transformers_and_torch() {
             rows_of_part: PIECE,
             part: &|_| Ok(head.clone()),
         };
-        let options = Options {
+        let options = CrossEntropyOptions {
             need_dw: false,
             ..options
         };

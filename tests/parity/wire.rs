@@ -175,7 +175,7 @@ pub fn code_table(signed: bool) -> [f32; 256] {
 
 /// Quantized codes and scales of `values`.
 pub fn encode(values: &[f32], signed: bool) -> (Vec<u8>, Vec<f32>) {
-    step::encode(values, signed)
+    step::quantize_moment(values, signed)
 }
 
 /// AdamW with eight-bit moments on one vector (`lines` is the `[optimizer]` table): the weights after each step.
@@ -417,12 +417,12 @@ pub fn divergence(case: &Distillation) -> (f64, Vec<f64>, Vec<f64>) {
     ];
     let targets = targets(case.labels);
     let trained = targets.iter().filter(|t| **t != IGNORE).count() as f64;
-    let side = |h, head, softcap| distill::Side {
+    let side = |h, head, softcap| distill::DistillSide {
         h,
-        head: distill::Matrix::Whole(head),
+        head: distill::HeadMatrix::Whole(head),
         softcap,
     };
-    let options = distill::Options {
+    let options = distill::DistillOptions {
         beta: case.beta,
         temperature: case.temperature,
         alpha: case.alpha,
@@ -432,7 +432,7 @@ pub fn divergence(case: &Distillation) -> (f64, Vec<f64>, Vec<f64>) {
         need_dw: true,
     };
     let step_stats = StepStats::new(&Device::Cpu).unwrap();
-    let teacher = distill::Teacher::Live(side(&tensors[2], &tensors[3], case.teacher_softcap));
+    let teacher = distill::DistillTeacher::Live(side(&tensors[2], &tensors[3], case.teacher_softcap));
     let student = side(&tensors[0], &tensors[1], case.softcap);
     let out = distill::forward_backward(&student, &teacher, &targets, &options, &step_stats).unwrap();
     let loss = step_stats.read().unwrap().loss / trained;
@@ -495,7 +495,7 @@ pub struct AlignedCase<'a> {
 
 /// Mean loss, and its gradients with respect to the hidden states and the head (empty for heads in parts).
 pub fn aligned(case: &AlignedCase) -> (f64, Vec<f64>, Vec<f64>) {
-    use distill::aligned::{AlignedOptions, Comparison, SharedIds, Span, forward_backward};
+    use distill::aligned::{AlignedOptions, AlignedSpan, Comparison, SharedIds, forward_backward};
     let [n, d, v, nt, dt, vt] = case.sizes;
     let tensors = [
         matrix(case.h, n, d),
@@ -505,10 +505,10 @@ pub fn aligned(case: &AlignedCase) -> (f64, Vec<f64>, Vec<f64>) {
     ];
     let labels = targets(case.labels);
     let trained = labels.iter().filter(|t| **t != IGNORE).count() as f64;
-    let spans: Vec<Span> = case
+    let spans: Vec<AlignedSpan> = case
         .spans
         .iter()
-        .map(|s| Span {
+        .map(|s| AlignedSpan {
             student: s[0]..s[1],
             teacher: s[2]..s[3],
         })
@@ -516,7 +516,7 @@ pub fn aligned(case: &AlignedCase) -> (f64, Vec<f64>, Vec<f64>) {
     let shared = case.shared.clone().map(|pairs| SharedIds { pairs });
     let options = AlignedOptions {
         comparison: shared.as_ref().map_or(Comparison::Sorted, Comparison::Matched),
-        common: distill::Options {
+        common: distill::DistillOptions {
             beta: case.beta,
             temperature: case.temperature,
             alpha: case.alpha,
@@ -540,11 +540,11 @@ pub fn aligned(case: &AlignedCase) -> (f64, Vec<f64>, Vec<f64>) {
         part,
     };
     let (own, other) = (pieces(v, d, &own), pieces(vt, dt, &other));
-    let side = |h, head, pieces, softcap| distill::Side {
+    let side = |h, head, pieces, softcap| distill::DistillSide {
         h,
         head: match case.parts {
-            Some(_) => distill::Matrix::Parts(pieces),
-            None => distill::Matrix::Whole(head),
+            Some(_) => distill::HeadMatrix::Parts(pieces),
+            None => distill::HeadMatrix::Whole(head),
         },
         softcap,
     };

@@ -95,13 +95,16 @@ fn unescaped(line: &str) -> Vec<u8> {
 }
 
 fn gguf_file() -> Vec<u8> {
-    use ft::formats::gguf::{BlockType, TensorEntry, Value, write};
+    use ft::formats::gguf::{BlockType, MetadataValue, TensorEntry, write};
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("seed.gguf");
     let keys = [
-        ("general.architecture".to_string(), Value::Text("llama".into())),
-        ("a.count".to_string(), Value::U32(3)),
-        ("a.list".to_string(), Value::Texts(vec!["x".into(), "yz".into()])),
+        ("general.architecture".to_string(), MetadataValue::Text("llama".into())),
+        ("a.count".to_string(), MetadataValue::U32(3)),
+        (
+            "a.list".to_string(),
+            MetadataValue::Texts(vec!["x".into(), "yz".into()]),
+        ),
     ];
     let tensor = |name: &str, shape: &[usize], block| TensorEntry {
         name: name.into(),

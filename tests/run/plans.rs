@@ -521,7 +521,7 @@ fn tokens_in_pieces_learn_the_same() {
 /// The header of a checkpoint of bitsandbytes with the tensors of a model, and no data.
 fn empty_nf4_checkpoint(model: &Path) {
     use ft::formats::StoredDtype;
-    use ft::source::stored::{Layout, tensors};
+    use ft::source::stored::{QuantizedLayout, tensors};
     let config = ft::formats::config::Config::read(model).unwrap();
     let (mut header, mut end) = (serde_json::Map::new(), 0);
     let mut add = |name: &str, dtype: &str, element: usize, shape: &[usize]| {
@@ -536,7 +536,7 @@ fn empty_nf4_checkpoint(model: &Path) {
             continue;
         }
         let format = ft::quant::Format::Nf4 { double: true };
-        for part in tensors(Layout::Bitsandbytes, format, &p.name, (p.shape[0], p.shape[1])) {
+        for part in tensors(QuantizedLayout::Bitsandbytes, format, &p.name, (p.shape[0], p.shape[1])) {
             let (dtype, element) = if part.dtype == StoredDtype::U8 {
                 ("U8", 1)
             } else {

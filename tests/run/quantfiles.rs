@@ -242,7 +242,7 @@ pub fn quantize(bench: &Bench, name: &str, quantization: &Value, writer: Writer)
     fs::write(to.join("config.json"), config.to_string()).unwrap();
     fs::remove_file(decoded.join("model.safetensors")).unwrap();
     let weights = Weights::open(&to).unwrap();
-    stored::write_decoded(&weights, &params, Dtype::F32, &decoded.join("model.safetensors")).unwrap();
+    stored::write_dequantized(&weights, &params, Dtype::F32, &decoded.join("model.safetensors")).unwrap();
 }
 
 /// Writes the model in directory `from` to `to` with its decoded values in f32.
@@ -251,7 +251,7 @@ fn decode(bench: &Bench, from: &str, to: &str) {
     crate::bench::copy_all(&bench.path("model"), &to);
     let file = to.join("model.safetensors");
     fs::remove_file(&file).unwrap();
-    stored::write_decoded(&Weights::open(&from).unwrap(), &params(&from), Dtype::F32, &file).unwrap();
+    stored::write_dequantized(&Weights::open(&from).unwrap(), &params(&from), Dtype::F32, &file).unwrap();
 }
 
 fn losses(bench: &Bench, name: &str, more: &[&str]) -> Vec<f64> {

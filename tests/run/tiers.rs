@@ -275,9 +275,9 @@ fn what_codes_lose_of_a_trained_block_is_told() {
         let lines = events
             .lines()
             .map(|l| serde_json::from_str::<serde_json::Value>(l).unwrap());
-        let recoded: Vec<_> = lines.filter(|l| l.get("relative_error").is_some()).collect();
-        assert_eq!(recoded.len(), 2, "{events}");
-        for line in recoded {
+        let requantized: Vec<_> = lines.filter(|l| l.get("relative_error").is_some()).collect();
+        assert_eq!(requantized.len(), 2, "{events}");
+        for line in requantized {
             let errors = line["relative_error"].as_object().unwrap();
             assert_eq!(errors.len(), 7, "the projections of a layer");
             assert!(

@@ -84,11 +84,17 @@ pub fn read(path: &Path) -> Result<Vec<u8>> {
 }
 
 /// Reads UTF-8 text and drops a byte order mark at the start.
+///
+/// # Errors
+/// The file cannot be read, or is not UTF-8.
 pub fn read_text(path: &Path) -> Result<String> {
     text_of(path, read(path)?)
 }
 
 /// As `read_text`, but also accepts standard input and a shell's `<(command)`. Other pipes are refused.
+///
+/// # Errors
+/// As `read_text`.
 pub fn read_text_or_stdin(path: &Path) -> Result<String> {
     let handed_over = path == Path::new("/dev/stdin") || path.parent() == Some(Path::new("/dev/fd"));
     if handed_over && !path.is_dir() {
@@ -108,12 +114,18 @@ fn text_of(path: &Path, bytes: Vec<u8>) -> Result<String> {
 }
 
 /// The size of a file in bytes.
+///
+/// # Errors
+/// There is no such file, or its properties cannot be read.
 pub fn size(path: &Path) -> Result<u64> {
     Ok(fs::metadata(path).map_err(|e| io("check the file", path, e))?.len())
 }
 
 /// Identifies the present content of a file without reading it: its path without links, its size, and its time of
 /// change.
+///
+/// # Errors
+/// As `size`.
 pub fn stamp(path: &Path) -> Result<String> {
     let check = |e| io("check the file", path, e);
     let place = fs::canonicalize(path).map_err(check)?;
@@ -125,6 +137,9 @@ pub fn stamp(path: &Path) -> Result<String> {
 }
 
 /// Creates a directory and its parents, durably. It may exist already.
+///
+/// # Errors
+/// A directory cannot be created or synced.
 pub fn create_dir_all(path: &Path) -> Result<()> {
     let missing = path.ancestors().take_while(|p| p.symlink_metadata().is_err());
     let new: Vec<&Path> = missing.filter(|p| !p.as_os_str().is_empty()).collect();
@@ -141,11 +156,17 @@ pub fn create_dir_all(path: &Path) -> Result<()> {
 }
 
 /// Removes a directory with all its contents.
+///
+/// # Errors
+/// There is no such directory, or it cannot be removed.
 pub fn remove_dir_all(path: &Path) -> Result<()> {
     fs::remove_dir_all(path).map_err(|e| io("remove the directory", path, e))
 }
 
 /// Removes an empty directory. Returns `false` if it is not empty.
+///
+/// # Errors
+/// As `remove_dir_all`.
 pub fn remove_empty_dir(path: &Path) -> Result<bool> {
     match fs::remove_dir(path) {
         Ok(()) => Ok(true),
@@ -164,17 +185,26 @@ pub(crate) fn create_new_dir(path: &Path) -> Result<bool> {
 }
 
 /// Removes a file.
+///
+/// # Errors
+/// There is no such file, or it cannot be removed.
 pub fn remove_file(path: &Path) -> Result<()> {
     fs::remove_file(path).map_err(|e| io("remove the file", path, e))
 }
 
 /// Renames a file and makes the new name durable.
+///
+/// # Errors
+/// The file cannot be renamed, or its directory cannot be synced.
 pub fn rename(from: &Path, to: &Path) -> Result<()> {
     fs::rename(from, to).map_err(|e| io("rename to", to, e))?;
     sync_dir(to.parent().unwrap_or(Path::new(".")))
 }
 
 /// Creates a symbolic link to `target`; replaces an existing link.
+///
+/// # Errors
+/// The link cannot be created; as `rename`.
 pub fn link(target: &Path, path: &Path) -> Result<()> {
     let mut temporary = temporary(path);
     while temporary.symlink_metadata().is_ok() {
@@ -185,6 +215,9 @@ pub fn link(target: &Path, path: &Path) -> Result<()> {
 }
 
 /// Swaps two existing names atomically and durably. Returns `false` if the system does not support it.
+///
+/// # Errors
+/// A name does not exist, or its directory cannot be synced.
 pub fn exchange(a: &Path, b: &Path) -> Result<bool> {
     #[cfg(target_os = "linux")]
     {
@@ -221,6 +254,9 @@ pub fn exchange(a: &Path, b: &Path) -> Result<bool> {
 }
 
 /// Entries of a directory, sorted by name.
+///
+/// # Errors
+/// The directory cannot be read.
 pub fn list(path: &Path) -> Result<Vec<PathBuf>> {
     let mut out = Vec::new();
     for entry in fs::read_dir(path).map_err(|e| io("list the directory", path, e))? {
@@ -321,6 +357,9 @@ impl AtomicFile {
     }
 
     /// Appends bytes to the temporary file.
+    ///
+    /// # Errors
+    /// The file cannot be written.
     pub fn write(&mut self, bytes: &[u8]) -> Result<()> {
         let path = &self.path;
         if let Some(file) = self.file.as_mut() {
@@ -348,6 +387,9 @@ impl AtomicFile {
     }
 
     /// Flushes, syncs and renames the file, then syncs the directory.
+    ///
+    /// # Errors
+    /// The file cannot be written or synced; as `rename`.
     pub fn commit(mut self) -> Result<()> {
         if let Some(file) = self.file.take() {
             let file = file
@@ -429,6 +471,9 @@ impl AppendFile {
     }
 
     /// Appends bytes.
+    ///
+    /// # Errors
+    /// The file cannot be written.
     pub fn write(&mut self, bytes: &[u8]) -> Result<()> {
         self.file
             .write_all(bytes)
@@ -436,6 +481,9 @@ impl AppendFile {
     }
 
     /// Appends one line in a single write.
+    ///
+    /// # Errors
+    /// The file cannot be written.
     pub fn line(&mut self, text: &str) -> Result<()> {
         self.file
             .write_all(format!("{text}\n").as_bytes())
@@ -443,12 +491,18 @@ impl AppendFile {
     }
 
     /// Makes everything written so far durable.
+    ///
+    /// # Errors
+    /// The file cannot be synced.
     pub fn sync(&mut self) -> Result<()> {
         self.file.sync_data().map_err(|e| io("sync the file", &self.path, e))
     }
 }
 
 /// Copies a file atomically: the copy appears complete or not at all.
+///
+/// # Errors
+/// `from` cannot be read, or `to` cannot be written.
 pub fn copy_atomic(from: &Path, to: &Path) -> Result<()> {
     let mut source = open(from)?;
     let mut out = AtomicFile::create(to)?;
@@ -515,77 +569,4 @@ pub fn free_space(path: &Path) -> Option<u64> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_dropped_file_leaves_nothing() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("a.txt");
-        let mut f = AtomicFile::create(&path).unwrap();
-        f.write(b"half").unwrap();
-        drop(f);
-        assert!(list(dir.path()).unwrap().is_empty());
-        write_atomic(&path, b"whole").unwrap();
-        assert_eq!(read_text(&path).unwrap(), "whole");
-        assert_eq!(list(dir.path()).unwrap().len(), 1);
-        // A file cannot replace a directory.
-        let taken = dir.path().join("taken");
-        create_dir_all(&taken).unwrap();
-        assert!(write_atomic(&taken, b"x").is_err());
-        assert_eq!(list(dir.path()).unwrap().len(), 2);
-        assert!(free_space(&dir.path().join("not/there")).unwrap() > 0);
-    }
-
-    #[test]
-    fn only_regular_files_are_opened_and_nothing_waits() {
-        let dir = tempfile::tempdir().unwrap();
-        let pipe = dir.path().join("pipe");
-        let name = std::ffi::CString::new(pipe.to_str().unwrap()).unwrap();
-        // SAFETY: a valid C string for the whole call.
-        assert_eq!(unsafe { libc::mkfifo(name.as_ptr(), 0o600) }, 0);
-        let link = dir.path().join("link");
-        std::os::unix::fs::symlink(&pipe, &link).unwrap();
-        for path in [&pipe, &link] {
-            for e in [open(path).err(), read(path).err(), read_text_or_stdin(path).err()] {
-                assert!(e.unwrap().to_string().contains("a named pipe"));
-            }
-        }
-        assert!(copy_atomic(&pipe, &dir.path().join("copy")).is_err() && AppendFile::open(&pipe).is_err());
-        assert!(open(dir.path()).unwrap_err().to_string().contains("a directory"));
-        assert!(
-            open(Path::new("/dev/zero"))
-                .unwrap_err()
-                .to_string()
-                .contains("a device")
-        );
-        // Lines are never appended through a link.
-        let (target, log) = (dir.path().join("other.txt"), dir.path().join("metrics.jsonl"));
-        write_atomic(&target, b"mine").unwrap();
-        std::os::unix::fs::symlink(&target, &log).unwrap();
-        assert!(AppendFile::open(&log).is_err());
-        assert_eq!(read(&target).unwrap(), b"mine");
-    }
-
-    #[test]
-    fn a_temporary_name_that_is_taken_stays_as_it_is() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("a.txt");
-        let process = std::process::id();
-        let taken: Vec<PathBuf> = std::iter::once(format!("a.txt.tmp-{process}"))
-            .chain((0..200).map(|n| format!("a.txt.tmp-{process}-{n}")))
-            .map(|name| dir.path().join(name))
-            .collect();
-        taken.iter().for_each(|p| fs::write(p, "another's").unwrap());
-        write_atomic(&path, b"whole").unwrap();
-        assert_eq!(read_text(&path).unwrap(), "whole");
-        assert!(taken.iter().all(|p| read_text(p).unwrap() == "another's"));
-        let e = write_atomic(&dir.path().join("no/q.toml"), b"x")
-            .unwrap_err()
-            .to_string();
-        assert!(
-            e.contains("no/q.toml") && !e.contains(".tmp-") && e.contains("mkdir -p"),
-            "{e}"
-        );
-    }
-}
+mod tests;

@@ -55,9 +55,9 @@ const KINDS: usize = MemoryKind::Process as usize + 1;
 
 /// Bytes of each kind.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Sizes([u64; KINDS]);
+pub struct BytesByKind([u64; KINDS]);
 
-impl Index<MemoryKind> for Sizes {
+impl Index<MemoryKind> for BytesByKind {
     type Output = u64;
 
     fn index(&self, kind: MemoryKind) -> &u64 {
@@ -65,7 +65,7 @@ impl Index<MemoryKind> for Sizes {
     }
 }
 
-impl IndexMut<MemoryKind> for Sizes {
+impl IndexMut<MemoryKind> for BytesByKind {
     fn index_mut(&mut self, kind: MemoryKind) -> &mut u64 {
         &mut self.0[kind as usize]
     }
@@ -82,13 +82,13 @@ pub struct Allocation {
 /// The simulated allocator.
 #[derive(Debug, Clone, Default)]
 pub struct Ledger {
-    now: Sizes,
+    now: BytesByKind,
     total: u64,
     /// Prefix of the names of moments.
     prefix: &'static str,
     moment: String,
     /// The peak of each kind.
-    pub largest: Sizes,
+    pub largest: BytesByKind,
     /// Host memory is counted separately.
     host_apart: bool,
     host: u64,
@@ -99,7 +99,7 @@ pub struct Ledger {
     /// The name of that moment.
     pub peak_moment: String,
     /// The bytes of each kind at that moment.
-    pub at_peak: Sizes,
+    pub at_peak: BytesByKind,
 }
 
 impl MemoryKind {
@@ -212,12 +212,12 @@ impl Ledger {
     }
 
     /// The allocated bytes of each kind.
-    pub fn sizes(&self) -> Sizes {
+    pub fn sizes(&self) -> BytesByKind {
         self.now
     }
 
     /// Allocates `times` copies of the difference between the current sizes and `before`.
-    pub fn alloc_again(&mut self, before: &Sizes, times: u64) -> Vec<Allocation> {
+    pub fn alloc_again(&mut self, before: &BytesByKind, times: u64) -> Vec<Allocation> {
         let now = self.now;
         let kinds = (0..KINDS).filter_map(|i| Some((MemoryKind::ALL[i], now.0[i].checked_sub(before.0[i])?)));
         let grown = kinds.filter(|(_, bytes)| *bytes > 0).collect::<Vec<_>>();

@@ -151,6 +151,9 @@ impl RunLock {
     }
 
     /// Removes the lock file if this call created it; used when the run is refused.
+    ///
+    /// # Errors
+    /// The file cannot be removed.
     pub fn abandon(self) -> Result<()> {
         if self.made && self.check().is_ok() {
             files::remove_file(&self.path)

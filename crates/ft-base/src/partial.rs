@@ -15,6 +15,9 @@ pub struct PartialFile {
 
 impl PartialFile {
     /// Opens or creates the file; waits while another process writes it.
+    ///
+    /// # Errors
+    /// The file cannot be opened or locked.
     pub fn open(path: &Path) -> Result<Self> {
         let cannot = |e: std::io::Error| Error::io("cannot open the partial download").at_path(path).cause(e);
         let file = OpenOptions::new()
@@ -38,6 +41,9 @@ impl PartialFile {
     }
 
     /// Appends bytes at the end.
+    ///
+    /// # Errors
+    /// The file cannot be written.
     pub fn append(&mut self, bytes: &[u8]) -> Result<()> {
         self.file.write_all(bytes).map_err(|e| {
             Error::io("cannot write the download")
@@ -53,6 +59,9 @@ impl PartialFile {
     }
 
     /// Discards the contents.
+    ///
+    /// # Errors
+    /// The file cannot be truncated.
     pub fn clear(&mut self) -> Result<()> {
         self.file.set_len(0).map_err(|e| {
             Error::io("cannot empty the partial download")
@@ -64,6 +73,9 @@ impl PartialFile {
     }
 
     /// Passes the whole contents to `f`, piece by piece.
+    ///
+    /// # Errors
+    /// The file cannot be read.
     pub fn read(&mut self, f: &mut dyn FnMut(&[u8])) -> Result<()> {
         let cannot = |e: std::io::Error| Error::io("cannot read the download").at_path(&self.path).cause(e);
         self.file.rewind().map_err(cannot)?;
@@ -78,6 +90,9 @@ impl PartialFile {
     }
 
     /// Syncs the file and renames it to its final name.
+    ///
+    /// # Errors
+    /// The file cannot be synced or renamed.
     pub fn finish(self, to: &Path) -> Result<()> {
         self.file
             .sync_all()

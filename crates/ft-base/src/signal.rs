@@ -75,6 +75,9 @@ pub fn quit(said: impl Into<String>) {
 }
 
 /// Installs the handlers; later calls do nothing.
+///
+/// # Errors
+/// The system refuses a handler or a thread.
 pub fn install() -> Result<()> {
     if INSTALLED.swap(true, SeqCst) {
         return Ok(());
@@ -153,6 +156,9 @@ pub fn abandon(code: i32) -> ! {
 }
 
 /// Installs the handlers for a conversation: Ctrl-C stops the current answer, or else ends the program.
+///
+/// # Errors
+/// As `install`.
 pub fn install_for_chat() -> Result<()> {
     CHAT.store(true, SeqCst);
     install()

@@ -32,6 +32,9 @@ impl Staging {
     }
 
     /// As `create`, but the parent must exist.
+    ///
+    /// # Errors
+    /// `target` has no file name, or is not a directory (`Argument`, `Io`); the temporary directory cannot be created.
     pub fn beside(target: &Path) -> Result<Self> {
         if target.file_name().is_none() {
             return Err(Error::argument("output path has no file name").at_path(target));
@@ -52,6 +55,9 @@ impl Staging {
     }
 
     /// Gives the directory its final name, durably. An existing nonempty directory is kept as `<name>.left`.
+    ///
+    /// # Errors
+    /// As `commit_over`.
     pub fn commit(self) -> Result<PathBuf> {
         self.commit_over(&|_| false)
     }
@@ -59,6 +65,9 @@ impl Staging {
     /// As `commit`, but removes the existing directory if `ours` returns true for it (all its contents belong to ft).
     /// The replacement is atomic if the system can swap two names. Otherwise the old directory is moved aside first,
     /// and `clean` moves it back if the process ends between the two steps.
+    ///
+    /// # Errors
+    /// The directory cannot be synced or renamed, or the existing one cannot be moved aside.
     pub fn commit_over(mut self, ours: &dyn Fn(&Path) -> bool) -> Result<PathBuf> {
         unmark(&self.temporary)?;
         files::sync_dir(&self.temporary)?;
@@ -151,6 +160,9 @@ fn is_empty(dir: &Path) -> bool {
 
 /// Makes `dir` a directory for temporary files, or reuses the one that ft made. Anything else of this name is renamed
 /// to `<name>.left`.
+///
+/// # Errors
+/// The directory cannot be created, or another one cannot be moved aside.
 pub fn scratch(dir: &Path) -> Result<()> {
     if is_marked(dir) {
         return Ok(());
@@ -163,6 +175,9 @@ pub fn scratch(dir: &Path) -> Result<()> {
 }
 
 /// Removes a directory of temporary files, and nothing else. Returns true if the name is free afterwards.
+///
+/// # Errors
+/// The directory cannot be removed.
 pub fn remove_scratch(dir: &Path) -> Result<bool> {
     if is_marked(dir) {
         files::remove_dir_all(dir)?;
@@ -171,6 +186,9 @@ pub fn remove_scratch(dir: &Path) -> Result<bool> {
 }
 
 /// The first free name of `<name>.left`, `<name>.left-2`, ...
+///
+/// # Errors
+/// A thousand names are in use.
 pub fn left_name(target: &Path) -> Result<PathBuf> {
     let name = target
         .file_name()
@@ -186,6 +204,9 @@ pub fn left_name(target: &Path) -> Result<PathBuf> {
 }
 
 /// Renames `path` to the `left_name` of `target`.
+///
+/// # Errors
+/// As `left_name`; `path` cannot be renamed.
 pub fn set_aside(path: &Path, target: &Path) -> Result<PathBuf> {
     let free = left_name(target)?;
     files::rename(path, &free)?;
@@ -193,6 +214,9 @@ pub fn set_aside(path: &Path, target: &Path) -> Result<PathBuf> {
 }
 
 /// Removes a directory that is known to be ft's, so that it is never visible half removed under its own name.
+///
+/// # Errors
+/// The directory cannot be renamed or removed.
 pub fn remove_whole(path: &Path) -> Result<()> {
     let mut temporary = files::temporary(path);
     while temporary.symlink_metadata().is_ok() {
@@ -247,6 +271,9 @@ pub struct Owner<'a> {
 ///
 /// Only the process that owns `dir` may call this. An entry is changed only if its name and process belong to the
 /// owner; a directory only if it has ft's marker, is empty, or its contents belong to the owner; a link never.
+///
+/// # Errors
+/// `dir` cannot be read; a leftover cannot be removed or renamed.
 pub fn clean(dir: &Path, owner: &Owner) -> Result<Cleaned> {
     let mut out = Cleaned::default();
     if !dir.is_dir() {

@@ -16,6 +16,9 @@ const SUFFIXES: [(&str, f64); 9] = [
 ];
 
 /// Parses `24GiB`, `22.5 GB`, `1048576` to bytes.
+///
+/// # Errors
+/// The text is not a size (`Usage`).
 pub fn parse_bytes(text: &str) -> Result<u64> {
     let lower = text.trim().to_ascii_lowercase();
     let bad = || {

@@ -9,7 +9,7 @@
 //! weight, with `Io` or `Format` if a file cannot be read. On several ranks a call in which they exchange something fails if
 //! another rank has failed. `Internal` is a bug, or a call in the wrong order.
 
-#![warn(missing_docs)]
+#![warn(missing_docs, unreachable_pub)]
 // Outside of tests only errors may end the program: clippy denies calls that panic. Nothing is printed, and files and the environment
 // are left to others (`clippy.toml`).
 #![cfg_attr(

@@ -28,7 +28,7 @@ pub(super) type EachRow<'a> = dyn FnMut(Row, &Arc<Layout>, Origin, &mut BadRows)
 
 /// The sources to read, and the options.
 #[derive(Debug, Clone)]
-pub struct Spec<'a> {
+pub struct DatasetSpec<'a> {
     /// The files with their columns, in order.
     pub sources: &'a [Source],
     /// How conversations become text.
@@ -47,7 +47,7 @@ pub struct Spec<'a> {
     pub screen: Option<&'a Screen>,
 }
 
-impl<'a> Spec<'a> {
+impl<'a> DatasetSpec<'a> {
     /// The encoder for these settings. `template`: the chat template of the model, if it has one.
     pub fn encoder<'b>(&self, codec: &'b dyn TextCodec, template: Option<&'b dyn ChatRender>) -> Encoder<'b> {
         Encoder {
@@ -88,7 +88,7 @@ impl<'a> Spec<'a> {
             ..source.clone()
         };
         let sources: Vec<Source> = self.sources.iter().map(settings).collect();
-        let spec = Spec {
+        let spec = DatasetSpec {
             sources: &sources,
             screen: None,
             ..self.clone()
@@ -323,7 +323,7 @@ impl Dataset {
     ///
     /// # Errors
     /// A broken row (with its place), no rows, nothing to train, a signal that asks to stop.
-    pub fn load(spec: &Spec, codec: &dyn TextCodec, template: Option<&dyn ChatRender>) -> Result<Self> {
+    pub fn load(spec: &DatasetSpec, codec: &dyn TextCodec, template: Option<&dyn ChatRender>) -> Result<Self> {
         let mut rows = InMemory::new(spec);
         let readings = read_into(spec, codec, template, 0, &mut rows)?;
         rows.dataset(spec, readings)
@@ -334,7 +334,7 @@ impl Dataset {
     /// # Errors
     /// As for `load`; the cache cannot be written.
     pub fn load_cached(
-        spec: &Spec,
+        spec: &DatasetSpec,
         codec: &dyn TextCodec,
         template: Option<&dyn ChatRender>,
         cache: &TokenCache,
@@ -481,14 +481,14 @@ impl Dataset {
     /// A file cannot be read again, or a row cannot be encoded.
     pub fn questions(
         &self,
-        spec: &Spec,
+        spec: &DatasetSpec,
         codec: &dyn TextCodec,
         template: Option<&dyn ChatRender>,
         limit: usize,
     ) -> Result<Vec<Question>> {
         let encoder = spec.encoder(codec, template);
         // The origins name the rows that were kept.
-        let spec = Spec {
+        let spec = DatasetSpec {
             screen: None,
             ..spec.clone()
         };

@@ -1,7 +1,7 @@
 //! Output of `ft data`: rows as the model sees them with marked trained tokens, counts, lengths.
 
 use super::codec::TextCodec;
-use super::dataset::{Dataset, Spec, Stats};
+use super::dataset::{Dataset, DatasetSpec, Stats};
 use super::source;
 use ft_base::Result;
 use ft_base::units::count;
@@ -19,7 +19,13 @@ const BAR: usize = 40;
 ///
 /// # Errors
 /// A token that cannot be decoded.
-pub fn describe(dataset: &Dataset, spec: &Spec, codec: &dyn TextCodec, rows: usize, color: bool) -> Result<String> {
+pub fn describe(
+    dataset: &Dataset,
+    spec: &DatasetSpec,
+    codec: &dyn TextCodec,
+    rows: usize,
+    color: bool,
+) -> Result<String> {
     let mut out = String::new();
     for (row, example) in dataset.examples.iter().enumerate().take(rows) {
         let (example, origin) = (example?, dataset.origin(row)?);

@@ -56,7 +56,7 @@ mod tests;
 pub use batch::{Batch, Columns, Example, IGNORE};
 pub use choices::{Long, Render, RowFormat, TrainOn};
 pub use codec::{ChatRender, TextCodec};
-pub use dataset::{Dataset, Origin, Spec, Stats};
+pub use dataset::{Dataset, DatasetSpec, Origin, Stats};
 pub use encode::{Encoder, Question};
 pub use examples::{Examples, Measure};
 pub use layout::{Layout, Rendering};

@@ -2,7 +2,7 @@
 
 use super::batch::Example;
 use super::codec::{ChatRender, TextCodec};
-use super::dataset::{Dataset, Origin, Spec, Stats};
+use super::dataset::{Dataset, DatasetSpec, Origin, Stats};
 use super::encode::{Encoder, Fitted};
 use super::faults::{BadRows, Tried};
 use super::layout::{Layout, Purpose};
@@ -29,7 +29,7 @@ pub(super) fn text_bytes(row: &Row) -> usize {
     row.fields.values().map(size).sum()
 }
 
-pub(super) fn nothing_to_train(spec: &Spec, stats: &Stats) -> Error {
+pub(super) fn nothing_to_train(spec: &DatasetSpec, stats: &Stats) -> Error {
     let names: Vec<&str> = spec.sources.iter().map(|source| source.name.as_str()).collect();
     let files = names.join(", ");
     let screened = spec.screen.map(Screen::report).unwrap_or_default();
@@ -43,11 +43,12 @@ pub(super) fn nothing_to_train(spec: &Spec, stats: &Stats) -> Error {
     }
     let hint = if stats.dropped_by_truncation > 0 {
         format!(
-            "raise `data::Spec::max_length`; the longest row has {} tokens",
+            "raise `data::DatasetSpec::max_length`; the longest row has {} tokens",
             stats.longest_written
         )
     } else {
-        "look at the encoded rows; check `data::Spec::train_on` and the assistant messages or completions".to_string()
+        "look at the encoded rows; check `data::DatasetSpec::train_on` and the assistant messages or completions"
+            .to_string()
     };
     Error::format("nothing in the data would be trained")
         .at(files)
@@ -113,7 +114,7 @@ pub(super) struct InMemory {
 }
 
 impl InMemory {
-    pub(super) fn new(spec: &Spec) -> Self {
+    pub(super) fn new(spec: &DatasetSpec) -> Self {
         Self {
             examples: Vec::new(),
             origins: Vec::new(),
@@ -131,7 +132,7 @@ impl InMemory {
     }
 
     /// Errors: nothing is trained.
-    pub(super) fn dataset(mut self, spec: &Spec, readings: Vec<(usize, Reading)>) -> Result<Dataset> {
+    pub(super) fn dataset(mut self, spec: &DatasetSpec, readings: Vec<(usize, Reading)>) -> Result<Dataset> {
         for row in std::mem::take(&mut self.last) {
             self.add(row);
         }
@@ -177,7 +178,7 @@ impl Sink for InMemory {
 ///
 /// Errors: as `Dataset::load`, except that rows without a target are no error here.
 pub(super) fn read_into(
-    spec: &Spec,
+    spec: &DatasetSpec,
     codec: &dyn TextCodec,
     template: Option<&dyn ChatRender>,
     skip: u64,
@@ -209,7 +210,7 @@ pub(super) fn read_into(
 
 /// Collects rows in chunks and tokenizes a chunk on all cores; keeps the order of the file.
 struct SampleLoader<'a> {
-    spec: &'a Spec<'a>,
+    spec: &'a DatasetSpec<'a>,
     encoder: Encoder<'a>,
     chunk: Vec<(Row, Arc<Layout>, Origin)>,
     bytes: usize,
@@ -250,7 +251,7 @@ impl SampleLoader<'_> {
 
 /// Encodes rows on all cores. `None`: skipped, see `encode_group`.
 fn encode_all(
-    spec: &Spec,
+    spec: &DatasetSpec,
     encoder: &Encoder,
     rows: &[(Row, Arc<Layout>, Origin)],
     bad: &BadRows,
@@ -263,7 +264,7 @@ fn encode_all(
 
 /// Encodes rows on all cores. Errors: those of bad rows, all in one.
 pub(super) fn encode(
-    spec: &Spec,
+    spec: &DatasetSpec,
     encoder: &Encoder,
     rows: &[(Row, Arc<Layout>, Origin)],
     bad: &mut BadRows,
@@ -291,7 +292,7 @@ pub(super) fn kept<T>(row: Option<Result<T>>, bad: &mut BadRows) -> Result<Optio
 /// Encodes a few rows that are rendered with one request. `None`: skipped, because no earlier row was good and the time
 /// limit has passed.
 fn encode_group(
-    spec: &Spec,
+    spec: &DatasetSpec,
     encoder: &Encoder,
     group: &[(Row, Arc<Layout>, Origin)],
     tried: &Tried,

@@ -5,7 +5,7 @@
 //! the known answer.
 
 use super::chat;
-use super::dataset::{Origin, Spec};
+use super::dataset::{DatasetSpec, Origin};
 use super::encode::Encoder;
 use super::faults::BadRows;
 use super::layout::{self, Layout, Purpose, Rules};
@@ -121,8 +121,8 @@ pub struct PromptSpec<'a> {
 
 impl<'a> PromptSpec<'a> {
     /// The same for rows that are trained: files and options.
-    pub(super) fn rows(&self) -> Spec<'a> {
-        Spec {
+    pub(super) fn rows(&self) -> DatasetSpec<'a> {
+        DatasetSpec {
             sources: self.sources,
             render: self.render,
             max_length: self.encoder.max_length,
@@ -232,10 +232,13 @@ fn too_long(prompt: &Prompt, room: Room) -> Error {
             room.answer
         ))
         .expected(format!(
-            "at most {} together (`data::Spec::max_length`, and the context length of the model)",
+            "at most {} together (`data::DatasetSpec::max_length`, and the context length of the model)",
             room.window
         ))
-        .hint("raise `data::Spec::max_length`, lower the limit of the answer, or leave such rows out with `Long::Drop`")
+        .hint(
+            "raise `data::DatasetSpec::max_length`, lower the limit of the answer, or leave such rows out with \
+             `Long::Drop`",
+        )
 }
 
 fn one(row: &Row, layout: &Layout, encoder: &Encoder, answer: &str) -> Result<Prompt> {

@@ -17,7 +17,7 @@ mod tests;
 
 use super::batch::{Batch, Example};
 use super::codec::{ChatRender, TextCodec};
-use super::dataset::{Dataset, Origin, Spec, Stats};
+use super::dataset::{Dataset, DatasetSpec, Origin, Stats};
 use super::encode::Fitted;
 use super::faults::BadRows;
 use super::layout::Purpose;
@@ -57,7 +57,7 @@ fn no_sources(sources: &[(u64, u64)]) -> bool {
 /// Micro-batches of rows that are read on demand; see the module documentation.
 pub struct RowStream<'a> {
     files: Files,
-    spec: Spec<'static>,
+    spec: DatasetSpec<'static>,
     codec: &'a dyn TextCodec,
     template: Option<&'a dyn ChatRender>,
     order: StreamSpec,
@@ -84,7 +84,7 @@ impl<'a> RowStream<'a> {
     /// A batch size, accumulation or window of zero; a run by epochs: the number of rows is unknown; a file of the
     /// screen cannot be read.
     pub fn new(
-        spec: &Spec,
+        spec: &DatasetSpec,
         codec: &'a dyn TextCodec,
         template: Option<&'a dyn ChatRender>,
         order: StreamSpec,
@@ -109,7 +109,7 @@ impl<'a> RowStream<'a> {
         let start = start(&lanes);
         Ok(Self {
             files: Files::new(spec.sources),
-            spec: Spec {
+            spec: DatasetSpec {
                 sources: &[],
                 screen: None,
                 ..spec.clone()
@@ -424,7 +424,12 @@ impl Dataset {
     ///
     /// # Errors
     /// As `load`, for these rows; a file whose first row has no layout.
-    pub fn sample(spec: &Spec, codec: &dyn TextCodec, template: Option<&dyn ChatRender>, rows: usize) -> Result<Self> {
+    pub fn sample(
+        spec: &DatasetSpec,
+        codec: &dyn TextCodec,
+        template: Option<&dyn ChatRender>,
+        rows: usize,
+    ) -> Result<Self> {
         let encoder = spec.encoder(codec, template);
         let mut hasher = blake3::Hasher::new();
         let mut text = |t: &str| {
@@ -463,7 +468,8 @@ impl Dataset {
                 .at(names(spec.sources))
                 .found(format!("{} rows without a token to train", stream.counts.rows))
                 .hint(
-                    "look at the encoded rows; check `data::Spec::train_on` and the assistant messages or completions",
+                    "look at the encoded rows; check `data::DatasetSpec::train_on` and the assistant messages or \
+                     completions",
                 ));
         }
         let counts = stream.take_counts();

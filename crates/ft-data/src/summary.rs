@@ -1,7 +1,7 @@
 //! Rows of a dataset as JSON, and statistics of its sources: rows, tokens, quantiles of lengths, a histogram.
 
 use super::codec::TextCodec;
-use super::dataset::{Dataset, Spec};
+use super::dataset::{Dataset, DatasetSpec};
 use super::examples::Measure;
 use super::mixture::source_of;
 use super::source;
@@ -25,7 +25,7 @@ const QUANTILES: [(&str, f64); 7] = [
 ///
 /// # Errors
 /// A token that cannot be decoded.
-pub fn row(dataset: &Dataset, spec: &Spec, codec: &dyn TextCodec, index: usize) -> Result<Value> {
+pub fn row(dataset: &Dataset, spec: &DatasetSpec, codec: &dyn TextCodec, index: usize) -> Result<Value> {
     let (example, origin) = (dataset.examples.get(index)?, dataset.origin(index)?);
     let mask: Vec<u8> = example.trained.iter().map(|&t| t.into()).collect();
     let mut out = json!({
@@ -236,7 +236,7 @@ mod tests {
             ..Source::new(f.paths.split_off(1))
         };
         f.sources = vec![Source::new(f.paths.clone()), second];
-        let spec = Spec {
+        let spec = DatasetSpec {
             sources: &f.sources,
             render: Render::Plain,
             max_length: 5,

@@ -5,7 +5,7 @@ use super::layout::{Layout, Purpose, Rules};
 use super::read::{Row, RowPosition};
 use super::rows::{self, Sample};
 use super::source::Source;
-use crate::{Long, Render, RowFormat, Spec, TrainOn};
+use crate::{DatasetSpec, Long, Render, RowFormat, TrainOn};
 use ft_base::Result;
 use ft_formats::{ChatTemplate, Tokenizer};
 use serde_json::Value;
@@ -55,8 +55,8 @@ pub(crate) struct Files {
 }
 
 /// Rows of at most 16 tokens; longer texts are split.
-pub(crate) fn short_rows(files: &Files) -> Spec<'_> {
-    Spec {
+pub(crate) fn short_rows(files: &Files) -> DatasetSpec<'_> {
+    DatasetSpec {
         sources: &files.sources,
         render: Render::Auto,
         max_length: 16,

@@ -1,7 +1,7 @@
 //! Tests from files to datasets: formats, hostile rows, counts, splits, questions, and the output of `ft data`.
 
 use super::codec::ChatRender;
-use super::dataset::{Dataset, Spec};
+use super::dataset::{Dataset, DatasetSpec};
 use super::describe::describe;
 use super::layout::Purpose;
 use super::rows::{Chat, Sample};
@@ -236,8 +236,8 @@ fn hostile_messages_are_refused_with_their_number() {
     refused(json!({"text": ["a"]}), &["`text`", "a list"]);
 }
 
-fn spec(files: &Files, max_length: usize) -> Spec<'_> {
-    Spec {
+fn spec(files: &Files, max_length: usize) -> DatasetSpec<'_> {
+    DatasetSpec {
         sources: &files.sources,
         render: Render::Plain,
         max_length,

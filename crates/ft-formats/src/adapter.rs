@@ -8,7 +8,7 @@ mod keys;
 mod read;
 mod write;
 
-pub use allocation::Allocation;
+pub use allocation::RankAllocation;
 pub use keys::{EXPERT_PARAMETERS, Key, PREFIX, VERA, below, file_key, parse, unwrapped, wrapped, wrapper};
 
 use crate::{header, json_kind, read_json_object};
@@ -65,7 +65,7 @@ pub enum AdapterKind {
         neumann: Option<usize>,
     },
     /// AdaLoRA, with its schedule of ranks.
-    Adalora(Allocation),
+    Adalora(RankAllocation),
 }
 
 impl AdapterKind {
@@ -483,7 +483,7 @@ fn kind(c: &Reader, peft_type: &str) -> Result<AdapterKind> {
                 neumann: neumann.then_some(terms),
             }
         }
-        "ADALORA" => AdapterKind::Adalora(Allocation::read(c)?),
+        "ADALORA" => AdapterKind::Adalora(RankAllocation::read(c)?),
         _ => AdapterKind::Lora,
     })
 }

@@ -83,6 +83,9 @@ impl Config {
     }
 
     /// `model_type`: the family of the model.
+    ///
+    /// # Errors
+    /// The key is missing, or its value is not a text.
     pub fn model_type(&self) -> Result<&str> {
         self.str("model_type")
     }
@@ -109,6 +112,9 @@ impl Config {
     }
 
     /// A size of at least 1.
+    ///
+    /// # Errors
+    /// The key is missing; as `opt_usize`.
     pub fn usize(&self, key: &str) -> Result<usize> {
         self.opt_usize(key)?.ok_or_else(|| self.missing(key))
     }
@@ -125,6 +131,9 @@ impl Config {
     }
 
     /// A size that may be 0, if present (a disabled window, a token id).
+    ///
+    /// # Errors
+    /// The value is not a whole number.
     pub fn opt_usize0(&self, key: &str) -> Result<Option<usize>> {
         let Some(value) = self.get(key) else {
             return Ok(None);
@@ -143,11 +152,17 @@ impl Config {
     }
 
     /// A required finite number.
+    ///
+    /// # Errors
+    /// The key is missing; as `opt_f64`.
     pub fn f64(&self, key: &str) -> Result<f64> {
         self.opt_f64(key)?.ok_or_else(|| self.missing(key))
     }
 
     /// A finite number, if present.
+    ///
+    /// # Errors
+    /// The value is not a finite number.
     pub fn opt_f64(&self, key: &str) -> Result<Option<f64>> {
         let Some(value) = self.get(key) else {
             return Ok(None);
@@ -159,6 +174,9 @@ impl Config {
     }
 
     /// An optional flag.
+    ///
+    /// # Errors
+    /// The value is not `true` or `false`.
     pub fn bool_or(&self, key: &str, default: bool) -> Result<bool> {
         match self.get(key) {
             None => Ok(default),
@@ -168,11 +186,17 @@ impl Config {
     }
 
     /// A required text.
+    ///
+    /// # Errors
+    /// The key is missing; as `opt_str`.
     pub fn str(&self, key: &str) -> Result<&str> {
         self.opt_str(key)?.ok_or_else(|| self.missing(key))
     }
 
     /// An optional text; `null` counts as absent.
+    ///
+    /// # Errors
+    /// The value is not a text.
     pub fn opt_str(&self, key: &str) -> Result<Option<&str>> {
         match self.get(key) {
             None => Ok(None),
@@ -182,6 +206,9 @@ impl Config {
     }
 
     /// A table, if present, as a separate config (`rope_scaling`, `rope_parameters`); errors name the inner key.
+    ///
+    /// # Errors
+    /// The value is not an object.
     pub fn opt_table(&self, key: &str) -> Result<Option<Config>> {
         match self.get(key) {
             None => Ok(None),
@@ -194,6 +221,9 @@ impl Config {
     }
 
     /// One id or a list of ids (`eos_token_id`).
+    ///
+    /// # Errors
+    /// The value is not an id or a list of ids.
     pub fn token_ids(&self, key: &str) -> Result<Vec<u32>> {
         let wrong = || self.wrong(key, "a token id or a list of token ids");
         let id = |v: &Value| v.as_u64().and_then(|n| u32::try_from(n).ok()).ok_or_else(wrong);

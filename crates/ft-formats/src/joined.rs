@@ -36,7 +36,7 @@ struct Joined {
 
 /// Where the weights of experts are in the files of a family.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Layout {
+pub struct JoinedLayout {
     /// Expert 3 is `{experts}.3`, below the layer.
     experts: &'static str,
     tensors: &'static [Joined],
@@ -51,7 +51,7 @@ const fn joined(name: &'static str, parts: &'static [&'static str], order: Order
 const GATE_UP: &[&str] = &["gate_proj.weight", "up_proj.weight"];
 const DOWN: &[&str] = &["down_proj.weight"];
 
-const GPT_OSS: &[Layout] = &[Layout {
+const GPT_OSS: &[JoinedLayout] = &[JoinedLayout {
     experts: "mlp.experts",
     tensors: &[
         joined("mlp.experts.gate_up_proj", GATE_UP, Order::AlternateColumns),
@@ -86,7 +86,7 @@ const GPT_OSS: &[Layout] = &[Layout {
     ],
     optional: false,
 }];
-const GRANITE: &[Layout] = &[Layout {
+const GRANITE: &[JoinedLayout] = &[JoinedLayout {
     experts: "block_sparse_moe.experts",
     tensors: &[
         joined("block_sparse_moe.input_linear.weight", GATE_UP, Order::Rows),
@@ -94,7 +94,7 @@ const GRANITE: &[Layout] = &[Layout {
     ],
     optional: false,
 }];
-const QWEN_ROWS: Layout = Layout {
+const QWEN_ROWS: JoinedLayout = JoinedLayout {
     experts: "mlp.experts",
     tensors: &[
         joined("mlp.experts.gate_up_proj", GATE_UP, Order::Rows),
@@ -102,11 +102,11 @@ const QWEN_ROWS: Layout = Layout {
     ],
     optional: true,
 };
-const QWEN: &[Layout] = &[QWEN_ROWS];
+const QWEN: &[JoinedLayout] = &[QWEN_ROWS];
 /// Published files are transposed, those of transformers 5 are not.
-const QWEN_VL: &[Layout] = &[
+const QWEN_VL: &[JoinedLayout] = &[
     QWEN_ROWS,
-    Layout {
+    JoinedLayout {
         experts: "mlp.experts",
         tensors: &[
             joined("mlp.experts.gate_up_proj", GATE_UP, Order::Columns),
@@ -117,11 +117,11 @@ const QWEN_VL: &[Layout] = &[
 ];
 
 /// The layouts of the family of a config; the first one is the usual one.
-fn layouts(config: &Map<String, Value>) -> &'static [Layout] {
+fn layouts(config: &Map<String, Value>) -> &'static [JoinedLayout] {
     let inner = config.get("text_config").and_then(|text| text.get("model_type"));
     let types = [inner, config.get("model_type")].into_iter().flatten();
     for model_type in types.filter_map(Value::as_str) {
-        let found: &[Layout] = match model_type {
+        let found: &[JoinedLayout] = match model_type {
             "gpt_oss" => GPT_OSS,
             "granitemoe" | "granitemoeshared" => GRANITE,
             "qwen3_5_moe" | "qwen3_5_moe_text" => QWEN,
@@ -136,7 +136,7 @@ fn layouts(config: &Map<String, Value>) -> &'static [Layout] {
 }
 
 /// The layout in which a model with this config is written if there are no files of it.
-pub fn usual(config: &Map<String, Value>) -> Option<&'static Layout> {
+pub fn usual(config: &Map<String, Value>) -> Option<&'static JoinedLayout> {
     layouts(config).first()
 }
 
@@ -144,7 +144,7 @@ pub fn usual(config: &Map<String, Value>) -> Option<&'static Layout> {
 pub(crate) fn of_files<'a>(
     config: &Map<String, Value>,
     tensors: impl Iterator<Item = (&'a str, &'a [usize])>,
-) -> Option<&'static Layout> {
+) -> Option<&'static JoinedLayout> {
     let all = layouts(config);
     let first = all.first()?;
     let hidden = config
@@ -157,8 +157,8 @@ pub(crate) fn of_files<'a>(
         let Some((_, at)) = first.tensor(name) else { continue };
         found = Some(first);
         // The inputs of the gate are the hidden states: the shape shows which layout it is.
-        let inputs = |layout: &Layout| layout.tensors[at].place(shape, 0, 0).map(|p| p.shape.last().copied());
-        let fits = |layout: &&Layout| inputs(layout).flatten().map(|n| n as u64) == hidden;
+        let inputs = |layout: &JoinedLayout| layout.tensors[at].place(shape, 0, 0).map(|p| p.shape.last().copied());
+        let fits = |layout: &&JoinedLayout| inputs(layout).flatten().map(|n| n as u64) == hidden;
         if at == 0 && all.len() > 1 {
             return all.iter().find(fits).or(found);
         }
@@ -168,7 +168,7 @@ pub(crate) fn of_files<'a>(
 
 /// The elements of a part of a joined tensor, relative to its first one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct View {
+pub struct JoinedView {
     /// R.
     pub rows: usize,
     /// C, of all dimensions after the first.
@@ -181,7 +181,7 @@ pub struct View {
     pub last: bool,
 }
 
-impl View {
+impl JoinedView {
     fn is_contiguous(&self) -> bool {
         self.column_stride == 1 && self.row_stride == self.columns
     }
@@ -197,7 +197,7 @@ struct ExpertPlace {
     shape: Vec<usize>,
     /// Its first element.
     first: usize,
-    view: View,
+    view: JoinedView,
 }
 
 /// A part of a joined tensor under the name of its parameter.
@@ -209,7 +209,7 @@ pub(crate) struct ExpertPart {
     /// Its first element in the joined tensor.
     pub first: usize,
     /// `None`: its elements follow each other.
-    pub view: Option<View>,
+    pub view: Option<JoinedView>,
 }
 
 impl Joined {
@@ -239,7 +239,7 @@ impl Joined {
         Some(ExpertPlace {
             shape: of_part,
             first: expert * outputs * columns + inside,
-            view: View {
+            view: JoinedView {
                 rows,
                 columns,
                 row_stride,
@@ -268,7 +268,7 @@ fn below_layer(name: &str) -> Option<(&str, &str)> {
     Some((&name[..dot], &name[dot + 1..]))
 }
 
-impl Layout {
+impl JoinedLayout {
     /// The layer of a joined tensor, and its index.
     fn tensor<'a>(&self, name: &'a str) -> Option<(&'a str, usize)> {
         let (layer, below) = below_layer(name)?;
@@ -313,7 +313,7 @@ impl Layout {
 
 /// A tensor to write: one parameter, or several that are joined.
 #[derive(Debug)]
-pub struct Output {
+pub struct OutputTensor {
     /// Name, format and shape in the file.
     pub plan: TensorPlan,
     /// The parameters, by their index.
@@ -325,8 +325,8 @@ pub struct Output {
 pub type PartFill<'a> = dyn FnMut(&TensorPlan, &mut dyn FnMut(Values) -> Result<()>) -> Result<()> + 'a;
 
 /// The tensors in which these parameters are written in this layout. What is quantized is not joined.
-pub fn outputs(params: &[TensorPlan], layout: Option<&'static Layout>) -> Vec<Output> {
-    let single = |at: usize| Output {
+pub fn outputs(params: &[TensorPlan], layout: Option<&'static JoinedLayout>) -> Vec<OutputTensor> {
+    let single = |at: usize| OutputTensor {
         plan: params[at].clone(),
         parts: vec![at],
         joined: None,
@@ -353,7 +353,12 @@ pub fn outputs(params: &[TensorPlan], layout: Option<&'static Layout>) -> Vec<Ou
 }
 
 /// The joined tensor whose first part is parameter `at`.
-fn begins(layout: &Layout, params: &[TensorPlan], known: &BTreeMap<&str, usize>, at: usize) -> Option<Output> {
+fn begins(
+    layout: &JoinedLayout,
+    params: &[TensorPlan],
+    known: &BTreeMap<&str, usize>,
+    at: usize,
+) -> Option<OutputTensor> {
     let first = &params[at];
     let (layer, below) = below_layer(&first.name)?;
     let part = below.strip_prefix(layout.experts)?.strip_prefix(".0.")?;
@@ -379,7 +384,7 @@ fn begins(layout: &Layout, params: &[TensorPlan], known: &BTreeMap<&str, usize>,
     if experts == 0 || more.is_some_and(|(name, _)| name.starts_with(&next)) {
         return None;
     }
-    Some(Output {
+    Some(OutputTensor {
         plan: TensorPlan {
             name: format!("{layer}.{}", joined.name),
             dtype: first.dtype,
@@ -390,7 +395,7 @@ fn begins(layout: &Layout, params: &[TensorPlan], known: &BTreeMap<&str, usize>,
     })
 }
 
-impl Output {
+impl OutputTensor {
     /// Passes the elements to `sink`. `fill` delivers those of each of `params`; the calls are not in their order.
     ///
     /// # Errors
@@ -431,7 +436,7 @@ impl Output {
 
 /// Copies the elements of a part to their places.
 fn scatter(part: &[u8], place: &ExpertPlace, size: usize, block: &mut [u8]) {
-    let View {
+    let JoinedView {
         columns,
         row_stride,
         column_stride,

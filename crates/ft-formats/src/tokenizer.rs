@@ -179,6 +179,9 @@ impl Tokenizer {
     }
 
     /// A tokenizer with one token per byte and an end of text, for models without a tokenizer.
+    ///
+    /// # Errors
+    /// None: its vocabulary is fixed.
     pub fn bytes() -> Result<Self> {
         let failed = |e: tokenizers::Error| Error::new("cannot create the byte-level tokenizer").cause(e);
         let mut alphabet: Vec<char> = ByteLevel::alphabet().into_iter().collect();

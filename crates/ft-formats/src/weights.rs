@@ -5,7 +5,7 @@
 //! could turn into a crash.
 
 use crate::dtype::StoredDtype;
-use crate::joined::{Layout, View};
+use crate::joined::{JoinedLayout, JoinedView};
 use crate::{header, index, nearest};
 use ft_base::{Error, Result};
 use half::{bf16, f16};
@@ -33,7 +33,7 @@ pub struct TensorInfo {
     /// Stored bytes.
     pub bytes: u64,
     /// `None`: its elements follow each other in the file.
-    pub view: Option<View>,
+    pub view: Option<JoinedView>,
 }
 
 impl TensorInfo {
@@ -137,7 +137,7 @@ pub struct Weights {
     /// Tensors of a multimodal checkpoint outside its language model, and of layers for multi-token prediction.
     other_parts: Vec<TensorInfo>,
     /// Where the weights of experts are, if several share a tensor.
-    joined: Option<&'static Layout>,
+    joined: Option<&'static JoinedLayout>,
     quantization: Option<Map<String, Value>>,
 }
 

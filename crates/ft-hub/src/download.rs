@@ -1,7 +1,7 @@
 //! Downloads files of one repository into the cache; resumes and verifies them.
 
 use crate::errors::{RequestedObject, explain, not_cached};
-use crate::http::{Answer, Client, Fault, encode, next_page};
+use crate::http::{Client, HttpFault, HttpResult, encode, next_page};
 use crate::store::{Blob, Hash, Store, is_commit};
 use crate::{HubSettings, HubStatus, is_inside};
 use ft_base::partial::PartialFile;
@@ -37,8 +37,8 @@ pub(super) fn ask(settings: &HubSettings) -> HubStatus {
         (_, Some(404 | 405 | 501)) => HubStatus::Reached(begun.elapsed()),
         (_, Some(401 | 403)) if settings.token.is_some() => HubStatus::Refused,
         (_, Some(status)) => HubStatus::Failed(format!("the server returned HTTP status {status}")),
-        (Fault::Unreachable(text) | Fault::Untrusted(text), None) => HubStatus::Failed(settings.scrub(text)),
-        (Fault::Status { text, .. }, None) => HubStatus::Failed(settings.scrub(text)),
+        (HttpFault::Unreachable(text) | HttpFault::Untrusted(text), None) => HubStatus::Failed(settings.scrub(text)),
+        (HttpFault::Status { text, .. }, None) => HubStatus::Failed(settings.scrub(text)),
     }
 }
 
@@ -108,7 +108,7 @@ impl<'a> Repository<'a> {
     }
 
     /// The commit of the revision, and its files.
-    fn list(&self) -> Answer<(String, BTreeMap<String, Blob>)> {
+    fn list(&self) -> HttpResult<(String, BTreeMap<String, Blob>)> {
         let api = format!("/api/{}/{}", self.plural, self.wanted.id);
         let revision = encode(self.wanted.revision).replace('/', "%2F");
         let (info, _) = self
@@ -116,7 +116,7 @@ impl<'a> Repository<'a> {
             .json(&format!("{api}/revision/{revision}?expand%5B%5D=sha"))?;
         let commit = info["sha"].as_str().unwrap_or_default().to_string();
         if !is_commit(&commit) {
-            return Err(Fault::Untrusted(format!("{commit:?} is not a valid commit name")));
+            return Err(HttpFault::Untrusted(format!("{commit:?} is not a valid commit name")));
         }
         let mut files = BTreeMap::new();
         let mut next = Some(format!("{api}/tree/{commit}?recursive=true"));
@@ -125,11 +125,11 @@ impl<'a> Repository<'a> {
             let (entries, headers) = self.client.json(&page)?;
             let entries = entries
                 .as_array()
-                .ok_or_else(|| Fault::Untrusted("the file list is not a JSON array".into()))?;
+                .ok_or_else(|| HttpFault::Untrusted("the file list is not a JSON array".into()))?;
             files.extend(entries.iter().filter_map(blob_of));
             next = next_page(&headers, &self.client)?;
         }
-        Err(Fault::Untrusted("the file list has too many pages".into()))
+        Err(HttpFault::Untrusted("the file list has too many pages".into()))
     }
 
     /// The URL path of a file at the commit, or at the revision while the commit is unknown.
@@ -141,25 +141,25 @@ impl<'a> Repository<'a> {
     }
 
     /// Requests the metadata of a file that the hub does not list.
-    fn ask(&self, file: &str) -> Answer<Blob> {
+    fn ask(&self, file: &str) -> HttpResult<Blob> {
         let found = self.client.file(&self.path_of(file), None, true)?;
         let text = |name: &str| found.hub.get(name).and_then(|v| v.to_str().ok());
         let commit = text("x-repo-commit").unwrap_or_default();
         if !is_commit(commit) {
-            return Err(Fault::Untrusted(format!("{commit:?} is not a valid commit name")));
+            return Err(HttpFault::Untrusted(format!("{commit:?} is not a valid commit name")));
         }
         if self.commit.get_or_init(|| commit.to_string()) != commit {
-            return Err(Fault::Untrusted("the commit changed between two responses".into()));
+            return Err(HttpFault::Untrusted("the commit changed between two responses".into()));
         }
         let tag = text("x-linked-etag").or(text("etag")).unwrap_or_default();
         let tag = tag.strip_prefix("W/").unwrap_or(tag).trim_matches('"');
-        let hash =
-            Hash::parse(tag).ok_or_else(|| Fault::Untrusted(format!("{:?} is not a valid file hash", shorten(tag))))?;
+        let hash = Hash::parse(tag)
+            .ok_or_else(|| HttpFault::Untrusted(format!("{:?} is not a valid file hash", shorten(tag))))?;
         // The content length of a redirect is that of its own body.
         let size = text("x-linked-size").or(text("content-length").filter(|_| !found.redirected));
         let size = size
             .and_then(|s| s.parse().ok())
-            .ok_or_else(|| Fault::Untrusted("the file has no size".into()))?;
+            .ok_or_else(|| HttpFault::Untrusted("the file has no size".into()))?;
         Ok(Blob { size, hash })
     }
 
@@ -206,7 +206,7 @@ impl<'a> Repository<'a> {
             Some(path) => Ok(path),
             None if self.offline => Err(not_cached(wanted, self.settings)),
             None => {
-                let missing = Fault::Status {
+                let missing = HttpFault::Status {
                     status: 404,
                     code: Some("EntryNotFound".into()),
                     text: String::new(),
@@ -256,7 +256,7 @@ impl<'a> Repository<'a> {
         partial: &mut PartialFile,
         parallel: u64,
         phase: Option<&Phase>,
-    ) -> Result<Option<Fault>> {
+    ) -> Result<Option<HttpFault>> {
         let piece = self.settings.piece.max(1);
         let start = partial.length();
         let ranges: Vec<Range<u64>> = (0..parallel)
@@ -277,21 +277,23 @@ impl<'a> Repository<'a> {
             let mut body = found.response.into_body().into_reader();
             return append(&mut body, end, partial, phase);
         }
-        let get = |range: &Range<u64>| -> Answer<Vec<u8>> {
+        let get = |range: &Range<u64>| -> HttpResult<Vec<u8>> {
             let found = self.client.file(&path, Some(range.clone()), false)?;
             if found.response.status().as_u16() != 206 {
-                return Err(Fault::Untrusted("the full file instead of the requested range".into()));
+                return Err(HttpFault::Untrusted(
+                    "the full file instead of the requested range".into(),
+                ));
             }
             let length = range.end - range.start;
             let mut bytes = Vec::new();
             // Reads at most the requested bytes, whatever length the server announces.
             let mut body = found.response.into_body().into_reader().take(length);
             body.read_to_end(&mut bytes)
-                .map_err(|e| Fault::Unreachable(e.to_string()))?;
+                .map_err(|e| HttpFault::Unreachable(e.to_string()))?;
             if bytes.len() as u64 == length {
                 Ok(bytes)
             } else {
-                Err(Fault::Unreachable(format!(
+                Err(HttpFault::Unreachable(format!(
                     "{} of {length} bytes received",
                     bytes.len()
                 )))
@@ -323,7 +325,7 @@ impl<'a> Repository<'a> {
     }
 
     /// Retries after transient failures.
-    fn retry<R>(&self, mut send: impl FnMut() -> Answer<R>) -> Answer<R> {
+    fn retry<R>(&self, mut send: impl FnMut() -> HttpResult<R>) -> HttpResult<R> {
         let mut wait = self.settings.wait;
         for _ in 1..self.settings.attempts {
             match send() {
@@ -337,14 +339,19 @@ impl<'a> Repository<'a> {
 }
 
 /// Appends received bytes until the file is `end` bytes long.
-fn append(body: &mut dyn Read, end: u64, partial: &mut PartialFile, phase: Option<&Phase>) -> Result<Option<Fault>> {
+fn append(
+    body: &mut dyn Read,
+    end: u64,
+    partial: &mut PartialFile,
+    phase: Option<&Phase>,
+) -> Result<Option<HttpFault>> {
     let mut buffer = vec![0u8; 1 << 18];
     while partial.length() < end {
         let most = (end - partial.length()).min(buffer.len() as u64) as usize;
         match body.read(&mut buffer[..most]) {
-            Ok(0) => return Ok(Some(Fault::Unreachable("the connection ended early".into()))),
+            Ok(0) => return Ok(Some(HttpFault::Unreachable("the connection ended early".into()))),
             Ok(n) => partial.append(&buffer[..n])?,
-            Err(e) => return Ok(Some(Fault::Unreachable(e.to_string()))),
+            Err(e) => return Ok(Some(HttpFault::Unreachable(e.to_string()))),
         }
         show(phase, partial.length());
     }

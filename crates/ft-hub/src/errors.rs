@@ -1,7 +1,7 @@
 //! Error messages for hub failures; they never contain the token.
 
 use crate::HubSettings;
-use crate::http::Fault;
+use crate::http::HttpFault;
 use ft_base::{Error, ErrorKind};
 
 /// The requested object.
@@ -14,7 +14,7 @@ pub(crate) struct RequestedObject<'a> {
     pub file: Option<&'a str>,
 }
 
-pub(crate) fn explain(e: &Fault, wanted: RequestedObject, settings: &HubSettings) -> Error {
+pub(crate) fn explain(e: &HttpFault, wanted: RequestedObject, settings: &HubSettings) -> Error {
     let RequestedObject {
         kind,
         id,
@@ -31,8 +31,8 @@ pub(crate) fn explain(e: &Fault, wanted: RequestedObject, settings: &HubSettings
     // The error may quote the server's answer, which may quote the request.
     let cause = || {
         let text = match e {
-            Fault::Status { status, text, .. } => format!("HTTP status {status}: {text}"),
-            Fault::Unreachable(text) | Fault::Untrusted(text) => text.clone(),
+            HttpFault::Status { status, text, .. } => format!("HTTP status {status}: {text}"),
+            HttpFault::Unreachable(text) | HttpFault::Untrusted(text) => text.clone(),
         };
         let text: String = text.chars().filter(|c| !c.is_control()).collect();
         // Scrub before truncation: otherwise a part of the token could remain.
@@ -65,7 +65,7 @@ pub(crate) fn explain(e: &Fault, wanted: RequestedObject, settings: &HubSettings
             .cause(cause())
             .hint("try again later; downloaded data is kept"),
         (None, _) => match e {
-            Fault::Untrusted(_) => say("the hub sent an invalid response".into())
+            HttpFault::Untrusted(_) => say("the hub sent an invalid response".into())
                 .cause(cause())
                 .hint("a mirror (HF_ENDPOINT) or a proxy may change the responses of the hub: use another one"),
             _ => say("cannot reach the hub".into()).cause(cause()).hint(

@@ -17,7 +17,7 @@ const ERROR_TEXT: u64 = 4 << 10;
 
 /// Reason for a failed request.
 #[derive(Debug)]
-pub(crate) enum Fault {
+pub(crate) enum HttpFault {
     /// The server responded with this status; `code` is the hub's error code (`RepoNotFound`, `GatedRepo`, ...).
     Status {
         status: u16,
@@ -30,7 +30,7 @@ pub(crate) enum Fault {
     Untrusted(String),
 }
 
-impl Fault {
+impl HttpFault {
     pub(crate) fn status(&self) -> Option<u16> {
         match self {
             Self::Status { status, .. } => Some(*status),
@@ -55,7 +55,7 @@ impl Fault {
     }
 }
 
-pub(crate) type Answer<T> = std::result::Result<T, Fault>;
+pub(crate) type HttpResult<T> = std::result::Result<T, HttpFault>;
 
 pub(crate) struct Client {
     agent: Agent,
@@ -123,22 +123,22 @@ impl Client {
     }
 
     /// A JSON response of the hub's API, and its headers. `path` is URL-encoded.
-    pub(crate) fn json(&self, path: &str) -> Answer<(serde_json::Value, HeaderMap)> {
+    pub(crate) fn json(&self, path: &str) -> HttpResult<(serde_json::Value, HeaderMap)> {
         let found = self.send("GET", &format!("{}{path}", self.address), None, true)?;
         let mut text = Vec::new();
         let mut body = found.response.into_body().into_reader().take(ANSWER + 1);
         body.read_to_end(&mut text)
-            .map_err(|e| Fault::Unreachable(e.to_string()))?;
+            .map_err(|e| HttpFault::Unreachable(e.to_string()))?;
         if text.len() as u64 > ANSWER {
-            return Err(Fault::Untrusted("the response is too long".into()));
+            return Err(HttpFault::Untrusted("the response is too long".into()));
         }
         let value = serde_json::from_slice(&text)
-            .map_err(|e| Fault::Untrusted(format!("the response is not valid JSON: {e}")))?;
+            .map_err(|e| HttpFault::Untrusted(format!("the response is not valid JSON: {e}")))?;
         Ok((value, found.hub))
     }
 
     /// A file, or bytes `range` of it. `path` is URL-encoded. With `head` only the hub's headers.
-    pub(crate) fn file(&self, path: &str, range: Option<std::ops::Range<u64>>, head: bool) -> Answer<FileResponse> {
+    pub(crate) fn file(&self, path: &str, range: Option<std::ops::Range<u64>>, head: bool) -> HttpResult<FileResponse> {
         let range = range.map(|r| format!("bytes={}-{}", r.start, r.end - 1));
         let method = if head { "HEAD" } else { "GET" };
         self.send(method, &format!("{}{path}", self.address), range, false)
@@ -146,8 +146,8 @@ impl Client {
 
     /// `own`: the response must come from the hub's own address. A HEAD request follows only redirects within the hub,
     /// because the hub's headers are already complete.
-    fn send(&self, method: &str, url: &str, range: Option<String>, own: bool) -> Answer<FileResponse> {
-        let mut at: Uri = url.parse().map_err(|e| Fault::Untrusted(format!("{e}")))?;
+    fn send(&self, method: &str, url: &str, range: Option<String>, own: bool) -> HttpResult<FileResponse> {
+        let mut at: Uri = url.parse().map_err(|e| HttpFault::Untrusted(format!("{e}")))?;
         let mut hub: Option<HeaderMap> = None;
         for _ in 0..REDIRECTS {
             let home = same_server(&at, &self.endpoint);
@@ -158,10 +158,10 @@ impl Client {
             if let Some(bearer) = self.bearer.as_ref().filter(|_| home) {
                 request = request.header(header::AUTHORIZATION, bearer);
             }
-            let request = request.body(()).map_err(|e| Fault::Untrusted(e.to_string()))?;
+            let request = request.body(()).map_err(|e| HttpFault::Untrusted(e.to_string()))?;
             let response = self.agent.run(request).map_err(|e| match e {
-                ureq::Error::Protocol(e) => Fault::Unreachable(format!("not an HTTP response: {e}")),
-                e => Fault::Unreachable(e.to_string()),
+                ureq::Error::Protocol(e) => HttpFault::Unreachable(format!("not an HTTP response: {e}")),
+                e => HttpFault::Unreachable(e.to_string()),
             })?;
             let status = response.status().as_u16();
             let headers = response.headers().clone();
@@ -170,7 +170,7 @@ impl Client {
                 let next = self.target(&at, to)?;
                 let leaves = !same_server(&next, &self.endpoint);
                 if leaves && own {
-                    return Err(Fault::Untrusted("its API redirects to another address".into()));
+                    return Err(HttpFault::Untrusted("its API redirects to another address".into()));
                 }
                 // The hub's metadata of a file is in the response that redirects to another server.
                 if leaves && home {
@@ -195,12 +195,12 @@ impl Client {
                 response,
             });
         }
-        Err(Fault::Untrusted(format!("more than {REDIRECTS} redirects")))
+        Err(HttpFault::Untrusted(format!("more than {REDIRECTS} redirects")))
     }
 
     /// Posts a body of this media type, and returns the JSON answer (null if there is none). The token is sent if the
     /// address is the hub's own.
-    pub(crate) fn post(&self, url: &str, kind: &str, body: &[u8]) -> Answer<serde_json::Value> {
+    pub(crate) fn post(&self, url: &str, kind: &str, body: &[u8]) -> HttpResult<serde_json::Value> {
         let accept = if kind.contains("lfs") { kind } else { "application/json" };
         let headers = [("content-type", kind), ("accept", accept)];
         let response = self.request(
@@ -213,11 +213,11 @@ impl Client {
         let mut text = Vec::new();
         let mut body = response.into_body().into_reader().take(ANSWER);
         body.read_to_end(&mut text)
-            .map_err(|e| Fault::Unreachable(e.to_string()))?;
+            .map_err(|e| HttpFault::Unreachable(e.to_string()))?;
         if text.is_empty() || text == b"OK" {
             return Ok(serde_json::Value::Null);
         }
-        serde_json::from_slice(&text).map_err(|e| Fault::Untrusted(format!("the response is not valid JSON: {e}")))
+        serde_json::from_slice(&text).map_err(|e| HttpFault::Untrusted(format!("the response is not valid JSON: {e}")))
     }
 
     /// Puts `length` bytes at an address that the hub named, with the headers that it named. Returns the tag of the bytes.
@@ -227,7 +227,7 @@ impl Client {
         headers: &[(String, String)],
         mut body: impl Read,
         length: u64,
-    ) -> Answer<Option<String>> {
+    ) -> HttpResult<Option<String>> {
         let headers: Vec<(&str, &str)> = headers.iter().map(|(a, b)| (a.as_str(), b.as_str())).collect();
         let response = self.request("PUT", url, &headers, ureq::SendBody::from_reader(&mut body), length)?;
         let tag = response.headers().get(header::ETAG).and_then(|t| t.to_str().ok());
@@ -242,7 +242,7 @@ impl Client {
         headers: &[(&str, &str)],
         body: ureq::SendBody,
         length: u64,
-    ) -> Answer<Response<Body>> {
+    ) -> HttpResult<Response<Body>> {
         let at = self.target(&self.endpoint, url)?;
         let mut request = ureq::http::Request::builder().method(method).uri(&at);
         for (name, value) in headers {
@@ -257,12 +257,15 @@ impl Client {
         {
             request = request.header(header::AUTHORIZATION, bearer);
         }
-        let request = request.body(body).map_err(|e| Fault::Untrusted(e.to_string()))?;
-        let response = self.agent.run(request).map_err(|e| Fault::Unreachable(e.to_string()))?;
+        let request = request.body(body).map_err(|e| HttpFault::Untrusted(e.to_string()))?;
+        let response = self
+            .agent
+            .run(request)
+            .map_err(|e| HttpFault::Unreachable(e.to_string()))?;
         let status = response.status().as_u16();
         match status {
             200..300 => Ok(response),
-            300..400 => Err(Fault::Untrusted(format!(
+            300..400 => Err(HttpFault::Untrusted(format!(
                 "it redirects an upload (HTTP status {status})"
             ))),
             _ => Err(refused(response)),
@@ -270,7 +273,7 @@ impl Client {
     }
 
     /// The target of a redirect. Errors: not an HTTP server, or a change from https to http.
-    fn target(&self, from: &Uri, to: &str) -> Answer<Uri> {
+    fn target(&self, from: &Uri, to: &str) -> HttpResult<Uri> {
         let scheme = from.scheme_str().unwrap_or("https");
         let authority = from.authority().map_or("", |a| a.as_str());
         let whole = match to {
@@ -280,14 +283,14 @@ impl Client {
         };
         let next: Uri = whole
             .parse()
-            .map_err(|_| Fault::Untrusted("a redirect to an invalid address".into()))?;
+            .map_err(|_| HttpFault::Untrusted("a redirect to an invalid address".into()))?;
         let secure = next.scheme_str() == Some("https");
         let plain = next.scheme_str() == Some("http") && self.endpoint.scheme_str() == Some("http");
         let named = next.authority().is_some_and(|a| !a.as_str().contains('@'));
         if (secure || plain) && named && next.host().is_some_and(|h| !h.is_empty()) {
             Ok(next)
         } else {
-            Err(Fault::Untrusted(
+            Err(HttpFault::Untrusted(
                 "a redirect that does not use https, or that has no host".into(),
             ))
         }
@@ -324,7 +327,7 @@ pub(crate) fn encode(path: &str) -> String {
 }
 
 /// The next page of a list: the path of a link to the hub itself.
-pub(crate) fn next_page(headers: &HeaderMap, client: &Client) -> Answer<Option<String>> {
+pub(crate) fn next_page(headers: &HeaderMap, client: &Client) -> HttpResult<Option<String>> {
     let links = headers
         .get(header::LINK)
         .and_then(|l| l.to_str().ok())
@@ -343,12 +346,14 @@ pub(crate) fn next_page(headers: &HeaderMap, client: &Client) -> Answer<Option<S
     let below = client.endpoint.path().trim_end_matches('/');
     match path.strip_prefix(below).filter(|_| same_server(&uri, &client.endpoint)) {
         Some(path) => Ok(Some(path.to_string())),
-        None => Err(Fault::Untrusted("the next page of a list is at another address".into())),
+        None => Err(HttpFault::Untrusted(
+            "the next page of a list is at another address".into(),
+        )),
     }
 }
 
 /// The status, the code and the text of an error that a server sent.
-fn refused(response: Response<Body>) -> Fault {
+fn refused(response: Response<Body>) -> HttpFault {
     let status = response.status().as_u16();
     let code = response.headers().get("x-error-code").and_then(|c| c.to_str().ok());
     let code = code.map(str::to_string);
@@ -359,7 +364,7 @@ fn refused(response: Response<Body>) -> Fault {
         .take(ERROR_TEXT)
         .read_to_end(&mut text);
     let text = String::from_utf8_lossy(&text).into_owned();
-    Fault::Status { status, code, text }
+    HttpFault::Status { status, code, text }
 }
 
 #[cfg(test)]

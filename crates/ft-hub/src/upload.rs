@@ -55,7 +55,7 @@ pub struct Upload<'a> {
 
 /// The result of an upload.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Uploaded {
+pub struct UploadReport {
     /// The page of the repository.
     pub url: String,
     /// The hash of the commit; `None`: the repository has all files already.
@@ -83,7 +83,7 @@ pub fn check_target(id: &str, revision: &str) -> Result<()> {
 ///
 /// # Errors
 /// No token, or one without write access; no network; a file cannot be read; the hub refuses a file.
-pub fn upload(settings: &HubSettings, upload: &Upload) -> Result<Uploaded> {
+pub fn upload(settings: &HubSettings, upload: &Upload) -> Result<UploadReport> {
     check_target(upload.id, upload.revision)?;
     if settings.offline {
         return Err(Error::usage("an upload needs the network").hint("unset HF_HUB_OFFLINE and TRANSFORMERS_OFFLINE"));

@@ -11,11 +11,17 @@ fn gpu_only<T>() -> Result<T> {
 }
 
 /// Scales the columns of `x` `[N, C]` (f32, on a GPU also bf16) by the C elements of `v` f32, in the type of x.
+///
+/// # Errors
+/// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
 pub fn scale_columns(x: &Tensor, v: &Tensor) -> Result<Tensor> {
     scale_and_shift(x, v, None, x.dtype())
 }
 
 /// Computes `x ⊙ v + bias`, `[N, C]` in type `to`, from x f32 or bf16; `v` f32 and `bias` have C elements.
+///
+/// # Errors
+/// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
 pub fn scale_and_shift(x: &Tensor, v: &Tensor, bias: Option<&Tensor>, to: DType) -> Result<Tensor> {
     on_gpu!(x, super::cuda::adapters::scale_and_shift(x, v, bias, to));
     let scaled = x.to_dtype(DType::F32)?.broadcast_mul(&v.flatten_all()?)?;
@@ -27,6 +33,9 @@ pub fn scale_and_shift(x: &Tensor, v: &Tensor, bias: Option<&Tensor>, to: DType)
 }
 
 /// Sums `a ⊙ b` (`[N, C]` each) over the rows, `[C]` f32.
+///
+/// # Errors
+/// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
 pub fn sum_products(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     on_gpu!(a, super::cuda::adapters::sum_products(a, b));
     linear::grad_bias(&(a.to_dtype(DType::F32)? * b.to_dtype(DType::F32)?)?)
@@ -49,6 +58,9 @@ pub struct DoraNorm<'a> {
 
 impl DoraNorm<'_> {
     /// Computes `m / ‖V‖`, `[O]` f32, from the magnitudes `m [O]`. On a GPU only.
+    ///
+    /// # Errors
+    /// Shapes that do not fit; not on a GPU.
     pub fn factors(&self, m: &Tensor) -> Result<Tensor> {
         on_gpu!(m, super::cuda::adapters::dora_factors(self, m));
         gpu_only()
@@ -56,6 +68,9 @@ impl DoraNorm<'_> {
 }
 
 /// Builds skew-symmetric blocks `[K, S, S]` from their upper triangles `[K, S·(S-1)/2]`, row by row, f32.
+///
+/// # Errors
+/// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
 pub fn skew(triangles: &Tensor, size: usize) -> Result<Tensor> {
     on_gpu!(triangles, super::cuda::adapters::skew(triangles, size));
     let k = triangles.dim(0)?;
@@ -74,6 +89,9 @@ pub fn skew(triangles: &Tensor, size: usize) -> Result<Tensor> {
 }
 
 /// The gradient of the triangles `[K, S·(S-1)/2]` from that of the blocks, `dq [K, S, S]` f32.
+///
+/// # Errors
+/// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
 pub fn skew_gradient(dq: &Tensor) -> Result<Tensor> {
     let (k, s, _) = dq.dims3()?;
     on_gpu!(dq, super::cuda::adapters::skew_gradient(dq, (k, s)));
@@ -89,6 +107,9 @@ pub fn skew_gradient(dq: &Tensor) -> Result<Tensor> {
 }
 
 /// Computes `y [N, I] += x·D`, or `x·Dᵀ`, with D block-diagonal: `d [K, S, S]`, x of the type of y. On a GPU only.
+///
+/// # Errors
+/// Shapes that do not fit; not on a GPU.
 pub fn add_blocks(y: &Tensor, x: &Tensor, d: &Tensor, transposed: bool) -> Result<()> {
     on_gpu!(y, super::cuda::adapters::add_blocks(y, x, d, transposed));
     let _ = (x, d, transposed);
@@ -97,6 +118,9 @@ pub fn add_blocks(y: &Tensor, x: &Tensor, d: &Tensor, transposed: bool) -> Resul
 
 /// Computes the diagonal blocks of xᵀ·dy, `[K, S, S]` f32, from `x` and `dy` `[N, I]`, in blocks of `size`. On a GPU
 /// only.
+///
+/// # Errors
+/// Shapes that do not fit; not on a GPU.
 pub fn blocks_gradient(x: &Tensor, dy: &Tensor, size: usize) -> Result<Tensor> {
     on_gpu!(x, super::cuda::adapters::blocks_gradient(x, dy, size));
     let _ = (dy, size);

@@ -20,7 +20,7 @@ pub const KEY_CHUNK: usize = super::cpu::product::task_gemm::KC;
 
 /// Parameters of an attention layer.
 #[derive(Debug, Clone)]
-pub struct Spec {
+pub struct AttentionSpec {
     /// H: query heads.
     pub heads: usize,
     /// K: key/value heads; each serves H / K query heads.
@@ -37,7 +37,7 @@ pub struct Spec {
     pub bf16: bool,
 }
 
-impl Spec {
+impl AttentionSpec {
     pub(super) fn check(&self) -> Result<()> {
         if self.kv_heads == 0 || self.heads == 0 || !self.heads.is_multiple_of(self.kv_heads) {
             return Err(
@@ -94,7 +94,7 @@ pub struct AttentionGradInputs<T> {
 
 /// Returns the number of f32 of scratch memory per CPU thread, forward or backward, for documents of up to
 /// `longest` tokens.
-pub fn scratch(spec: &Spec, longest: usize) -> usize {
+pub fn scratch(spec: &AttentionSpec, longest: usize) -> usize {
     let gemm = TaskGemm::new(CpuBackend::current(), spec.rounding());
     let seen = |queries: usize| {
         spec.window
@@ -169,7 +169,7 @@ pub fn forward(
     q: &Tensor,
     k: &Tensor,
     v: &Tensor,
-    spec: &Spec,
+    spec: &AttentionSpec,
     q_documents: &[usize],
     k_documents: &[usize],
 ) -> Result<(Tensor, Tensor)> {
@@ -181,7 +181,7 @@ fn forward_on(
     q: &Tensor,
     k: &Tensor,
     v: &Tensor,
-    spec: &Spec,
+    spec: &AttentionSpec,
     q_documents: &[usize],
     k_documents: &[usize],
 ) -> Result<(Tensor, Tensor)> {
@@ -218,7 +218,7 @@ fn forward_on(
 /// As `forward`.
 pub fn backward(
     inputs: AttentionGradInputs<&Tensor>,
-    spec: &Spec,
+    spec: &AttentionSpec,
     documents: &[usize],
 ) -> Result<(Tensor, Tensor, Tensor)> {
     backward_on(CpuBackend::current(), inputs, spec, documents, documents)
@@ -230,7 +230,7 @@ pub fn backward(
 /// As `forward`; a tensor on a GPU.
 pub fn backward_after(
     inputs: AttentionGradInputs<&Tensor>,
-    spec: &Spec,
+    spec: &AttentionSpec,
     q_documents: &[usize],
     k_documents: &[usize],
 ) -> Result<(Tensor, Tensor, Tensor)> {
@@ -240,7 +240,7 @@ pub fn backward_after(
 fn backward_on(
     backend: CpuBackend,
     inputs: AttentionGradInputs<&Tensor>,
-    spec: &Spec,
+    spec: &AttentionSpec,
     q_documents: &[usize],
     k_documents: &[usize],
 ) -> Result<(Tensor, Tensor, Tensor)> {

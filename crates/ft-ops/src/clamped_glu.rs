@@ -59,6 +59,9 @@ impl ClampedGlu {
 }
 
 /// Computes y, in the shape of gate.
+///
+/// # Errors
+/// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
 pub fn forward(gate: &Tensor, up: &Tensor, unit: ClampedGlu) -> Result<Tensor> {
     expect_dims(up, "up of a gated unit", gate.dims())?;
     on_gpu!(gate, super::cuda::experts::clamped_forward(gate, up, unit));
@@ -78,6 +81,9 @@ pub fn forward(gate: &Tensor, up: &Tensor, unit: ClampedGlu) -> Result<Tensor> {
 }
 
 /// Computes dgate and dup from dy. They overwrite gate and up, which must not share storage with dy.
+///
+/// # Errors
+/// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
 pub fn backward_in_place(gate: Tensor, up: Tensor, dy: &Tensor, unit: ClampedGlu) -> Result<(Tensor, Tensor)> {
     expect_dims(&up, "up of a gated unit", gate.dims())?;
     expect_dims(dy, "dy of a gated unit", gate.dims())?;

@@ -31,7 +31,7 @@ pub fn sums_bytes(vocab: usize) -> u64 {
 
 /// Options of the loss, and the gradients to compute.
 #[derive(Debug, Clone)]
-pub struct Options<'a> {
+pub struct CrossEntropyOptions<'a> {
     /// Logits become `cap tanh(logit / cap)`.
     pub softcap: Option<f32>,
     /// Tokens per chunk; 0 counts as 1.
@@ -49,7 +49,7 @@ pub struct Options<'a> {
     pub smoothing: f32,
 }
 
-impl Options<'_> {
+impl CrossEntropyOptions<'_> {
     /// Options for losses without gradients.
     pub fn losses(softcap: Option<f32>, chunk: usize) -> Self {
         Self {
@@ -80,7 +80,7 @@ impl Options<'_> {
 
 /// The requested gradients.
 #[derive(Debug)]
-pub struct Output {
+pub struct CrossEntropyOutput {
     /// Number of tokens with a target.
     pub trained: usize,
     /// `[N, D]` of the type of h, zero for tokens without a target.
@@ -92,13 +92,16 @@ pub struct Output {
 /// Computes the gradients of the fused linear and cross-entropy. h `[N, D]`, head f32 or bf16 `[V, D]`, targets
 /// `[N]`, each below V or `IGNORE` (else an error). Adds to `step_stats` the loss (not finite if a logit is not), and
 /// the number of tokens whose target has the largest logit (the first of equals).
+///
+/// # Errors
+/// A target outside the vocabulary (`Argument`); tensors of other shapes, types or devices than described (`Shape`).
 pub fn forward_backward<'w>(
     h: &Tensor,
     head: impl Into<Dense<'w>>,
     targets: &[u32],
-    options: &Options,
+    options: &CrossEntropyOptions,
     step_stats: &StepStats,
-) -> Result<Output> {
+) -> Result<CrossEntropyOutput> {
     let head = head.into();
     let ((n, d), (v, _)) = (dims2(h, "the hidden states")?, dims2(head.tensor, "the head")?);
     on_gpu!(h, {
@@ -111,7 +114,7 @@ pub fn forward_backward<'w>(
         gpu::forward_backward(h, head.tensor, targets, options, wanted, step_stats)
     });
     let mut sum = Sum::default();
-    let mut gradients = cpu::Gradients {
+    let mut gradients = cpu::CrossEntropyGradients {
         scale: options.scale as f32,
         dh: options.need_dh.then(|| vec![0f32; n * d]),
         dw: options.need_dw.then(|| vec![0f32; v * d]),
@@ -119,7 +122,7 @@ pub fn forward_backward<'w>(
     let wanted = (options.need_dh || options.need_dw).then_some(&mut gradients);
     run(h, head, targets, options, wanted, |_, row| sum.add(row))?;
     step_stats.add(sum.sums());
-    Ok(Output {
+    Ok(CrossEntropyOutput {
         trained: sum.trained,
         dh: gradients.dh.map(|dh| tensor(dh, (n, d))).transpose()?,
         dw: gradients.dw.map(|dw| tensor(dw, (v, d))).transpose()?,
@@ -127,6 +130,9 @@ pub fn forward_backward<'w>(
 }
 
 /// As `forward_backward` without gradients; returns the number of trained tokens.
+///
+/// # Errors
+/// A target outside the vocabulary (`Argument`); tensors of other shapes, types or devices than described (`Shape`).
 pub fn forward_only<'w>(
     h: &Tensor,
     head: impl Into<Dense<'w>>,
@@ -142,21 +148,29 @@ pub fn forward_only<'w>(
             h,
             head.tensor,
             targets,
-            &Options::losses(softcap, chunk),
+            &CrossEntropyOptions::losses(softcap, chunk),
             None,
             step_stats
         )
         .map(|out| out.trained)
     );
     let mut sum = Sum::default();
-    run(h, head, targets, &Options::losses(softcap, chunk), None, |_, row| {
-        sum.add(row)
-    })?;
+    run(
+        h,
+        head,
+        targets,
+        &CrossEntropyOptions::losses(softcap, chunk),
+        None,
+        |_, row| sum.add(row),
+    )?;
     step_stats.add(sum.sums());
     Ok(sum.trained)
 }
 
 /// Returns the log-probability of each target, `[N]`; 0 if the target is `IGNORE`.
+///
+/// # Errors
+/// A target outside the vocabulary (`Argument`); tensors of other shapes, types or devices than described (`Shape`).
 pub fn token_log_probs<'w>(
     h: &Tensor,
     head: impl Into<Dense<'w>>,
@@ -167,9 +181,14 @@ pub fn token_log_probs<'w>(
     let head = head.into();
     on_gpu!(h, gpu::token_log_probs(h, head.tensor, targets, softcap, chunk));
     let mut log_probs = vec![0f32; targets.len()];
-    run(h, head, targets, &Options::losses(softcap, chunk), None, |n, row| {
-        log_probs[n] = -row.loss as f32
-    })?;
+    run(
+        h,
+        head,
+        targets,
+        &CrossEntropyOptions::losses(softcap, chunk),
+        None,
+        |n, row| log_probs[n] = -row.loss as f32,
+    )?;
     Ok(log_probs)
 }
 
@@ -181,7 +200,7 @@ struct Sum {
 }
 
 impl Sum {
-    fn add(&mut self, row: &cpu::Row) {
+    fn add(&mut self, row: &cpu::TokenLoss) {
         self.loss += row.loss;
         self.trained += 1;
         self.correct += row.correct as usize;
@@ -230,9 +249,9 @@ fn run(
     h: &Tensor,
     head: Dense<'_>,
     targets: &[u32],
-    options: &Options,
-    gradients: Option<&mut cpu::Gradients>,
-    mut each: impl FnMut(usize, &cpu::Row),
+    options: &CrossEntropyOptions,
+    gradients: Option<&mut cpu::CrossEntropyGradients>,
+    mut each: impl FnMut(usize, &cpu::TokenLoss),
 ) -> Result<()> {
     let trained = trained_rows(h, head.tensor, targets, options.softcap)?;
     options.check(targets.len())?;
@@ -258,7 +277,7 @@ fn run(
 /// The GPU versions.
 #[cfg(feature = "cuda")]
 mod gpu {
-    use super::super::cuda::cross_entropy::{CrossEntropyJob, GradientOptions, run};
+    use super::super::cuda::cross_entropy::{GpuCrossEntropyJob, GradientOptions, run};
     use super::super::cuda::memory::to_f32_vec;
     use super::*;
     use crate::update;
@@ -268,16 +287,16 @@ mod gpu {
         h: &Tensor,
         head: &Tensor,
         targets: &[u32],
-        options: &Options,
+        options: &CrossEntropyOptions,
         wanted: Option<GradientOptions>,
         step_stats: &StepStats,
-    ) -> Result<Output> {
+    ) -> Result<CrossEntropyOutput> {
         let trained = trained_rows(h, head, targets, options.softcap)?;
         options.check(targets.len())?;
         let totals = step_stats
             .losses()?
             .ok_or_else(|| Error::internal("the statistics of a step are not on the GPU"))?;
-        let job = CrossEntropyJob {
+        let job = GpuCrossEntropyJob {
             h,
             head,
             trained: &trained,
@@ -290,7 +309,7 @@ mod gpu {
             each: None,
         };
         let (dh, dw) = run(&job, wanted)?;
-        Ok(Output {
+        Ok(CrossEntropyOutput {
             trained: trained.len(),
             dh,
             dw,
@@ -307,7 +326,7 @@ mod gpu {
         let trained = trained_rows(h, head, targets, softcap)?;
         let each = update::zeros(targets.len(), DType::F32, h.device())?;
         let totals = update::zeros(2, DType::F64, h.device())?;
-        let job = CrossEntropyJob {
+        let job = GpuCrossEntropyJob {
             h,
             head,
             trained: &trained,
@@ -325,269 +344,4 @@ mod gpu {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::oracle::{as_operand, assert_close, assert_same_on_any_threads, bf16_pair, flat, random};
-    use candle_core::{D, Device, Var};
-
-    const SHAPES: [(usize, usize, usize); 3] = [(1, 8, 5), (11, 16, 37), (70, 40, 300)];
-
-    /// Returns the output and its sums: loss, trained, correct.
-    fn with_gradients(h: &Tensor, head: &Tensor, targets: &[u32], options: &Options) -> (Output, (f64, usize, usize)) {
-        let step_stats = StepStats::new(&Device::Cpu).unwrap();
-        let out = forward_backward(h, head, targets, options, &step_stats).unwrap();
-        let (sums, trained) = (step_stats.read().unwrap(), out.trained);
-        (out, (sums.loss, trained, sums.correct as usize))
-    }
-
-    fn without(
-        h: &Tensor,
-        head: &Tensor,
-        targets: &[u32],
-        cap: Option<f32>,
-        chunk: usize,
-    ) -> Result<(f64, usize, usize)> {
-        let step_stats = StepStats::new(&Device::Cpu)?;
-        let trained = forward_only(h, head, targets, cap, chunk, &step_stats)?;
-        let sums = step_stats.read()?;
-        Ok((sums.loss, trained, sums.correct as usize))
-    }
-
-    fn targets(n: usize, v: usize) -> Vec<u32> {
-        (0..n)
-            .map(|i| if i % 3 == 1 { IGNORE } else { (i * 7 % v) as u32 })
-            .collect()
-    }
-
-    /// Returns the log-probabilities of the targets of the trained rows.
-    fn composed(h: &Tensor, head: &Tensor, targets: &[u32], cap: Option<f32>) -> Tensor {
-        let rows: Vec<u32> = (0..targets.len() as u32)
-            .filter(|i| targets[*i as usize] != IGNORE)
-            .collect();
-        let ids: Vec<u32> = rows.iter().map(|i| targets[*i as usize]).collect();
-        let count = rows.len();
-        let rows = Tensor::from_vec(rows, count, &Device::Cpu).unwrap();
-        let ids = Tensor::from_vec(ids, (count, 1), &Device::Cpu).unwrap();
-        let h = h.index_select(&rows, 0).unwrap();
-        let mut logits = h.matmul(&head.t().unwrap()).unwrap();
-        if let Some(cap) = cap {
-            logits = ((logits / cap as f64).unwrap().tanh().unwrap() * cap as f64).unwrap();
-        }
-        let sum = logits.exp().unwrap().sum_keepdim(D::Minus1).unwrap();
-        let log_probs = logits.broadcast_sub(&sum.log().unwrap()).unwrap();
-        log_probs.gather(&ids, 1).unwrap().squeeze(1).unwrap()
-    }
-
-    #[test]
-    fn weights_of_tokens_match_autograd() {
-        for (n, d, v) in SHAPES {
-            for cap in [None, Some(2.5)] {
-                let h = Var::from_tensor(&random((n, d), 1)).unwrap();
-                let head = Var::from_tensor(&random((v, d), 2)).unwrap();
-                let targets = targets(n, v);
-                let weights: Vec<f32> = flat(&random(n, 3));
-                let kept: Vec<f32> = (0..n).filter(|i| targets[*i] != IGNORE).map(|i| weights[i]).collect();
-                let kept = Tensor::from_vec(kept.clone(), kept.len(), &Device::Cpu).unwrap();
-                let log_probs = composed(&h, &head, &targets, cap);
-                let loss = (log_probs * kept).unwrap().sum_all().unwrap().neg().unwrap();
-                let grads = (loss * 0.25).unwrap().backward().unwrap();
-                let options = Options {
-                    softcap: cap,
-                    chunk: 3,
-                    scale: 0.25,
-                    need_dh: true,
-                    need_dw: true,
-                    weights: Some(&weights),
-                    smoothing: 0.0,
-                };
-                let (out, _) = with_gradients(&h, &head, &targets, &options);
-                assert_close(&out.dh.unwrap(), grads.get(&h).unwrap(), 2e-5);
-                assert_close(&out.dw.unwrap(), grads.get(&head).unwrap(), 2e-5);
-                let short = Options {
-                    weights: Some(&weights[1..]),
-                    ..options
-                };
-                let step_stats = StepStats::new(&Device::Cpu).unwrap();
-                assert!(forward_backward(&h, head.as_tensor(), &targets, &short, &step_stats).is_err());
-            }
-        }
-    }
-
-    #[test]
-    fn matches_autograd() {
-        for (n, d, v) in SHAPES {
-            for cap in [None, Some(2.5)] {
-                for chunk in [1, 4, 1000] {
-                    let h = Var::from_tensor(&random((n, d), 1)).unwrap();
-                    let head = Var::from_tensor(&random((v, d), 2)).unwrap();
-                    let targets = targets(n, v);
-                    let log_probs = composed(&h, &head, &targets, cap);
-                    let loss = log_probs.sum_all().unwrap().neg().unwrap();
-                    let grads = (&loss * 0.25).unwrap().backward().unwrap();
-                    let loss = loss.to_scalar::<f32>().unwrap() as f64;
-                    let options = Options {
-                        softcap: cap,
-                        chunk,
-                        scale: 0.25,
-                        need_dh: true,
-                        need_dw: true,
-                        weights: None,
-                        smoothing: 0.0,
-                    };
-                    let (out, sums) = with_gradients(&h, &head, &targets, &options);
-                    assert!((sums.0 - loss).abs() <= 1e-5 * loss, "{} {loss}", sums.0);
-                    assert_eq!(sums.1, targets.iter().filter(|t| **t != IGNORE).count());
-                    assert_close(&out.dh.unwrap(), grads.get(&h).unwrap(), 1e-5);
-                    assert_close(&out.dw.unwrap(), grads.get(&head).unwrap(), 1e-5);
-                    assert_eq!(without(&h, &head, &targets, cap, chunk).unwrap(), sums);
-                    let got = token_log_probs(&h, head.as_tensor(), &targets, cap, chunk).unwrap();
-                    let kept: Vec<f32> = (0..n).filter(|i| targets[*i] != IGNORE).map(|i| got[i]).collect();
-                    let kept = Tensor::from_vec(kept, log_probs.dims(), &Device::Cpu).unwrap();
-                    assert_close(&kept, &log_probs, 1e-5);
-                    assert!((0..n).all(|i| targets[i] != IGNORE || got[i] == 0.0));
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn only_wanted_gradients() {
-        let (h, head) = (random((6, 8), 1), random((9, 8), 2));
-        let targets = targets(6, 9);
-        let run = |need_dh, need_dw| {
-            let options = Options {
-                softcap: None,
-                chunk: 3,
-                scale: 1.0,
-                need_dh,
-                need_dw,
-                weights: None,
-                smoothing: 0.0,
-            };
-            let out = with_gradients(&h, &head, &targets, &options).0;
-            (out.dh.map(|t| flat(&t)), out.dw.map(|t| flat(&t)))
-        };
-        let (dh, dw) = run(true, true);
-        assert!(dh.is_some() && dw.is_some());
-        assert_eq!(run(true, false), (dh, None));
-        assert_eq!(run(false, true), (None, dw));
-        assert_eq!(run(false, false), (None, None));
-    }
-
-    #[test]
-    fn counts_hits() {
-        // Logits are the rows of h; the target is the maximum in rows 0 and 2, and one of two equal ones in row 3.
-        let h = Tensor::new(
-            &[[3f32, 1., 2.], [0., 1., 2.], [0., 0., 9.], [4., 4., 0.]],
-            &Device::Cpu,
-        )
-        .unwrap();
-        let eye = Tensor::eye(3, candle_core::DType::F32, &Device::Cpu).unwrap();
-        let (_, trained, correct) = without(&h, &eye, &[0, 0, 2, 1], None, 3).unwrap();
-        assert_eq!((trained, correct), (4, 2));
-        assert_eq!(without(&h, &eye, &[0, 0, 2, 0], None, 3).unwrap().2, 3);
-    }
-
-    #[test]
-    fn bf16_heads_are_used_as_they_are() {
-        let (h, (head, wide)) = (random((20, 600), 1), bf16_pair((90, 600), 2));
-        let targets = targets(20, 90);
-        let options = Options {
-            softcap: None,
-            chunk: 7,
-            scale: 1.0,
-            need_dh: true,
-            need_dw: true,
-            weights: None,
-            smoothing: 0.0,
-        };
-        let (out, (loss, ..)) = with_gradients(&h, &head, &targets, &options);
-        // The reference uses an f32 head and rounds each operand as a product with a bf16 head does: hidden states,
-        // gradients of logits.
-        let x = as_operand(&h);
-        let want = composed(&x, &wide, &targets, None)
-            .sum_all()
-            .unwrap()
-            .to_scalar::<f32>();
-        let want = -f64::from(want.unwrap());
-        assert!((loss - want).abs() < 1e-5 * want, "{loss} {want}");
-        let logits = x.matmul(&wide.t().unwrap()).unwrap();
-        let exp = logits.exp().unwrap();
-        let p = exp.broadcast_div(&exp.sum_keepdim(D::Minus1).unwrap()).unwrap();
-        let rows = p.to_vec2::<f32>().unwrap();
-        let dl = rows.into_iter().zip(&targets).flat_map(|(mut p, target)| {
-            match *target {
-                IGNORE => p.fill(0.0),
-                target => p[target as usize] -= 1.0,
-            }
-            p
-        });
-        let dl = Tensor::from_vec(dl.collect::<Vec<f32>>(), (20, 90), &Device::Cpu).unwrap();
-        let dl = as_operand(&dl);
-        assert_close(&out.dh.unwrap(), &dl.matmul(&wide).unwrap(), 1e-5);
-        assert_close(&out.dw.unwrap(), &dl.t().unwrap().matmul(&x).unwrap(), 1e-5);
-    }
-
-    #[test]
-    fn a_logit_that_is_not_finite_shows_in_the_loss() {
-        let head = random((40, 4), 2);
-        for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 3e38] {
-            for cap in [None, Some(30.0)] {
-                let mut data = flat(&random((3, 4), 1));
-                data[5] = bad;
-                let h = Tensor::from_vec(data, (3, 4), &Device::Cpu).unwrap();
-                let (loss, ..) = without(&h, &(&head * 4.0).unwrap(), &[1, 2, 3], cap, 2).unwrap();
-                assert!(!loss.is_finite(), "{bad} {cap:?}: {loss}");
-                // The ignored row is not evaluated.
-                assert!(without(&h, &head, &[1, IGNORE, 3], cap, 2).unwrap().0.is_finite());
-            }
-        }
-    }
-
-    #[test]
-    fn nothing_trained_and_targets_outside() {
-        let (h, head) = (random((3, 4), 1), random((5, 4), 2));
-        let options = Options {
-            softcap: None,
-            chunk: 2,
-            scale: 1.0,
-            need_dh: true,
-            need_dw: true,
-            weights: None,
-            smoothing: 0.0,
-        };
-        let (out, sums) = with_gradients(&h, &head, &[IGNORE; 3], &options);
-        assert_eq!(sums, (0.0, 0, 0));
-        assert!(
-            flat(&out.dh.unwrap())
-                .iter()
-                .chain(&flat(&out.dw.unwrap()))
-                .all(|x| *x == 0.0)
-        );
-        let e = without(&h, &head, &[0, 5, 1], None, 2).unwrap_err();
-        assert!(e.to_string().contains("token 1"), "{e}");
-        assert!(without(&h, &head, &[0, 1], None, 2).is_err());
-    }
-
-    #[test]
-    fn bit_equal_on_any_number_of_threads() {
-        for (n, d, v) in SHAPES {
-            let (h, head) = (random((n, d), 1), bf16_pair((v, d), 2).0);
-            let targets = targets(n, v);
-            let options = Options {
-                softcap: Some(9.0),
-                chunk: 16,
-                scale: 0.1,
-                need_dh: true,
-                need_dw: true,
-                weights: None,
-                smoothing: 0.0,
-            };
-            assert_same_on_any_threads(|| {
-                let (out, (loss, ..)) = with_gradients(&h, &head, &targets, &options);
-                let loss = Tensor::new(loss as f32, &Device::Cpu).unwrap();
-                vec![loss, out.dh.unwrap(), out.dw.unwrap()]
-            });
-        }
-    }
-}
+mod tests;

@@ -30,7 +30,7 @@ pub struct DeviceMemory {
 
 /// The properties of a GPU that `ft doctor` shows.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Gpu {
+pub struct GpuProperties {
     /// The name that the driver reports.
     pub name: String,
     /// Compute capability, for example (9, 0).
@@ -45,7 +45,7 @@ pub struct Gpu {
     pub cublas: i32,
 }
 
-impl Gpu {
+impl GpuProperties {
     /// Returns the reasons why this build cannot use this GPU. `toolkit` is the CUDA version of the build, as in
     /// `driver`.
     pub fn problems(&self, toolkit: Option<i32>) -> Vec<String> {
@@ -158,6 +158,9 @@ fn gpu(ordinal: usize) -> Result<Device> {
 use super::cuda::device::open as gpu;
 
 /// Returns the memory of `device`; `None` for the CPU.
+///
+/// # Errors
+/// A driver that does not answer.
 pub fn memory(device: &Device) -> Result<Option<DeviceMemory>> {
     match device {
         #[cfg(feature = "cuda")]
@@ -168,6 +171,9 @@ pub fn memory(device: &Device) -> Result<Option<DeviceMemory>> {
 
 /// Limits the tensors on the GPU to `bytes` from now on: a larger allocation fails as out of memory. Call it before
 /// the first tensor. Does nothing on the CPU.
+///
+/// # Errors
+/// A driver that does not answer.
 pub fn limit(device: &Device, bytes: u64) -> Result<()> {
     match device {
         #[cfg(feature = "cuda")]
@@ -183,7 +189,7 @@ pub fn limit(device: &Device, bytes: u64) -> Result<()> {
 ///
 /// # Errors
 /// A driver that does not answer.
-pub fn gpus() -> Result<Vec<Gpu>> {
+pub fn gpus() -> Result<Vec<GpuProperties>> {
     #[cfg(feature = "cuda")]
     return super::cuda::device::all();
     #[cfg(not(feature = "cuda"))]
@@ -245,7 +251,7 @@ mod tests {
 
     #[test]
     fn what_does_not_match_is_named() {
-        let mut gpu = Gpu {
+        let mut gpu = GpuProperties {
             name: "test".into(),
             compute: (9, 0),
             total: 1,

@@ -80,6 +80,9 @@ pub fn gather_each(tables: &[Tensor], ids: &[u32]) -> Result<Vec<Tensor>> {
 }
 
 /// Adds `scale · dx[n]` to row `ids[n]` of dw, f32 `[V, D]`, in place, for each n in order; dx `[N, D]`.
+///
+/// # Errors
+/// An id that is not below V (`Argument`); tensors of other shapes, types or devices than described (`Shape`).
 pub fn scatter_add(dw: &Tensor, ids: &[u32], dx: &Tensor, scale: f32) -> Result<()> {
     let (v, d) = dims2(dw, "the gradient of the embedding")?;
     expect_dims(dx, "dx of the embedding", &[ids.len(), d])?;

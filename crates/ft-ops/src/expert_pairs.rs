@@ -46,6 +46,13 @@ pub struct Members<'a> {
     pub counts: &'a [usize],
 }
 
+impl Members<'_> {
+    /// M
+    fn rows(&self) -> usize {
+        self.counts.iter().sum()
+    }
+}
+
 /// Which of the matrix's equal parts, of how many: Q.
 pub type OutputPart = (usize, usize);
 
@@ -200,7 +207,9 @@ impl ExpertPairs {
     pub fn grad_a_add(&self, sum: &Tensor, du: &Tensor, x: &Tensor, of: Members<'_>) -> Result<()> {
         let inputs = self.a.dim(1)?;
         expect_dims(sum, "the gradient of A of experts", &[self.experts * self.rank, inputs])?;
-        self.gradient((sum, true), (x, inputs), du, of, |i| (of.first + i) * self.rank)
+        self.check(of)?;
+        expect_dims(x, "the rows of experts", &[of.rows(), inputs])?;
+        self.gradient(sum, true, x, du, of, |i| (of.first + i) * self.rank)
     }
 
     /// Adds the gradients of a part of B of the members to `sum`, f32 `[E·O, R]`; dy `[M, O / Q]`, u `[M, P]`.
@@ -211,28 +220,28 @@ impl ExpertPairs {
         let outputs = self.outputs(part)?;
         expect_dims(sum, "the gradient of B of experts", &[self.b.dim(0)?, self.rank])?;
         let first = |i| ((of.first + i) * part.1 + part.0) * outputs;
-        self.gradient((sum, false), (dy, outputs), u, of, first)
+        self.check(of)?;
+        expect_dims(dy, "the rows of experts", &[of.rows(), outputs])?;
+        self.gradient(sum, false, dy, u, of, first)
     }
 
-    /// `row`: where the gradient of a member begins in `sum`, which is that of A or of B.
+    /// `row`: where the gradient of a member begins in `sum`, which is that of A if `of_a`, or else of B.
     fn gradient(
         &self,
-        (sum, of_a): (&Tensor, bool),
-        (wide, width): (&Tensor, usize),
+        sum: &Tensor,
+        of_a: bool,
+        wide: &Tensor,
         low: &Tensor,
         of: Members<'_>,
         row: impl Fn(usize) -> usize,
     ) -> Result<()> {
-        self.check(of)?;
-        let rows: usize = of.counts.iter().sum();
-        expect_dims(wide, "the rows of experts", &[rows, width])?;
-        expect_dims(low, NAME, &[rows, self.b.dim(1)?])?;
+        expect_dims(low, NAME, &[of.rows(), self.b.dim(1)?])?;
         let places: Vec<(usize, usize)> = (of.counts.iter().enumerate()).map(|(i, n)| (row(i), *n)).collect();
         on_gpu!(
             sum,
-            super::cuda::expert_pairs::gradient((sum, of_a), &places, (wide, low), self.rank)
+            super::cuda::expert_pairs::gradient(sum, of_a, &places, wide, low, self.rank)
         );
-        let _ = (places, of_a);
+        let _ = (places, of_a, wide);
         Err(refused())
     }
 }

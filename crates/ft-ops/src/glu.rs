@@ -24,6 +24,9 @@ pub enum Activation {
 }
 
 /// Computes `act(gate) · up` in the shape of gate.
+///
+/// # Errors
+/// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
 pub fn forward(gate: &Tensor, up: &Tensor, act: Activation) -> Result<Tensor> {
     expect_dims(up, "up of a gated unit", gate.dims())?;
     on_gpu!(gate, super::cuda::glu::forward(gate, up, act));
@@ -38,6 +41,9 @@ pub fn forward(gate: &Tensor, up: &Tensor, act: Activation) -> Result<Tensor> {
 }
 
 /// Computes dgate and dup from dy.
+///
+/// # Errors
+/// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
 pub fn backward(gate: &Tensor, up: &Tensor, dy: &Tensor, act: Activation) -> Result<(Tensor, Tensor)> {
     expect_dims(up, "up of a gated unit", gate.dims())?;
     expect_dims(dy, "dy of a gated unit", gate.dims())?;
@@ -57,6 +63,9 @@ pub fn backward(gate: &Tensor, up: &Tensor, dy: &Tensor, act: Activation) -> Res
 
 /// As `backward`, with the same bits, for a gate and an up that are no longer needed: on the CPU dgate and dup
 /// overwrite them. gate, up and dy must not share storage.
+///
+/// # Errors
+/// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
 pub fn backward_in_place(gate: Tensor, up: Tensor, dy: &Tensor, act: Activation) -> Result<(Tensor, Tensor)> {
     expect_dims(&up, "up of a gated unit", gate.dims())?;
     expect_dims(dy, "dy of a gated unit", gate.dims())?;
@@ -70,6 +79,9 @@ pub fn backward_in_place(gate: Tensor, up: Tensor, dy: &Tensor, act: Activation)
 }
 
 /// Computes `act(x)`.
+///
+/// # Errors
+/// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
 pub fn activate(x: &Tensor, act: Activation) -> Result<Tensor> {
     on_gpu!(x, super::cuda::glu::activate(x, act));
     let mut y = unwritten(x.elem_count());
@@ -81,6 +93,9 @@ pub fn activate(x: &Tensor, act: Activation) -> Result<Tensor> {
 }
 
 /// Backward of `activate` for an x that is no longer needed: on the CPU dx overwrites it. x and dy must not share storage.
+///
+/// # Errors
+/// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
 pub fn activate_backward(x: Tensor, dy: &Tensor, act: Activation) -> Result<Tensor> {
     expect_dims(dy, "dy of an activation", x.dims())?;
     on_gpu!(&x, super::cuda::glu::activate_backward(&x, dy, act));

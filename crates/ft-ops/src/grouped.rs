@@ -79,7 +79,8 @@ fn unwritten(x: &Tensor, shape: (usize, usize)) -> Result<Tensor> {
     Err(Error::unsupported("grouped products run on a GPU only"))
 }
 
-fn product(x: &Tensor, groups: &Groups, y: &Tensor, (back, add): (bool, bool)) -> Result<()> {
+/// `back`: with W in place of Wᵀ; `add`: to y.
+fn product(x: &Tensor, groups: &Groups, y: &Tensor, back: bool, add: bool) -> Result<()> {
     on_gpu!(x, super::cuda::grouped::product(x, groups, y, back, add));
     let _ = (groups, y, back, add);
     Err(Error::unsupported("grouped products run on a GPU only"))
@@ -93,7 +94,7 @@ pub fn forward(x: &Tensor, groups: &Groups) -> Result<Tensor> {
     let (rows, outputs, inputs) = sizes(groups)?;
     expect_dims(x, "the rows of experts", &[rows, inputs])?;
     let y = unwritten(x, (rows, outputs))?;
-    product(x, groups, &y, (false, false))?;
+    product(x, groups, &y, false, false)?;
     Ok(y)
 }
 
@@ -105,7 +106,7 @@ pub fn forward_add(y: &Tensor, x: &Tensor, groups: &Groups) -> Result<()> {
     let (rows, outputs, inputs) = sizes(groups)?;
     expect_dims(x, "the rows of experts", &[rows, inputs])?;
     expect_dims(y, "the output of experts", &[rows, outputs])?;
-    product(x, groups, y, (false, true))
+    product(x, groups, y, false, true)
 }
 
 /// dy·W of each group, `[R, I]`; dy `[R, O]`.
@@ -131,7 +132,7 @@ fn input(dx: &Tensor, dy: &Tensor, groups: &Groups, add: bool) -> Result<()> {
     let (rows, outputs, inputs) = sizes(groups)?;
     expect_dims(dy, "the gradient of experts", &[rows, outputs])?;
     expect_dims(dx, "the gradient of the rows of experts", &[rows, inputs])?;
-    product(dy, groups, dx, (true, add))
+    product(dy, groups, dx, true, add)
 }
 
 /// The bias of the group of each row, times the factor of the row (f32 `[R]`) if there are factors: `[R, O]`, of the type of the

@@ -36,6 +36,9 @@ impl IndexSubset {
 }
 
 /// Gathers the elements of `t` (f32, bf16 or i16, contiguous) at `subset`, `[len]`.
+///
+/// # Errors
+/// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
 pub fn gather(t: &Tensor, subset: &IndexSubset) -> Result<Tensor> {
     check(t, subset)?;
     check_type(t)?;
@@ -49,6 +52,9 @@ pub fn gather(t: &Tensor, subset: &IndexSubset) -> Result<Tensor> {
 }
 
 /// Scatters `part` `[len]` back into `t`, of the same type.
+///
+/// # Errors
+/// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
 pub fn scatter(t: &Tensor, part: &Tensor, subset: &IndexSubset) -> Result<()> {
     check(t, subset)?;
     if part.elem_count() != subset.len || part.dtype() != t.dtype() {

@@ -5,8 +5,8 @@
 //!
 //! Letters: N new tokens, K heads of E elements, W = K·E.
 
-use crate::attention::Spec;
-use crate::paged::{Form, KvDtype};
+use crate::attention::AttentionSpec;
+use crate::paged::{KvDtype, PageForm};
 use candle_core::{DType, Device, Tensor};
 use ft_base::{Error, Result};
 use std::ops::Range;
@@ -22,7 +22,7 @@ pub(crate) fn rounded(n: usize) -> usize {
 /// Room for the keys and values of some tokens of one layer.
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 pub struct KvBlock {
-    pub(crate) form: Form,
+    pub(crate) form: PageForm,
     /// f32, bf16 or (signed bytes) u8, `[room, W]`.
     pub(crate) keys: Tensor,
     pub(crate) values: Tensor,
@@ -35,7 +35,7 @@ impl KvBlock {
     ///
     /// # Errors
     /// `device` is not a GPU; no memory.
-    pub fn new(form: Form, room: usize, device: &Device) -> Result<Self> {
+    pub fn new(form: PageForm, room: usize, device: &Device) -> Result<Self> {
         #[cfg(feature = "cuda")]
         if device.is_cuda() {
             let gpu = super::cuda::Gpu::on(device)?;
@@ -61,7 +61,7 @@ impl KvBlock {
     }
 
     /// Bytes of the keys and values of `tokens` tokens.
-    pub fn bytes(form: Form, tokens: usize) -> u64 {
+    pub fn bytes(form: PageForm, tokens: usize) -> u64 {
         let scale = if form.stored == KvDtype::Int8 { 4 } else { 0 };
         let head = form.head_dim * dtype(form.stored).size_in_bytes() + scale;
         (2 * tokens * form.kv_heads * head) as u64
@@ -177,7 +177,7 @@ impl KvStep {
     ///
     /// # Errors
     /// As `put`.
-    pub fn attend(&self, layer: usize, q: &Tensor, spec: &Spec) -> Result<(Tensor, Tensor)> {
+    pub fn attend(&self, layer: usize, q: &Tensor, spec: &AttentionSpec) -> Result<(Tensor, Tensor)> {
         spec.check()?;
         #[cfg(feature = "cuda")]
         return super::cuda::attention_cached::attend(&self.tables, layer, q, spec);

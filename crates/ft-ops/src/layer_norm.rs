@@ -24,7 +24,7 @@ pub struct LayerNorm<'a> {
 
 /// The gradients of a norm.
 #[derive(Debug)]
-pub struct Gradients {
+pub struct LayerNormGradients {
     /// The shape and type of x.
     pub dx: Tensor,
     /// f32, the shape of the weight, if it was requested.
@@ -76,6 +76,9 @@ impl LayerNorm<'_> {
 }
 
 /// Normalizes x `[N, rows·E]`; the result has the shape and type of x.
+///
+/// # Errors
+/// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
 pub fn forward(x: &Tensor, norm: &LayerNorm) -> Result<Tensor> {
     norm.check(x)?;
     on_gpu!(x, super::cuda::layer_norm::forward(x, norm));
@@ -89,7 +92,10 @@ pub fn forward(x: &Tensor, norm: &LayerNorm) -> Result<Tensor> {
 }
 
 /// Computes the gradient of x, and those of weight and bias as `need` says.
-pub fn backward(x: &Tensor, norm: &LayerNorm, dy: &Tensor, need: [bool; 2]) -> Result<Gradients> {
+///
+/// # Errors
+/// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
+pub fn backward(x: &Tensor, norm: &LayerNorm, dy: &Tensor, need: [bool; 2]) -> Result<LayerNormGradients> {
     norm.check(x)?;
     expect_dims(dy, "dy of a norm", x.dims())?;
     let need = [need[0] && norm.weight.is_some(), need[1] && norm.bias.is_some()];
@@ -105,7 +111,7 @@ pub fn backward(x: &Tensor, norm: &LayerNorm, dy: &Tensor, need: [bool; 2]) -> R
         (Some(gradient), Some(of)) => tensor(gradient, of.shape()).map(Some),
         _ => Ok(None),
     };
-    Ok(Gradients {
+    Ok(LayerNormGradients {
         dx: tensor(dx, x.shape())?,
         dw: shaped(dw, norm.weight)?,
         db: shaped(db, norm.bias)?,

@@ -82,6 +82,9 @@ pub(super) fn read_bias(bias: Option<&Tensor>, outputs: usize) -> Result<Option<
 }
 
 /// Computes `y [N, O] += x·wᵀ`, `x [N, I]` f32, `w [O, I]` f32 or bf16. `y` must not share storage with `x`.
+///
+/// # Errors
+/// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
 pub fn forward_add<'w>(y: &Tensor, x: &Tensor, w: impl Into<Dense<'w>>) -> Result<()> {
     let w = w.into();
     let (rows, inputs) = dims2(x, "x of a linear")?;
@@ -102,6 +105,9 @@ fn forward_slices(sizes: (usize, usize, usize), y: &mut [f32], start: CInit<&[f3
 }
 
 /// Computes `dx = dy·w`, `[N, I]` f32, from `dy [N, O]` f32 and `w [O, I]` f32 or bf16.
+///
+/// # Errors
+/// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
 pub fn backward_input<'w>(dy: &Tensor, w: impl Into<Dense<'w>>) -> Result<Tensor> {
     let w = w.into();
     let (rows, outputs) = dims2(dy, "dy of a linear")?;
@@ -121,6 +127,9 @@ pub fn backward_input<'w>(dy: &Tensor, w: impl Into<Dense<'w>>) -> Result<Tensor
 }
 
 /// Computes `dx [N, I] += dy·w`; as `backward_input`. `dx` must not share storage with `dy`.
+///
+/// # Errors
+/// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
 pub fn backward_input_add<'w>(dx: &Tensor, dy: &Tensor, w: impl Into<Dense<'w>>) -> Result<()> {
     let w = w.into();
     let (rows, outputs) = dims2(dy, "dy of a linear")?;
@@ -144,6 +153,9 @@ fn backward_slices(sizes: (usize, usize, usize), dx: &mut [f32], start: CInit<&[
 
 /// Computes `dW = dyᵀ·x`, `[O, I]` f32, from `dy [N, O]` and `x [N, I]`. `stored` is the type of the weight: with
 /// bf16 the operands may be rounded to bf16.
+///
+/// # Errors
+/// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
 pub fn grad_weight(dy: &Tensor, x: &Tensor, stored: DType) -> Result<Tensor> {
     let (outputs, inputs, rows) = gradient_sizes(dy, x)?;
     on_gpu!(
@@ -161,6 +173,9 @@ pub fn grad_weight(dy: &Tensor, x: &Tensor, stored: DType) -> Result<Tensor> {
 }
 
 /// Computes `sum [O, I] += dyᵀ·x`, f32; as `grad_weight`. `sum` must not share storage with `dy` or `x`.
+///
+/// # Errors
+/// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
 pub fn grad_weight_add(sum: &Tensor, dy: &Tensor, x: &Tensor, stored: DType) -> Result<()> {
     let (outputs, inputs, rows) = gradient_sizes(dy, x)?;
     expect_dims(sum, "the gradient of a weight", &[outputs, inputs])?;
@@ -208,6 +223,9 @@ fn gradient_slices(
 }
 
 /// Sums `dy [N, O]` over the tokens: `[O]` f32.
+///
+/// # Errors
+/// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
 pub fn grad_bias(dy: &Tensor) -> Result<Tensor> {
     let (_, outputs) = dims2(dy, "dy of a linear")?;
     on_gpu!(dy, super::cuda::linear::grad_bias(dy));

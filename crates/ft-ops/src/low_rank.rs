@@ -26,6 +26,9 @@ pub type BaseWeight<'a> = WeightView<Dense<'a>, QMatrixView<'a>>;
 
 impl LowRank<'_> {
     /// Computes u = s · x·Aᵀ, `[N, R]`.
+    ///
+    /// # Errors
+    /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
     pub fn down(&self, x: &Tensor) -> Result<Tensor> {
         let u = linear::forward(x, self.a, None)?;
         update::scale_assign(&u, self.scale)?;
@@ -33,11 +36,17 @@ impl LowRank<'_> {
     }
 
     /// Computes `y [N, O] += u·Bᵀ`.
+    ///
+    /// # Errors
+    /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
     pub fn up_add(&self, y: &Tensor, u: &Tensor) -> Result<()> {
         linear::forward_add(y, u, self.b)
     }
 
     /// Computes ∂u = s · ∂y·B, `[N, R]`.
+    ///
+    /// # Errors
+    /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
     pub fn up_backward(&self, dy: &Tensor) -> Result<Tensor> {
         let du = linear::backward_input(dy, self.b)?;
         update::scale_assign(&du, self.scale)?;
@@ -45,6 +54,9 @@ impl LowRank<'_> {
     }
 
     /// Computes `∂x [N, I] += ∂u·A`.
+    ///
+    /// # Errors
+    /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
     pub fn down_backward_add(&self, dx: &Tensor, du: &Tensor) -> Result<()> {
         linear::backward_input_add(dx, du, self.a)
     }
@@ -76,8 +88,10 @@ impl BaseWeight<'_> {
     }
 }
 
-/// Computes y `[N, O]` and u = s · x·Aᵀ `[N, R]`, both f32, from `x [N, I]` and `bias [O]` f32 or bf16. Errors:
-/// shapes that do not fit, tensors that are not contiguous or not on the CPU.
+/// Computes y `[N, O]` and u = s · x·Aᵀ `[N, R]`, both f32, from `x [N, I]` and `bias [O]` f32 or bf16.
+///
+/// # Errors
+/// Shapes that do not fit, tensors that are not contiguous or not on the CPU.
 pub fn forward(x: &Tensor, w: BaseWeight<'_>, bias: Option<&Tensor>, low: LowRank<'_>) -> Result<(Tensor, Tensor)> {
     let (rank, inputs, outputs) = low.sizes()?;
     let rows = dims2(x, "x of a linear")?.0;

@@ -11,7 +11,7 @@ mod blocks;
 
 pub use blocks::{attend_in_blocks, block_bytes};
 
-use super::attention::Spec;
+use super::attention::AttentionSpec;
 use super::cpu::math::nearest_bf16;
 use super::cpu::storage::{expect_dims, floats, tensor};
 use super::cpu::{math, paged as cpu};
@@ -39,7 +39,7 @@ pub enum KvDtype {
 
 /// The storage type and the sizes of a page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Form {
+pub struct PageForm {
     /// The type of the stored numbers.
     pub stored: KvDtype,
     /// K
@@ -48,7 +48,7 @@ pub struct Form {
     pub head_dim: usize,
 }
 
-impl Form {
+impl PageForm {
     /// Returns the padded length of a value of one head.
     pub(crate) fn padded(&self) -> usize {
         self.head_dim.next_multiple_of(STEP)
@@ -68,7 +68,7 @@ impl Form {
 
 /// Keys and values of up to `PAGE` tokens of one layer.
 pub struct Page {
-    form: Form,
+    form: PageForm,
     len: usize,
     /// `[K, E, PAGE]`: so the scores of many tokens are computed in SIMD lanes.
     pub(crate) keys: PageData,
@@ -87,7 +87,7 @@ pub(crate) enum PageData {
 }
 
 impl PageData {
-    fn new(form: &Form, width: usize) -> Self {
+    fn new(form: &PageForm, width: usize) -> Self {
         let n = form.kv_heads * PAGE * width;
         match form.stored {
             KvDtype::F32 => Self::F32(vec![0.0; n]),
@@ -120,7 +120,7 @@ impl PageData {
 
 impl Page {
     /// An empty page.
-    pub fn new(form: Form) -> Self {
+    pub fn new(form: PageForm) -> Self {
         Self {
             form,
             len: 0,
@@ -151,7 +151,7 @@ impl Page {
 
     /// Appends a token with key `k` and value `v`, `[K·E]`, of a model with the attention `spec`: they are rounded
     /// if products round. Panics if the page is full or the sizes differ.
-    pub fn push(&mut self, k: &[f32], v: &[f32], spec: &Spec) {
+    pub fn push(&mut self, k: &[f32], v: &[f32], spec: &AttentionSpec) {
         let rounds = spec.rounds();
         let (t, e) = (self.len, self.form.head_dim);
         assert!(t < PAGE && k.len() == self.form.kv_heads * e && v.len() == k.len());
@@ -187,7 +187,7 @@ impl Document<'_> {
 ///
 /// # Errors
 /// Shapes that do not fit, query ranges that are not consecutive, more queries than tokens.
-pub fn attend(q: &Tensor, documents: &[Document], spec: &Spec) -> Result<(Tensor, Tensor)> {
+pub fn attend(q: &Tensor, documents: &[Document], spec: &AttentionSpec) -> Result<(Tensor, Tensor)> {
     let n = check_documents(q, documents, spec)?;
     let width = spec.heads * spec.head_dim;
     let mut o = vec![0f32; n * width];
@@ -200,7 +200,7 @@ pub fn attend(q: &Tensor, documents: &[Document], spec: &Spec) -> Result<(Tensor
 }
 
 /// Checks that the documents belong to `q` and the attention `spec`; returns the number of queries.
-fn check_documents(q: &Tensor, documents: &[Document], spec: &Spec) -> Result<usize> {
+fn check_documents(q: &Tensor, documents: &[Document], spec: &AttentionSpec) -> Result<usize> {
     spec.check()?;
     let n = documents.last().map_or(0, |d| d.queries.end);
     let width = spec.heads * spec.head_dim;

@@ -15,7 +15,7 @@ use super::cuda::pairs as gpu;
 
 /// A LoRA pair, f32 on a GPU.
 #[derive(Debug, Clone, Copy)]
-pub struct Pair<'a> {
+pub struct LoraPair<'a> {
     /// A and B: `[R, I]` and `[O, R]`.
     pub matrices: (&'a Tensor, &'a Tensor),
     /// A₀ and B₀, subtracted.
@@ -49,14 +49,14 @@ struct Stacked {
 /// Columns of a row-major matrix, as operand of a product.
 #[derive(Debug, Clone, Copy)]
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
-pub(crate) struct Columns<'a> {
+pub(crate) struct ColumnOperand<'a> {
     pub of: &'a Tensor,
     /// The first element.
     pub first: usize,
     pub transposed: bool,
 }
 
-impl<'a> Columns<'a> {
+impl<'a> ColumnOperand<'a> {
     fn all(of: &'a Tensor) -> Self {
         Self::from(of, 0)
     }
@@ -91,7 +91,7 @@ pub(crate) struct Copy<'a> {
 ///
 /// # Errors
 /// Shapes that do not fit; tensors that are not on a GPU.
-pub fn stacks(groups: &[Vec<Pair<'_>>], dtype: DType) -> Result<Vec<PairStack>> {
+pub fn stacks(groups: &[Vec<LoraPair<'_>>], dtype: DType) -> Result<Vec<PairStack>> {
     let mut copies = Vec::new();
     let mut all = Vec::with_capacity(groups.len());
     for pairs in groups {
@@ -102,12 +102,12 @@ pub fn stacks(groups: &[Vec<Pair<'_>>], dtype: DType) -> Result<Vec<PairStack>> 
 }
 
 impl PairStack {
-    fn new<'a>(pairs: &[Pair<'a>], dtype: DType, copies: &mut Vec<Copy<'a>>) -> Result<Self> {
-        let Some(Pair { matrices: (a, _), .. }) = pairs.first() else {
+    fn new<'a>(pairs: &[LoraPair<'a>], dtype: DType, copies: &mut Vec<Copy<'a>>) -> Result<Self> {
+        let Some(LoraPair { matrices: (a, _), .. }) = pairs.first() else {
             return Err(ft_base::Error::internal("a group of LoRA pairs is empty"));
         };
         let (device, inputs) = (a.device(), a.dim(1)?);
-        let parts = |pair: &Pair<'_>| if pair.start.is_some() { 2 } else { 1 };
+        let parts = |pair: &LoraPair<'_>| if pair.start.is_some() { 2 } else { 1 };
         let mut total = 0;
         for pair in pairs {
             total += parts(pair) * pair.matrices.0.dim(0)?;
@@ -143,11 +143,17 @@ impl PairStack {
     }
 
     /// Allocates `[N, T]`, to be filled by `down_one` or `up_backward`.
+    ///
+    /// # Errors
+    /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
     pub fn columns(&self, rows: usize) -> Result<Tensor> {
         gpu::empty((rows, self.a.dim(0)?), self.a.dtype(), self.a.device())
     }
 
     /// Computes u = s · x·Aᵀ of all pairs, `[N, T]`, from `x [N, I]`.
+    ///
+    /// # Errors
+    /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
     pub fn down(&self, x: &Tensor) -> Result<Tensor> {
         let u = self.columns(x.dim(0)?)?;
         let scale = self.pairs.first().map_or(1.0, |pair| pair.scale);
@@ -160,9 +166,9 @@ impl PairStack {
         let sizes = (x.dim(0)?, self.a.dim(0)?, self.a.dim(1)?);
         gpu::product(
             sizes,
-            Columns::all(x),
-            Columns::all(&self.a).t(),
-            Columns::all(&u),
+            ColumnOperand::all(x),
+            ColumnOperand::all(&self.a).t(),
+            ColumnOperand::all(&u),
             scale,
             false,
         )?;
@@ -170,43 +176,75 @@ impl PairStack {
     }
 
     /// As `down`, for one pair: writes its columns of `u [N, T]`.
+    ///
+    /// # Errors
+    /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
     pub fn down_one(&self, pair: usize, x: &Tensor, u: &Tensor) -> Result<()> {
         let (p, inputs) = (&self.pairs[pair], self.a.dim(1)?);
-        let a = Columns::from(&self.a, p.first * inputs).t();
+        let a = ColumnOperand::from(&self.a, p.first * inputs).t();
         let sizes = (x.dim(0)?, p.width, inputs);
-        gpu::product(sizes, Columns::all(x), a, Columns::from(u, p.first), p.scale, false)
+        gpu::product(
+            sizes,
+            ColumnOperand::all(x),
+            a,
+            ColumnOperand::from(u, p.first),
+            p.scale,
+            false,
+        )
     }
 
     /// The copy of A of a pair, `[R, I]`.
+    ///
+    /// # Errors
+    /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
     pub fn a(&self, pair: usize) -> Result<Tensor> {
         let p = &self.pairs[pair];
         Ok(self.a.narrow(0, p.first, p.rank)?)
     }
 
     /// Computes u·Bᵀ of a pair, `[N, O]` in type `to` (that of u, or f32), from `u [N, T]`.
+    ///
+    /// # Errors
+    /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
     pub fn up(&self, pair: usize, u: &Tensor, to: DType) -> Result<Tensor> {
         let p = &self.pairs[pair];
         let (rows, outputs) = (u.dim(0)?, p.b.dim(0)?);
         let y = gpu::empty((rows, outputs), to, u.device())?;
-        let (u, b) = (Columns::from(u, p.first), Columns::all(&p.b).t());
-        gpu::product((rows, outputs, p.width), u, b, Columns::all(&y), 1.0, false)?;
+        let (u, b) = (ColumnOperand::from(u, p.first), ColumnOperand::all(&p.b).t());
+        gpu::product((rows, outputs, p.width), u, b, ColumnOperand::all(&y), 1.0, false)?;
         Ok(y)
     }
 
     /// Computes ∂u = s · ∂y·B of a pair from `dy [N, O]`, into its columns of `du [N, T]`.
+    ///
+    /// # Errors
+    /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
     pub fn up_backward(&self, pair: usize, dy: &Tensor, du: &Tensor) -> Result<()> {
         let p = &self.pairs[pair];
         let sizes = (dy.dim(0)?, p.width, p.b.dim(0)?);
-        let to = Columns::from(du, p.first);
-        gpu::product(sizes, Columns::all(dy), Columns::all(&p.b), to, p.scale, false)
+        let to = ColumnOperand::from(du, p.first);
+        gpu::product(
+            sizes,
+            ColumnOperand::all(dy),
+            ColumnOperand::all(&p.b),
+            to,
+            p.scale,
+            false,
+        )
     }
 
     /// Computes ∂u·A of all pairs, `[N, I]`, from `du [N, T]`.
+    ///
+    /// # Errors
+    /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
     pub fn down_backward(&self, du: &Tensor) -> Result<Tensor> {
         self.back(du, 0, self.a.dim(0)?)
     }
 
     /// As `down_backward`, for one pair.
+    ///
+    /// # Errors
+    /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
     pub fn back_up_one(&self, pair: usize, du: &Tensor) -> Result<Tensor> {
         let p = &self.pairs[pair];
         self.back(du, p.first, p.width)
@@ -215,12 +253,12 @@ impl PairStack {
     fn back(&self, du: &Tensor, first: usize, width: usize) -> Result<Tensor> {
         let (rows, inputs) = (du.dim(0)?, self.a.dim(1)?);
         let dx = gpu::empty((rows, inputs), du.dtype(), du.device())?;
-        let a = Columns::from(&self.a, first * inputs);
+        let a = ColumnOperand::from(&self.a, first * inputs);
         gpu::product(
             (rows, inputs, width),
-            Columns::from(du, first),
+            ColumnOperand::from(du, first),
             a,
-            Columns::all(&dx),
+            ColumnOperand::all(&dx),
             1.0,
             false,
         )?;
@@ -228,15 +266,18 @@ impl PairStack {
     }
 
     /// Computes the gradients of A of all pairs, `[R, I]` each, f32, from `du [N, T]` and `x [N, I]`: one product.
+    ///
+    /// # Errors
+    /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
     pub fn grads_a(&self, du: &Tensor, x: &Tensor) -> Result<Vec<Tensor>> {
         let (total, inputs) = (self.a.dim(0)?, self.a.dim(1)?);
         let all = gpu::empty((total, inputs), DType::F32, du.device())?;
         let sizes = (total, inputs, x.dim(0)?);
         gpu::product(
             sizes,
-            Columns::all(du).t(),
-            Columns::all(x),
-            Columns::all(&all),
+            ColumnOperand::all(du).t(),
+            ColumnOperand::all(x),
+            ColumnOperand::all(&all),
             1.0,
             false,
         )?;
@@ -251,6 +292,9 @@ impl PairStack {
     }
 
     /// Computes the gradient of A of one pair, `[R, I]` f32, added to `sum` if given.
+    ///
+    /// # Errors
+    /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
     pub fn grad_a(&self, pair: usize, du: &Tensor, x: &Tensor, sum: Option<&Tensor>) -> Result<Tensor> {
         let p = &self.pairs[pair];
         let sizes = (p.rank, self.a.dim(1)?, x.dim(0)?);
@@ -260,14 +304,24 @@ impl PairStack {
         };
         // ∂u with respect to A is the sum of both parts: s · ∂y·(B - B₀) and s · ∂y·B₀.
         for first in (p.first..p.first + p.width).step_by(p.rank.max(1)) {
-            let du = Columns::from(du, first).t();
+            let du = ColumnOperand::from(du, first).t();
             let add = sum.is_some() || first > p.first;
-            gpu::product(sizes, du, Columns::all(x), Columns::all(&gradient), 1.0, add)?;
+            gpu::product(
+                sizes,
+                du,
+                ColumnOperand::all(x),
+                ColumnOperand::all(&gradient),
+                1.0,
+                add,
+            )?;
         }
         Ok(gradient)
     }
 
     /// Computes the gradient of B of one pair, `[O, R]` f32, from `dy [N, O]` and `u [N, T]`, added to `sum` if given.
+    ///
+    /// # Errors
+    /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
     pub fn grad_b(&self, pair: usize, dy: &Tensor, u: &Tensor, sum: Option<&Tensor>) -> Result<Tensor> {
         let p = &self.pairs[pair];
         let sizes = (p.b.dim(0)?, p.rank, dy.dim(0)?);
@@ -275,12 +329,12 @@ impl PairStack {
             Some(sum) => sum.clone(),
             None => gpu::empty((sizes.0, sizes.1), DType::F32, dy.device())?,
         };
-        let u = Columns::from(u, p.first);
+        let u = ColumnOperand::from(u, p.first);
         gpu::product(
             sizes,
-            Columns::all(dy).t(),
+            ColumnOperand::all(dy).t(),
             u,
-            Columns::all(&gradient),
+            ColumnOperand::all(&gradient),
             1.0,
             sum.is_some(),
         )?;
@@ -291,7 +345,7 @@ impl PairStack {
 /// Stands in for the GPU where the program is built without it; nothing calls it.
 #[cfg(not(feature = "cuda"))]
 mod gpu {
-    use super::{Columns, Copy, DType, Result, Tensor};
+    use super::{ColumnOperand, Copy, DType, Result, Tensor};
     use candle_core::Device;
     use ft_base::Error;
 
@@ -311,9 +365,9 @@ mod gpu {
 
     pub(super) fn product(
         _: (usize, usize, usize),
-        _: Columns<'_>,
-        _: Columns<'_>,
-        _: Columns<'_>,
+        _: ColumnOperand<'_>,
+        _: ColumnOperand<'_>,
+        _: ColumnOperand<'_>,
         _: f32,
         _: bool,
     ) -> Result<()> {

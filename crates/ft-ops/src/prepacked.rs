@@ -45,6 +45,9 @@ pub fn pays() -> bool {
 impl Prepacked {
     /// Packs `w [O, I]`, with space for a fused LoRA rank of `rank`. None if no product can read the copies: an f32
     /// weight, a GPU, a CPU without AVX-512.
+    ///
+    /// # Errors
+    /// `w` is not a contiguous matrix (`Shape`).
     pub fn new(w: &Tensor, orders: Orders, rank: usize) -> Result<Option<Self>> {
         if !w.device().is_cpu() || w.dtype() != DType::BF16 {
             return Ok(None);

@@ -302,6 +302,9 @@ pub fn forward(x: &Tensor, w: QMatrixView<'_>, bias: Option<&Tensor>) -> Result<
 }
 
 /// Computes `y [N, O] += x·wᵀ`, `x [N, I]`, both f32. `y` must not share storage with `x`.
+///
+/// # Errors
+/// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
 pub fn forward_add(y: &Tensor, x: &Tensor, w: QMatrixView<'_>) -> Result<()> {
     let rows = dims2(x, "x of a linear")?.0;
     expect_dims(x, "x of a linear", &[rows, w.columns])?;
@@ -319,6 +322,9 @@ fn forward_slices(rows: usize, y: &mut [f32], start: CInit<&[f32]>, x: &[f32], w
 }
 
 /// Computes `dx = dy·w`, `[N, I]` f32, from `dy [N, O]` f32 and `w [O, I]`.
+///
+/// # Errors
+/// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
 pub fn backward_input(dy: &Tensor, w: QMatrixView<'_>) -> Result<Tensor> {
     let rows = dims2(dy, "dy of a linear")?.0;
     expect_dims(dy, "dy of a linear", &[rows, w.rows])?;
@@ -331,6 +337,9 @@ pub fn backward_input(dy: &Tensor, w: QMatrixView<'_>) -> Result<Tensor> {
 }
 
 /// Computes `dx [N, I] += dy·w`; as `backward_input`. `dx` must not share storage with `dy`.
+///
+/// # Errors
+/// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
 pub fn backward_input_add(dx: &Tensor, dy: &Tensor, w: QMatrixView<'_>) -> Result<()> {
     let rows = dims2(dy, "dy of a linear")?.0;
     expect_dims(dy, "dy of a linear", &[rows, w.rows])?;

@@ -27,11 +27,17 @@ fn scale(w: &Tensor, plus_one: bool) -> Result<Vec<f32>> {
 }
 
 /// Normalizes x `[N, rows·E]` with w `[E]` f32 or bf16; the result has the shape and type of x.
+///
+/// # Errors
+/// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
 pub fn forward(x: &Tensor, w: &Tensor, eps: f64, plus_one: bool) -> Result<Tensor> {
     forward_plus(x, w, eps, plus_one, None)
 }
 
 /// As `forward`, plus what the residual stream carries past the norm.
+///
+/// # Errors
+/// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
 pub fn forward_plus(x: &Tensor, w: &Tensor, eps: f64, plus_one: bool, past: Option<&Tensor>) -> Result<Tensor> {
     past.map_or(Ok(()), |past| expect_dims(past, "what passes by a norm", x.dims()))?;
     check(x, w)?;
@@ -51,6 +57,9 @@ fn plus(y: Tensor, past: Option<&Tensor>) -> Result<Tensor> {
 }
 
 /// Computes `dx` with the shape and type of x, and `dw [E]` f32 if `need_dw`.
+///
+/// # Errors
+/// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
 pub fn backward(
     x: &Tensor,
     w: &Tensor,
@@ -63,6 +72,9 @@ pub fn backward(
 }
 
 /// As `backward`; `dx` plus the gradient of what the residual stream carries past the norm.
+///
+/// # Errors
+/// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
 pub fn backward_plus(
     x: &Tensor,
     w: &Tensor,

@@ -25,6 +25,9 @@ pub enum Direction {
 
 /// Rotates x `[N, heads·E]` with E = `head_dim`; cos and sin f32 `[N, R/2]`, R <= E. The result has the shape and
 /// type of x. cos and sin may contain a common factor; `Backward` is the transpose of `Forward` in this case too.
+///
+/// # Errors
+/// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
 pub fn apply(
     x: &Tensor,
     (cos, sin): (&Tensor, &Tensor),

@@ -49,7 +49,7 @@ pub enum GroupScore {
 
 /// The experts are in groups of the same size; a token is computed by experts of the best groups only.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Groups {
+pub struct ExpertGroups {
     /// Number of groups.
     pub count: usize,
     /// Number of groups that are chosen.
@@ -70,7 +70,7 @@ pub struct RouterSpec {
     /// Factor of the weights.
     pub scale: f32,
     /// Groups of experts.
-    pub groups: Option<Groups>,
+    pub groups: Option<ExpertGroups>,
 }
 
 /// Gradients of the logits that do not come from the weights.

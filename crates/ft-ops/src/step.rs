@@ -1,7 +1,7 @@
 //! Optimizer updates: the input is a list of parameters with gradients and states; every weight and state is
 //! updated in place. One pass over memory; results do not depend on the number of threads.
 
-use super::cpu::step::adafactor::{self, Direction};
+use super::cpu::step::adafactor::{self, AdafactorUpdate};
 use super::cpu::step::code::{self, SIGNED, UNSIGNED};
 use super::cpu::step::{self as cpu, PreparedRule, rules};
 use super::cpu::storage::{expect_dims, floats};
@@ -56,6 +56,9 @@ pub enum Moment {
 
 impl Moment {
     /// Returns a moment of zeros.
+    ///
+    /// # Errors
+    /// Not enough memory on the device.
     pub fn zeros(n: usize, int8: bool, device: &Device) -> Result<Self> {
         Ok(if int8 {
             Self::Int8 {
@@ -143,6 +146,9 @@ pub fn step(rule: Rule, items: &[ParameterStep], coefficient: f32) -> Result<()>
 
 /// As `step`; on a GPU in one launch without synchronization. A step that the guard skips still counts as a step of
 /// the state.
+///
+/// # Errors
+/// Tensors of an item that do not fit (`Shape`); Adafactor for a part of a parameter (`Unsupported`).
 pub fn step_gated(rule: Rule, items: &[ParameterStep], coefficient: f32, gate: FoundInf) -> Result<()> {
     let Some(first) = items.first() else {
         return Ok(());
@@ -214,7 +220,7 @@ fn one(rule: Rule, item: &ParameterStep, coefficient: f32) -> Result<()> {
     })
 }
 
-fn factored(item: &ParameterStep, g: &[f32], coefficient: f32) -> Result<Direction> {
+fn factored(item: &ParameterStep, g: &[f32], coefficient: f32) -> Result<AdafactorUpdate> {
     let (lr, decay, t) = (item.lr, item.weight_decay, item.step);
     match (item.first, item.second, item.weight.dims()) {
         (Some(Moment::F32(rows)), Some(Moment::F32(columns)), &[r, c]) => {
@@ -238,38 +244,43 @@ fn with_moment(
     moment: Option<&Moment>,
     code: &'static code::Code,
     n: usize,
-    f: impl FnOnce(cpu::Moment) -> Result<()>,
+    f: impl FnOnce(cpu::MomentSlices) -> Result<()>,
 ) -> Result<()> {
     match moment {
-        None => f(cpu::Moment::None),
+        None => f(cpu::MomentSlices::None),
         Some(Moment::F32(m)) => {
             expect_dims(m, "an optimizer state", &[n])?;
-            with_mut(m, |m: &mut [f32]| f(cpu::Moment::F32(m)))?
+            with_mut(m, |m: &mut [f32]| f(cpu::MomentSlices::F32(m)))?
         }
         Some(Moment::Int8 { codes, scales }) => {
             expect_dims(codes, "an optimizer state", &[n])?;
             expect_dims(scales, "an optimizer state", &[n.div_ceil(BLOCK)])?;
             with_mut(codes, |codes: &mut [u8]| {
-                with_mut(scales, |scales: &mut [f32]| f(cpu::Moment::Int8(codes, scales, code)))?
+                with_mut(scales, |scales: &mut [f32]| {
+                    f(cpu::MomentSlices::Int8(codes, scales, code))
+                })?
             })?
         }
     }
 }
 
-fn with_weight(item: &ParameterStep, f: impl FnOnce(cpu::Weight) -> Result<()>) -> Result<()> {
+fn with_weight(item: &ParameterStep, f: impl FnOnce(cpu::WeightSlices) -> Result<()>) -> Result<()> {
     match item.precision {
-        Precision::Whole => with_mut(item.weight, |w: &mut [f32]| f(cpu::Weight::F32(w)))?,
+        Precision::Whole => with_mut(item.weight, |w: &mut [f32]| f(cpu::WeightSlices::F32(w)))?,
         Precision::Master(low) => {
             expect_dims(low, "the low 16 bits of a master weight", &[item.weight.elem_count()])?;
             with_mut(item.weight, |w: &mut [bf16]| {
-                with_mut(low, |low: &mut [i16]| f(cpu::Weight::Master(w, low)))?
+                with_mut(low, |low: &mut [i16]| f(cpu::WeightSlices::Master(w, low)))?
             })?
         }
-        Precision::Stochastic(rng) => with_mut(item.weight, |w: &mut [bf16]| f(cpu::Weight::Stochastic(w, rng)))?,
+        Precision::Stochastic(rng) => with_mut(item.weight, |w: &mut [bf16]| f(cpu::WeightSlices::Stochastic(w, rng)))?,
     }
 }
 
 /// Splits f32 values into a bf16 weight and its low 16 bits (i16 `[n]`), without loss; or an f16 weight (`master::split_f16`).
+///
+/// # Errors
+/// Tensors of different sizes or of another type (`Shape`).
 pub fn split(values: &[f32], weight: &Tensor, low: &Tensor) -> Result<()> {
     if values.len() != weight.elem_count() || values.len() != low.elem_count() {
         return Err(Error::shape("a weight and its values differ in size"));
@@ -291,6 +302,9 @@ pub fn split(values: &[f32], weight: &Tensor, low: &Tensor) -> Result<()> {
 }
 
 /// Returns the exact f32 values of a bf16 or f16 weight and its low 16 bits.
+///
+/// # Errors
+/// Tensors of another type (`Shape`).
 pub fn join(weight: &Tensor, low: &Tensor) -> Result<Vec<f32>> {
     let low = low.flatten_all()?.to_vec1::<i16>()?;
     if weight.dtype() == DType::F16 {
@@ -314,13 +328,13 @@ pub fn code_table(signed: bool) -> [f32; 256] {
 }
 
 /// Quantizes `values` in blocks of `BLOCK`: returns the quantized data and the scales.
-pub fn encode(values: &[f32], signed: bool) -> (Vec<u8>, Vec<f32>) {
+pub fn quantize_moment(values: &[f32], signed: bool) -> (Vec<u8>, Vec<f32>) {
     let code: &code::Code = if signed { &SIGNED } else { &UNSIGNED };
     let mut codes = vec![0u8; values.len()];
     let scales = values
         .chunks(BLOCK)
         .zip(codes.chunks_mut(BLOCK))
-        .map(|(x, c)| code.encode(x, c))
+        .map(|(x, c)| code.quantize(x, c))
         .collect();
     (codes, scales)
 }

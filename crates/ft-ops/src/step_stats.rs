@@ -61,6 +61,9 @@ impl PendingSums {
 
 impl StepStats {
     /// Sums of zero, on this device.
+    ///
+    /// # Errors
+    /// Not enough memory on the device.
     pub fn new(device: &Device) -> Result<Self> {
         let device = if device.is_cuda() {
             Some(update::zeros(4, DType::F64, device)?)
@@ -81,11 +84,17 @@ impl StepStats {
     }
 
     /// Adds the squares of a gradient; the sum stays non-finite once an element is not finite.
+    ///
+    /// # Errors
+    /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
     pub fn add_squares(&self, gradient: &Tensor) -> Result<()> {
         self.add_squares_of(&[gradient])
     }
 
     /// Adds the squares of gradients that are all on one device; on a GPU in one launch.
+    ///
+    /// # Errors
+    /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
     pub fn add_squares_of(&self, gradients: &[&Tensor]) -> Result<()> {
         #[cfg(feature = "cuda")]
         if let Some(squares) = self.squares()? {
@@ -105,6 +114,9 @@ impl StepStats {
 
     /// Sums of the squares of the runs of 16,384 elements of tensors on a GPU, one tensor after the other, as `add_squares_of`
     /// makes them; synchronizes. `None` if the sum of squares is on the host.
+    ///
+    /// # Errors
+    /// A driver that does not answer; not enough memory.
     pub fn squares_of_runs(&self, tensors: &[&Tensor]) -> Result<Option<Vec<f64>>> {
         #[cfg(feature = "cuda")]
         if let Some(device) = &self.device {
@@ -116,6 +128,9 @@ impl StepStats {
 
     /// As `add_squares_of` on a GPU, for gradients of these sizes of which the sums of all runs are known (`squares_of_runs`):
     /// the bits are the same.
+    ///
+    /// # Errors
+    /// A driver that does not answer; not enough memory.
     pub fn add_squares_of_runs(&self, runs: &[f64], sizes: Vec<usize>) -> Result<()> {
         #[cfg(feature = "cuda")]
         if let Some(squares) = self.squares()? {
@@ -128,6 +143,9 @@ impl StepStats {
     }
 
     /// Sets losses and correct predictions of the whole step, where the guard reads them.
+    ///
+    /// # Errors
+    /// A driver that does not answer.
     pub fn set_losses(&self, sums: StepSums) -> Result<()> {
         match &self.device {
             #[cfg(feature = "cuda")]
@@ -143,6 +161,9 @@ impl StepStats {
     }
 
     /// Returns the indices of the gradients of the last `add_squares_of` on a GPU that were not finite; synchronizes.
+    ///
+    /// # Errors
+    /// A driver that does not answer.
     pub fn non_finite(&self) -> Result<Vec<usize>> {
         #[cfg(feature = "cuda")]
         if let Some((parts, sizes)) = &*self.parts.borrow() {
@@ -159,11 +180,17 @@ impl StepStats {
 
     /// Returns the sum of squares on a GPU, f64 `[1]`, for code that must not synchronize. `None` if the sum is on
     /// the host.
+    ///
+    /// # Errors
+    /// None: the tensor has this element.
     pub fn squares(&self) -> Result<Option<Tensor>> {
         Ok(self.device.as_ref().map(|t| t.narrow(0, 2, 1)).transpose()?)
     }
 
     /// Extends `gate` to the sums of an earlier pass, if there is one; the host need not have read them.
+    ///
+    /// # Errors
+    /// A driver that does not answer.
     pub fn follow(&self, earlier: Option<&StepStats>) -> Result<()> {
         #[cfg(feature = "cuda")]
         if let (Some(own), Some(earlier)) = (&self.device, earlier.and_then(|earlier| earlier.device.as_ref())) {
@@ -185,6 +212,9 @@ impl StepStats {
     }
 
     /// Starts to read the sums so far, without synchronization.
+    ///
+    /// # Errors
+    /// A driver that does not answer; not enough memory.
     pub fn start_reading(&self) -> Result<PendingSums> {
         Ok(PendingSums {
             host: self.host.get(),
@@ -197,6 +227,9 @@ impl StepStats {
     }
 
     /// Returns the sums so far; synchronizes with the device.
+    ///
+    /// # Errors
+    /// A driver that does not answer.
     pub fn read(&self) -> Result<StepSums> {
         self.start_reading()?.wait()
     }

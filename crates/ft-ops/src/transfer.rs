@@ -42,7 +42,7 @@ pub enum HostMemory {
 
 /// A copy to a GPU that reads the memory of a host tensor.
 #[derive(Debug, Clone)]
-pub struct HostRead(#[cfg(feature = "cuda")] super::cuda::transfer::HostRead);
+pub struct HostRead(#[cfg(feature = "cuda")] super::cuda::transfer::GpuHostRead);
 
 impl HostRead {
     /// Waits until the memory is no longer read.
@@ -59,7 +59,7 @@ impl HostRead {
 /// A copy engine for one device.
 pub struct Copier {
     #[cfg(feature = "cuda")]
-    gpu: Option<super::cuda::transfer::Copier>,
+    gpu: Option<super::cuda::transfer::GpuCopier>,
     device: Device,
 }
 
@@ -72,13 +72,13 @@ pub struct Offloaded(Waiting);
 enum OnDevice<T> {
     Here(T),
     #[cfg(feature = "cuda")]
-    Gpu(super::cuda::transfer::Arriving),
+    Gpu(super::cuda::transfer::GpuArriving),
 }
 
 enum Waiting {
     Here(Tensor),
     #[cfg(feature = "cuda")]
-    Gpu(super::cuda::transfer::Offloaded),
+    Gpu(super::cuda::transfer::GpuOffloaded),
 }
 
 impl Arriving {
@@ -101,7 +101,7 @@ impl Copier {
         Ok(Self {
             #[cfg(feature = "cuda")]
             gpu: if device.is_cuda() {
-                Some(super::cuda::transfer::Copier::new(device)?)
+                Some(super::cuda::transfer::GpuCopier::new(device)?)
             } else {
                 None
             },
@@ -115,6 +115,9 @@ impl Copier {
     }
 
     /// Starts the upload of a contiguous host tensor.
+    ///
+    /// # Errors
+    /// `host` is not on the host (`Unsupported`); not enough memory.
     pub fn send(&self, host: &Tensor, memory: HostMemory) -> Result<Arriving> {
         if !host.device().is_cpu() {
             return Err(Error::unsupported("only a host tensor can be copied to a device"));
@@ -128,6 +131,9 @@ impl Copier {
     }
 
     /// Revokes `HostMemory::Stable` of an earlier `send`: the memory of this tensor may be changed or freed.
+    ///
+    /// # Errors
+    /// A driver that does not answer.
     pub fn forget(&self, host: &Tensor) -> Result<()> {
         #[cfg(feature = "cuda")]
         if let Some(gpu) = &self.gpu {
@@ -138,6 +144,9 @@ impl Copier {
     }
 
     /// Returns the tensor on the device, for all work that is queued from now on.
+    ///
+    /// # Errors
+    /// A driver that does not answer.
     pub fn receive(&self, arriving: Arriving) -> Result<Tensor> {
         match arriving.0 {
             OnDevice::Here(tensor) => Ok(tensor),
@@ -147,6 +156,9 @@ impl Copier {
     }
 
     /// Starts the offload of a device tensor to the host; the tensor must not be changed afterwards.
+    ///
+    /// # Errors
+    /// A driver that does not answer; not enough memory.
     pub fn offload(&self, tensor: Tensor) -> Result<Offloaded> {
         #[cfg(feature = "cuda")]
         if let Some(gpu) = &self.gpu {
@@ -156,6 +168,9 @@ impl Copier {
     }
 
     /// Releases the device memory of an offloaded tensor: later work may reuse it, after the copy.
+    ///
+    /// # Errors
+    /// A driver that does not answer.
     pub fn release(&self, offloaded: &mut Offloaded) -> Result<()> {
         match &mut offloaded.0 {
             Waiting::Here(_) => Ok(()),
@@ -165,6 +180,9 @@ impl Copier {
     }
 
     /// Waits for an offloaded f32 tensor, and adds its elements to the list.
+    ///
+    /// # Errors
+    /// The tensor is not f32 (`Shape`); a driver that does not answer.
     pub fn read(&self, offloaded: Offloaded, list: &mut Vec<f32>) -> Result<()> {
         match offloaded.0 {
             Waiting::Here(tensor) => super::update::with_slice(&tensor, |values| list.extend_from_slice(values)),
@@ -174,6 +192,9 @@ impl Copier {
     }
 
     /// Starts the copy of an offloaded tensor back to the device.
+    ///
+    /// # Errors
+    /// A driver that does not answer; not enough memory.
     pub fn fetch(&self, offloaded: Offloaded) -> Result<Arriving> {
         match offloaded.0 {
             Waiting::Here(tensor) => Ok(Arriving(OnDevice::Here(tensor))),
@@ -184,6 +205,9 @@ impl Copier {
 
     /// Returns the times of the copies to the device that were completed since the last call. `None` if host and device
     /// are the same.
+    ///
+    /// # Errors
+    /// A driver that does not answer.
     pub fn times(&self) -> Result<Option<CopyTimes>> {
         #[cfg(feature = "cuda")]
         if let Some(gpu) = &self.gpu {
@@ -193,7 +217,7 @@ impl Copier {
     }
 
     #[cfg(feature = "cuda")]
-    fn gpu(&self) -> Result<&super::cuda::transfer::Copier> {
+    fn gpu(&self) -> Result<&super::cuda::transfer::GpuCopier> {
         self.gpu
             .as_ref()
             .ok_or_else(|| Error::internal("internal: a host copy engine received a GPU tensor"))

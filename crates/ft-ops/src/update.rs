@@ -11,6 +11,9 @@ use std::ops::Range;
 use std::sync::Mutex;
 
 /// Returns zeros. On a GPU whose memory is fragmented, unlike candle's function, this one tries again.
+///
+/// # Errors
+/// Not enough memory on the device.
 pub fn zeros(shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
     if device.is_cuda() {
@@ -20,11 +23,17 @@ pub fn zeros(shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<T
 }
 
 /// Runs `f` on the f32 elements of `t`.
+///
+/// # Errors
+/// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
 pub fn with_slice<R>(t: &Tensor, f: impl FnOnce(&[f32]) -> R) -> Result<R> {
     floats(t, "a tensor that is read", |v| Ok(f(v)))
 }
 
 /// Runs `f` on the bf16 elements of `t`.
+///
+/// # Errors
+/// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
 pub fn with_bf16<R>(t: &Tensor, f: impl FnOnce(&[bf16]) -> R) -> Result<R> {
     values(t, "a tensor that is read", |v| match v {
         Values::Bf16(v) => Ok(f(v)),
@@ -35,6 +44,9 @@ pub fn with_bf16<R>(t: &Tensor, f: impl FnOnce(&[bf16]) -> R) -> Result<R> {
 }
 
 /// Runs `f` on the f16 elements of `t`.
+///
+/// # Errors
+/// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
 pub fn with_f16<R>(t: &Tensor, f: impl FnOnce(&[f16]) -> R) -> Result<R> {
     check_place(t)?;
     let (storage, layout) = t.storage_and_layout();
@@ -47,6 +59,9 @@ pub fn with_f16<R>(t: &Tensor, f: impl FnOnce(&[f16]) -> R) -> Result<R> {
 }
 
 /// Runs `f` on the mutable f32 elements of `t`.
+///
+/// # Errors
+/// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
 pub fn with_slice_mut(t: &Tensor, f: impl FnOnce(&mut [f32]) + Send + Sync) -> Result<()> {
     in_place(t, |storage, range| match storage {
         CpuStorage::F32(v) => {
@@ -58,6 +73,9 @@ pub fn with_slice_mut(t: &Tensor, f: impl FnOnce(&mut [f32]) + Send + Sync) -> R
 }
 
 /// Runs `f` on the mutable bf16 elements of `dst`.
+///
+/// # Errors
+/// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
 pub fn store_bf16(dst: &Tensor, f: impl FnOnce(&mut [bf16]) + Send + Sync) -> Result<()> {
     in_place(dst, |storage, range| match storage {
         CpuStorage::BF16(v) => {
@@ -69,6 +87,9 @@ pub fn store_bf16(dst: &Tensor, f: impl FnOnce(&mut [bf16]) + Send + Sync) -> Re
 }
 
 /// Runs `f` on the mutable f16 elements of `dst`.
+///
+/// # Errors
+/// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
 pub fn store_f16(dst: &Tensor, f: impl FnOnce(&mut [f16]) + Send + Sync) -> Result<()> {
     in_place(dst, |storage, range| match storage {
         CpuStorage::F16(v) => {
@@ -92,6 +113,9 @@ pub(crate) fn with_slices(dst: &Tensor, src: &Tensor, f: impl FnOnce(&mut [f32],
 }
 
 /// Computes `acc += g`, both f32 (on a GPU each f32, bf16 or f16) of the same shape, not sharing storage.
+///
+/// # Errors
+/// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
 pub fn add_assign(acc: &Tensor, g: &Tensor) -> Result<()> {
     expect_dims(g, "a tensor that is added", acc.dims())?;
     on_gpu!(acc, super::cuda::elementwise::add_assign(acc, g));
@@ -114,12 +138,18 @@ pub fn add_rows(t: &Tensor, row: &Tensor) -> Result<()> {
 }
 
 /// Computes `t *= factor`, f32, on a GPU also bf16 or f16.
+///
+/// # Errors
+/// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
 pub fn scale_assign(t: &Tensor, factor: f32) -> Result<()> {
     on_gpu!(t, super::cuda::elementwise::scale_assign(t, factor));
     with_slice_mut(t, |t| cpu::scale(t, factor))
 }
 
 /// Computes `a + b`, both f32 (on a GPU each f32, bf16 or f16) of the same shape; the result has the type of a.
+///
+/// # Errors
+/// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
 pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     expect_dims(b, "a tensor that is added", a.dims())?;
     on_gpu!(a, super::cuda::elementwise::add(a, b));
@@ -130,6 +160,9 @@ pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
 }
 
 /// Returns the sum of the squares of an f32 tensor (on a GPU also bf16 or f16; synchronizes); not finite if an element is not.
+///
+/// # Errors
+/// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
 pub fn sum_squares(t: &Tensor) -> Result<f64> {
     on_gpu!(t, super::cuda::reduce::sum_squares(t));
     with_slice(t, cpu::sum_squares)
@@ -137,6 +170,9 @@ pub fn sum_squares(t: &Tensor) -> Result<f64> {
 
 /// Returns the sums of the squares of runs of 16,384 elements of an f32 tensor on the CPU, from which `sum_of_chunks`
 /// makes the bits of `sum_squares`: each rank of a job has some of the runs.
+///
+/// # Errors
+/// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
 pub fn squares_of_chunks(t: &Tensor) -> Result<Vec<f32>> {
     with_slice(t, cpu::squares_of_chunks)
 }
@@ -147,12 +183,18 @@ pub fn sum_of_chunks(chunks: &[f32]) -> f64 {
 }
 
 /// True if no element is infinite or NaN.
+///
+/// # Errors
+/// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
 pub fn all_finite(t: &Tensor) -> Result<bool> {
     on_gpu!(t, super::cuda::reduce::all_finite(t));
     with_slice(t, cpu::all_finite)
 }
 
 /// Returns the elements of an f32, bf16 or f16 tensor, widened.
+///
+/// # Errors
+/// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
 pub fn to_f32_vec(t: &Tensor) -> Result<Vec<f32>> {
     on_gpu!(t, super::cuda::memory::to_f32_vec(t));
     if t.dtype() == DType::F16 {
@@ -162,12 +204,18 @@ pub fn to_f32_vec(t: &Tensor) -> Result<Vec<f32>> {
 }
 
 /// Returns the elements of a u8 tensor.
+///
+/// # Errors
+/// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
 pub fn to_bytes(t: &Tensor) -> Result<Vec<u8>> {
     on_gpu!(t, super::cuda::memory::read(t, "a tensor that is read", DType::U8));
     Ok(t.flatten_all()?.to_vec1()?)
 }
 
 /// Sets an f32, bf16 or f16 tensor to `values`, rounded to nearest.
+///
+/// # Errors
+/// Another number of values (`Shape`); a tensor of another type.
 pub fn set(t: &Tensor, values: &[f32]) -> Result<()> {
     if t.elem_count() != values.len() {
         return Err(Error::shape("a tensor and its values differ in size")
@@ -199,6 +247,9 @@ pub fn set(t: &Tensor, values: &[f32]) -> Result<()> {
 
 /// Dropout: zeroes each element whose random number (of `rng`, by index) is below `p`, and scales the others by
 /// `1 / (1 - p)`. The random numbers are the same on every device. t f32, on a GPU also bf16 or f16.
+///
+/// # Errors
+/// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
 pub fn dropout_assign(t: &Tensor, rng: Rng, p: f32) -> Result<()> {
     let keep = 1.0 / (1.0 - p);
     on_gpu!(t, super::cuda::elementwise::dropout_assign(t, rng.key(), p, keep));
@@ -207,6 +258,9 @@ pub fn dropout_assign(t: &Tensor, rng: Rng, p: f32) -> Result<()> {
 
 /// Computes `min(1, max / (√squares + 1e-6))` (`torch.nn.utils.clip_grad_norm_`) on the device of the sum of
 /// squares: `squares` f64 `[1]`, the result f32 `[1]`. On a GPU without synchronization.
+///
+/// # Errors
+/// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
 pub fn clip_coefficient(squares: &Tensor, max: f64) -> Result<Tensor> {
     expect_dims(squares, "a sum of squares", &[1])?;
     on_gpu!(squares, super::cuda::reduce::clip_coefficient(squares, max));

@@ -10,7 +10,7 @@
 use super::{Report, plans};
 use crate::base::{Error, Result};
 use crate::checkpoint;
-use crate::commands::merge::{refuse_codes, refuse_existing, refuse_strangers};
+use crate::commands::merge::{refuse_existing, refuse_quantized, refuse_strangers};
 use crate::formats::config::Config;
 use crate::formats::weights::Weights;
 use crate::formats::writer::{self, TensorPlan, Values};
@@ -53,7 +53,7 @@ pub fn convert(request: &Request) -> Result<Report> {
     raw.insert("router_groups_per_token".into(), json!(request.chosen));
     let after = families::read(&Config::from_map(raw.clone(), &config.path))?;
     let weights = Weights::open(request.model)?;
-    refuse_codes(&flat, &weights)?;
+    refuse_quantized(&flat, &weights)?;
     refuse_strangers(&flat, &weights)?;
     let params = after.params();
     let routers: HashSet<String> = after.router_names().collect();

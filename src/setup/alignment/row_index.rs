@@ -28,13 +28,15 @@ pub(super) struct RowIndex {
 }
 
 impl RowIndex {
-    /// From the cache, if it was found before. Each set of rows comes with its model.
+    /// From the cache, if it was found before: the rows `own` of the student and `other` of the teacher.
     ///
     /// Errors: the rows or the cache cannot be read.
     pub fn cached(
         recipe: &Recipe,
-        (own, student): (&Dataset, &ModelDir),
-        (other, teacher): (&Dataset, &ModelDir),
+        own: &Dataset,
+        student: &ModelDir,
+        other: &Dataset,
+        teacher: &ModelDir,
         bytes: (&TokenBytes, &TokenBytes),
     ) -> Result<Self> {
         let find = || Self::find(own, other, bytes);
@@ -82,7 +84,7 @@ impl RowIndex {
                 out.prompts.insert(hash(&example.ids[..last.start], &[]), row);
             }
             let other = other.examples.get(row as usize)?.into_owned();
-            for (a, b) in aligned((&example, &other), bytes) {
+            for (a, b) in aligned(&example, &other, bytes) {
                 out.counts[1] += a.len() as u64;
                 out.counts[2] += 1;
                 let last = (example.ids[a.end - 1], other.ids[b.end - 1]);
@@ -155,7 +157,8 @@ fn number(left: &mut &[u8]) -> Option<u64> {
 
 /// Spans of tokens of both rows with the same text.
 pub(super) fn aligned(
-    (own, other): (&Example, &Example),
+    own: &Example,
+    other: &Example,
     bytes: (&TokenBytes, &TokenBytes),
 ) -> Vec<(Range<usize>, Range<usize>)> {
     let mut out = Vec::new();

@@ -37,7 +37,7 @@ impl ModelFiles {
         checkpoint::check_space(run_dir, dtype.bytes() * elements)?;
         staging::scratch(&dir)?;
         let file = dir.join("model.safetensors");
-        stored::write_decoded(&weights, &params, dtype, &file)?;
+        stored::write_dequantized(&weights, &params, dtype, &file)?;
         Ok(weights.with_tensors_of(Weights::open_file(&file)?, &without))
     }
 }

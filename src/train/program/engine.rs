@@ -30,6 +30,13 @@ pub(super) struct Trainer<'a> {
     first: Active,
 }
 
+/// What was decided before the weights are loaded.
+pub(super) struct TrainerParts<'a> {
+    pub strategy: StepStrategy,
+    pub stream: BatchStream<'a>,
+    pub schedule: ActiveSchedule,
+}
+
 impl<'a> Trainer<'a> {
     /// `scratch`: that of `opened`. The adapters get their start values.
     pub fn new(
@@ -37,9 +44,14 @@ impl<'a> Trainer<'a> {
         opened: &OpenedRun,
         scratch: &'a Path,
         adapters: &mut AdapterSet,
-        (strategy, stream, schedule): (StepStrategy, BatchStream<'a>, ActiveSchedule),
+        parts: TrainerParts<'a>,
         reporter: &mut Reporter,
     ) -> Result<Self> {
+        let TrainerParts {
+            strategy,
+            stream,
+            schedule,
+        } = parts;
         let RunContext {
             inputs,
             recipe,

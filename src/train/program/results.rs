@@ -26,8 +26,10 @@ pub(super) fn write(
     mut run: Run,
     mut engine: Engine,
     cx: &RunContext,
-    (start_step, ended): (u64, &Ended),
-    (adapters, base): (&AdapterSet, &BaseHashes),
+    start_step: u64,
+    ended: &Ended,
+    adapters: &AdapterSet,
+    base: &BaseHashes,
 ) -> Result<Results> {
     let (ranks, model, last_step) = (cx.ranks(), &cx.inputs.model, ended.last_step);
     for warning in &ended.warnings {

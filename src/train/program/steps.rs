@@ -140,9 +140,12 @@ fn switch(run: &mut Run, engine: &mut Engine, step: u64) -> Result<Active> {
     let switches = schedule.switches_at(step);
     let survives = |name: &str| !switches || schedule.survives_switch(name, step);
     let active = schedule.active(step);
-    let recoded = engine.switch(&active, survives)?;
-    if !recoded.is_empty() {
-        let errors: serde_json::Map<_, _> = recoded.iter().map(|r| (r.name.to_string(), json!(r.error))).collect();
+    let requantized = engine.switch(&active, survives)?;
+    if !requantized.is_empty() {
+        let errors: serde_json::Map<_, _> = requantized
+            .iter()
+            .map(|r| (r.name.to_string(), json!(r.error)))
+            .collect();
         run.reporter
             .event("recode", json!({"step": step, "relative_error": errors}));
     }

@@ -8,7 +8,7 @@ use crate::data::batch::Example;
 use crate::data::order::{BatchStream, eval_batches};
 use crate::data::{Batch, Dataset};
 use crate::distill::hidden::Hidden;
-use crate::distill::{Distill, Teacher, Terms};
+use crate::distill::{Distill, DistillTerms, Teacher};
 use crate::engine::Engine;
 use crate::generate::{GenerateSettings, Request, rollout};
 use crate::recipe::{self, Alignment, Recipe};
@@ -37,7 +37,7 @@ pub(super) fn check(recipe: &Recipe, model: &setup::ModelDir, train: &Dataset) -
 pub(super) fn open<'a>(setting: StageContext<'a>) -> Result<Stage<'a>> {
     let recipe = setting.recipe;
     let d = &recipe.distill;
-    let terms = Terms {
+    let terms = DistillTerms {
         beta: d.beta as f32,
         temperature: d.temperature as f32,
         alpha: d.alpha as f32,

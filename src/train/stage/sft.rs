@@ -3,7 +3,7 @@
 use super::{BatchSource, Stage, StageContext};
 use crate::base::{Error, Result};
 use crate::data::order::{BatchStream, eval_batches};
-use crate::data::{Batch, Dataset, RowStream, Spec};
+use crate::data::{Batch, Dataset, DatasetSpec, RowStream};
 use crate::engine::Engine;
 use crate::setup::rows;
 use crate::setup::sources::{RowSet, sources};
@@ -31,7 +31,7 @@ pub(super) fn open<'a>(setting: StageContext<'a>) -> Result<Stage<'a>> {
     let rows = if recipe.data.streaming {
         let sources = sources(recipe, RowSet::Train)?;
         let screen = rows::screen(recipe)?;
-        let spec = Spec {
+        let spec = DatasetSpec {
             screen: screen.as_ref(),
             ..rows::spec(&sources, &recipe.data, recipe.train.stage, model.spec.vocab)
         };

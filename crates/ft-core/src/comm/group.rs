@@ -59,7 +59,7 @@ fn kind_name(kind: u64) -> &'static str {
 }
 
 /// The ranks of a job, over a wire.
-pub struct Group {
+pub struct RankGroup {
     world: World,
     jobs: Mutex<Sender<Job>>,
     thread: Mutex<Option<JoinHandle<()>>>,
@@ -68,7 +68,7 @@ pub struct Group {
     timeout: Arc<AtomicU64>,
 }
 
-impl Group {
+impl RankGroup {
     /// Starts the thread of a group. `open` runs on it and returns the wire and the place of this rank; the wire is
     /// dropped there. `say` prints a line if the job is ended from here.
     ///
@@ -142,14 +142,14 @@ impl Group {
     }
 }
 
-impl Drop for Group {
+impl Drop for RankGroup {
     /// A rank that was not closed has panicked.
     fn drop(&mut self) {
         self.end(Job::Abort(BUG));
     }
 }
 
-impl Collective for Group {
+impl Collective for RankGroup {
     fn world(&self) -> &World {
         &self.world
     }

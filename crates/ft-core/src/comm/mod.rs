@@ -26,7 +26,7 @@ mod wire;
 mod tests;
 
 pub use collect::{Shard, Whole};
-pub use group::Group;
+pub use group::RankGroup;
 #[cfg(feature = "nccl")]
 pub use meeting::Rendezvous;
 #[cfg(feature = "mpi")]

@@ -111,7 +111,7 @@ fn bytes_have_a_time_limit_when_all_ranks_are_here() {
         size: 2,
         host: "here".into(),
     };
-    let group = Group::start(move || Ok((wire, world)), |_| ()).unwrap();
+    let group = RankGroup::start(move || Ok((wire, world)), |_| ()).unwrap();
     group.set_timeout(Duration::from_secs(5));
     for (patience, header) in [(Patience::Long, None), (Patience::Step, Some(7))] {
         limits.lock().unwrap().clear();
@@ -223,7 +223,7 @@ fn a_failure_that_the_others_never_hear_of_is_said_first() {
         host: "here".into(),
     };
     let say = |text: &str| SAID.lock().unwrap().push(text.into());
-    let group = Group::start(move || Ok((Lonely, world)), say).unwrap();
+    let group = RankGroup::start(move || Ok((Lonely, world)), say).unwrap();
     let begun = Instant::now();
     while *LOOKS.lock().unwrap() == 0 {
         assert!(begun.elapsed() < Duration::from_secs(20), "no look at the others");

@@ -1,7 +1,7 @@
 //! Ranks that are threads of one process, for tests.
 
 use super::wire::{Wait, Wire};
-use super::{Collective, Fault, Group, Patience, Pending, Shard, State, Whole, World};
+use super::{Collective, Fault, Patience, Pending, RankGroup, Shard, State, Whole, World};
 use crate::base::Result;
 use candle_core::Device;
 use std::collections::BTreeMap;
@@ -97,7 +97,7 @@ pub(crate) fn run<T: Send>(size: usize, work: impl Fn(Arc<dyn Collective>) -> T 
                         size,
                         host: "here".into(),
                     };
-                    let group = Group::start(move || Ok((wire, world)), |_| ()).unwrap();
+                    let group = RankGroup::start(move || Ok((wire, world)), |_| ()).unwrap();
                     let out = work(group.clone());
                     group.close();
                     out

@@ -79,4 +79,4 @@ impl Wait {
 }
 
 /// Prints a line for the user.
-pub type Say = fn(&str);
+pub(crate) type Say = fn(&str);

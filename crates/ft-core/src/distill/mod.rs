@@ -18,7 +18,7 @@ use crate::data::Batch;
 use crate::model::head::{HeadWeight, with_pieces};
 use crate::model::{Head, LossGradients, Need, Network, Objective, Param};
 use crate::ops::distill::aligned::{self, AlignedOptions, Comparison};
-use crate::ops::distill::{self as ops, Matrix, Side};
+use crate::ops::distill::{self as ops, DistillSide, HeadMatrix};
 use crate::ops::step_stats::{StepStats, StepSums};
 use crate::sft::CausalLm;
 use candle_core::Tensor;
@@ -27,7 +27,7 @@ pub use teacher::{Aligned, AlignedBatch, AlignedRows, StoredOutputs, Teacher};
 
 /// Parameters of the divergence between the distributions; see `ops::distill`.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Terms {
+pub struct DistillTerms {
     /// 0: KL(teacher, student); 1: KL(student, teacher); between: generalized Jensen-Shannon.
     pub beta: f32,
     /// Divides the logits of both models.
@@ -39,7 +39,7 @@ pub struct Terms {
 /// Distillation from one teacher.
 pub struct Distill {
     teacher: Teacher,
-    terms: Terms,
+    terms: DistillTerms,
     hidden: Option<Hidden>,
     plain: CausalLm,
     means: NamedMeans,
@@ -50,7 +50,7 @@ impl Distill {
     ///
     /// # Errors
     /// Hidden states are requested, but only outputs of the teacher are stored.
-    pub fn new(teacher: Teacher, terms: Terms, hidden: Option<Hidden>, vocab: usize) -> Result<Self> {
+    pub fn new(teacher: Teacher, terms: DistillTerms, hidden: Option<Hidden>, vocab: usize) -> Result<Self> {
         if hidden.is_some() && teacher.network().is_none() {
             let what = match teacher {
                 Teacher::Aligned(_) => "the tokens of a teacher with another tokenizer have other hidden states",
@@ -77,10 +77,10 @@ impl Distill {
 }
 
 /// Calls `f` with a head in the form that the operations expect.
-fn with_matrix<R>(head: &HeadWeight, f: impl FnOnce(Matrix) -> Result<R>) -> Result<R> {
+fn with_matrix<R>(head: &HeadWeight, f: impl FnOnce(HeadMatrix) -> Result<R>) -> Result<R> {
     match head {
-        HeadWeight::Whole(w) => f(Matrix::Whole(w.dense()?)),
-        HeadWeight::Streamed(head) => with_pieces(head, |pieces| f(Matrix::Parts(pieces))),
+        HeadWeight::Whole(w) => f(HeadMatrix::Whole(w.dense()?)),
+        HeadWeight::Streamed(head) => with_pieces(head, |pieces| f(HeadMatrix::Parts(pieces))),
     }
 }
 
@@ -101,7 +101,7 @@ pub fn likeliest(
     let head = network.head()?;
     let chunk = Distill::chunk_for(network.spec.vocab, 0, false, h.device().is_cuda());
     with_matrix(&head.weight, |matrix| {
-        let side = Side {
+        let side = DistillSide {
             h: &h,
             head: matrix,
             softcap: head.softcap,
@@ -113,11 +113,11 @@ pub fn likeliest(
 impl Aligned {
     fn evaluate<'a>(
         &'a self,
-        student: &Side,
+        student: &DistillSide,
         batch: &Batch,
         mut options: AlignedOptions<'a>,
         step_stats: &StepStats,
-    ) -> Result<ops::Output> {
+    ) -> Result<ops::DistillOutput> {
         let found = self.rows.of(batch)?;
         if found.spans.is_empty() {
             // Only the cross-entropy is left: the teacher's side is not read.
@@ -136,7 +136,7 @@ impl Aligned {
         let states = self.live.states(&found.teacher)?;
         let head = self.live.network.head()?;
         with_matrix(&head.weight, |matrix| {
-            let side = Side {
+            let side = DistillSide {
                 h: &states.last,
                 head: matrix,
                 softcap: head.softcap,
@@ -163,7 +163,7 @@ impl Objective for Distill {
             HeadWeight::Whole(w) => w.dense()?.dim(0)?,
             HeadWeight::Streamed(head) => head.rows,
         };
-        let options = |chunk: usize| ops::Options {
+        let options = |chunk: usize| ops::DistillOptions {
             beta: self.terms.beta,
             temperature: self.terms.temperature,
             alpha: self.terms.alpha,
@@ -174,7 +174,7 @@ impl Objective for Distill {
         };
         let chunk_for = |teacher| Self::chunk_for(vocab, teacher, need.dw, h.device().is_cuda());
         let out = with_matrix(&head.weight, |matrix| {
-            let student = Side {
+            let student = DistillSide {
                 h,
                 head: matrix,
                 softcap: head.softcap,
@@ -183,7 +183,7 @@ impl Objective for Distill {
                 Teacher::Stored(rows) => {
                     let top = rows.of(batch)?;
                     let common = rows.common();
-                    let other = ops::Teacher::Stored { top: &top, common };
+                    let other = ops::DistillTeacher::Stored { top: &top, common };
                     let options = options(chunk_for(0));
                     ops::forward_backward(&student, &other, &batch.targets, &options, step_stats)
                 }
@@ -201,7 +201,7 @@ impl Objective for Distill {
                     let states = live.states(batch)?;
                     let head = live.network.head()?;
                     with_matrix(&head.weight, |matrix| {
-                        let side = Side {
+                        let side = DistillSide {
                             h: &states.last,
                             head: matrix,
                             softcap: head.softcap,
@@ -209,7 +209,7 @@ impl Objective for Distill {
                         let options = options(chunk_for(live.network.spec.vocab));
                         ops::forward_backward(
                             &student,
-                            &ops::Teacher::Live(side),
+                            &ops::DistillTeacher::Live(side),
                             &batch.targets,
                             &options,
                             step_stats,

@@ -4,7 +4,7 @@ use crate::base::Result;
 use crate::data::Batch;
 use crate::model::{Layer, Network};
 use crate::ops::distill::TopK;
-use crate::ops::distill::aligned::{SharedIds, Span};
+use crate::ops::distill::aligned::{AlignedSpan, SharedIds};
 use crate::source::Group;
 use candle_core::Tensor;
 use std::cell::RefCell;
@@ -26,7 +26,7 @@ pub trait StoredOutputs {
 /// The source of the teacher's distributions.
 pub enum Teacher {
     /// A network beside the student.
-    Live(Box<Live>),
+    Live(Box<LiveTeacher>),
     /// Stored distributions.
     Stored(Box<dyn StoredOutputs>),
     /// A network with another tokenizer.
@@ -34,7 +34,7 @@ pub enum Teacher {
 }
 
 /// A network, and its states for the last batch: objectives need the same batch several times.
-pub struct Live {
+pub struct LiveTeacher {
     pub network: Network,
     wanted: BTreeSet<usize>,
     seen: RefCell<Option<(Batch, Rc<States>)>>,
@@ -57,17 +57,17 @@ pub struct AlignedBatch {
     /// Its documents; some of the student's may be missing.
     pub teacher: Batch,
     /// Rows of both batches whose next tokens cover the same bytes, in order.
-    pub spans: Vec<Span>,
+    pub spans: Vec<AlignedSpan>,
 }
 
 /// A network with another tokenizer, and its rows.
 pub struct Aligned {
-    pub(super) live: Live,
+    pub(super) live: LiveTeacher,
     pub(super) rows: Box<dyn AlignedRows>,
 }
 
 /// Hidden states of a batch.
-pub struct States {
+pub(crate) struct States {
     /// `[N, Dt]`, after the final norm.
     pub last: Tensor,
     /// `[N, Dt]` at the inputs of layers; the states after the last layer are `last`.
@@ -77,12 +77,12 @@ pub struct States {
 impl Teacher {
     /// A teacher that computes its outputs in each step.
     pub fn live(network: Network) -> Self {
-        Self::Live(Box::new(Live::new(network)))
+        Self::Live(Box::new(LiveTeacher::new(network)))
     }
 
     /// A teacher with another tokenizer, that computes its outputs in each step.
     pub fn aligned(network: Network, rows: Box<dyn AlignedRows>) -> Self {
-        let live = Live::new(network);
+        let live = LiveTeacher::new(network);
         Self::Aligned(Box::new(Aligned { live, rows }))
     }
 
@@ -103,7 +103,7 @@ impl Teacher {
     }
 }
 
-impl Live {
+impl LiveTeacher {
     fn new(network: Network) -> Self {
         Self {
             network,

@@ -13,7 +13,7 @@ use crate::optim::config::{OptimizerConfig, StateDtype};
 use crate::quant::{Format, StorageDtype};
 use crate::sft::CausalLm;
 use crate::source::resident::{RandomWeights, draw_tensor};
-use crate::source::sharded::{Division, Origin, own_experts};
+use crate::source::sharded::{Division, WeightOrigin, own_experts};
 use crate::source::{Group, ParamInfo, Resident, Sharded, TrainableStore, expert_of};
 use candle_core::Device;
 use serde_json::{Value, json};
@@ -73,7 +73,7 @@ fn engine(case: &Case, comm: Arc<dyn Collective>) -> (Engine, Active) {
     let (seed, std, norm) = (1, 0.1, 1.0);
     let random = RandomWeights { seed, std, norm };
     let store: Arc<dyn TrainableStore> = if comm.world().size > 1 && !case.replicated {
-        let origin = Origin::random(&params, random);
+        let origin = WeightOrigin::random(&params, random);
         let divided = (comm.clone(), Division::Experts);
         Arc::new(Sharded::open(params.clone(), origin, storage, divided, &Device::Cpu).unwrap())
     } else {

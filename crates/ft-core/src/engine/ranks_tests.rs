@@ -16,7 +16,7 @@ use crate::optim::{Masks, Optimizer};
 use crate::quant::{Format, StorageDtype};
 use crate::sft::CausalLm;
 use crate::source::resident::{RandomWeights, draw_tensor};
-use crate::source::sharded::{Division, Origin};
+use crate::source::sharded::{Division, WeightOrigin};
 use crate::source::{ParamInfo, Resident, Sharded, TrainableStore, Uploaded};
 use candle_core::Device;
 use std::collections::{BTreeMap, BTreeSet};
@@ -84,7 +84,7 @@ pub(super) fn engine(case: Case, comm: Arc<dyn Collective>) -> (Engine, Active) 
     };
     let (seed, std, norm) = (1, 0.02, 1.0);
     let random = RandomWeights { seed, std, norm };
-    let origin = Origin::random(&params, random);
+    let origin = WeightOrigin::random(&params, random);
     let source: Arc<dyn TrainableStore> = if case.sharded && comm.world().size > 1 {
         Arc::new(
             Sharded::open(

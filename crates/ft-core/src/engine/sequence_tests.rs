@@ -26,10 +26,17 @@ fn train(case: Case, config: SequenceConfig, comm: Arc<dyn Collective>) -> (Vec<
         numbers.extend([report.totals.loss(), report.grad_norm, report.totals.correct as f64]);
         let filled: Vec<_> = all.iter().filter(|batch| !batch.is_empty()).collect();
         let teams = size / config.ranks;
-        let lowest = (active.lowest_layer(engine.network.layers()), case.saved_layers);
+        let (lowest, saved) = (active.lowest_layer(engine.network.layers()), case.saved_layers);
         let shared = (0..filled.len().div_ceil(teams)).map(|round| {
             let micro = (round * teams + rank / config.ranks).min(filled.len() - 1);
-            sequence_bytes(&engine.network.spec, config, &filled[micro].documents, lowest, rank)
+            sequence_bytes(
+                &engine.network.spec,
+                config,
+                &filled[micro].documents,
+                lowest,
+                saved,
+                rank,
+            )
         });
         let sizes = active
             .names()

@@ -149,7 +149,7 @@ fn the_table_of_a_model_on_the_disk_is_read_by_rows() {
     let params = spec.params();
     disk::write_random(&file, &params, 5, 0.3, 0.8, Dtype::F32).unwrap();
     let weights = || crate::formats::weights::Weights::open_file(&file).unwrap();
-    let options = disk::Options {
+    let options = disk::DiskOptions {
         dtype: Dtype::F32,
         storage: StoragePolicy::dense(Dtype::F32),
         device: Device::Cpu,

@@ -206,7 +206,7 @@ impl<'a> Accumulate<'a> {
         Ok(())
     }
 
-    /// Adds the squares of all gradients to `step_stats` in order of arrival: on the CPU bit-equal to `Norm`.
+    /// Adds the squares of all gradients to `step_stats` in order of arrival: on the CPU bit-equal to `MeasureNorm`.
     ///
     /// # Errors
     /// Another rank has failed.
@@ -437,14 +437,14 @@ impl GradSink for FusedUpdate<'_> {
 
 /// Only measures the norm: the first of two passes, for clipping without storing gradients (LOMO, Lv et al. 2023,
 /// arXiv 2306.09782, section 3.3).
-pub struct Norm<'a> {
+pub struct MeasureNorm<'a> {
     /// The parameters that get gradients.
     pub active: &'a Active,
     /// Receives the squares of the gradients.
     pub step_stats: &'a StepStats,
 }
 
-impl GradSink for Norm<'_> {
+impl GradSink for MeasureNorm<'_> {
     fn wants(&self, name: &str) -> bool {
         self.active.contains(name)
     }

@@ -8,7 +8,7 @@ use super::loss_scale::LossScale;
 use super::outer::Outer;
 use super::pass::{self, Pass, Totals};
 use super::reduce::Exchange;
-use super::sinks::{Accumulate, Among, Corrections, FusedUpdate, Norm};
+use super::sinks::{Accumulate, Among, Corrections, FusedUpdate, MeasureNorm};
 use super::strategy::StepStrategy;
 use crate::base::{Error, ErrorKind, Result};
 use crate::comm::{Alone, Collective};
@@ -445,7 +445,7 @@ impl Engine {
             Gradients::Fused | Gradients::NormFirst => {
                 let (mut coefficient, mut further) = (1.0, None);
                 if let Some(norm_stats) = &norm_stats {
-                    let mut norm = Norm {
+                    let mut norm = MeasureNorm {
                         active,
                         step_stats: norm_stats,
                     };

@@ -8,7 +8,7 @@ use crate::ops::master;
 use crate::source::{Numbers, Requantized};
 
 /// Receives exact values in pieces.
-pub type ExactSink<'a> = dyn FnMut(&[f32]) -> Result<()> + 'a;
+pub(crate) type ExactSink<'a> = dyn FnMut(&[f32]) -> Result<()> + 'a;
 
 impl Engine {
     /// Deactivates all parameters outside `active` and activates those in it. Moments are kept for the parameters that

@@ -11,19 +11,18 @@
 //!
 //! A layer with latent attention keeps on the CPU one row for each token, which is key and value of one head: pages have it twice,
 //! as keys in columns and as values in rows. Sums over latent rows have another order than those over the keys and values of all heads,
-//! so a cache with `Layout::expanded` keeps these.
+//! so a cache with `CacheLayout::expanded` keeps these.
 //!
 //! A layer with Gated DeltaNet or a short convolution has a state in the place of keys and values: that after the last token of the
 //! run. A sequence that continues a run begins with a copy of it. A state cannot go back to an earlier token.
 
-use super::decode::Pass;
-use super::device_cache::{DeviceLayer, device_form};
+use super::{decode::PassKind, device_cache::DeviceLayer, device_cache::device_form};
 use crate::base::{Error, Result};
 use crate::model::spec::{KeySource, LayerSpec, Mixer};
 use crate::model::{KvStore, RecurrentState, Spec};
 use crate::model::{delta_net, short_conv};
 use crate::ops::kv_block::{self, KvBlock, KvDocument, KvPart, KvStep};
-use crate::ops::paged::{self, Document, Form, KvDtype, PAGE, Page};
+use crate::ops::paged::{self, Document, KvDtype, PAGE, Page, PageForm};
 use crate::ops::{CpuBackend, attention, graph, update};
 use candle_core::{DType, Device, Tensor, TensorId};
 use std::sync::Arc;
@@ -32,7 +31,7 @@ use std::sync::Arc;
 /// a GPU the bytes of an activation.
 pub fn cache_bytes(spec: &Spec, tokens: usize, element: Option<u64>) -> u64 {
     let dtype = |element| if element == 2 { DType::BF16 } else { DType::F32 };
-    let layout = Layout::of(spec, None, element.map(dtype), true);
+    let layout = CacheLayout::of(spec, None, element.map(dtype), true);
     layout.bytes(tokens) + layout.step_bytes(tokens)
 }
 
@@ -68,7 +67,7 @@ pub fn reading_work(spec: &Spec, longest: usize, tokens: usize, new: usize) -> u
 #[derive(Debug, Clone, Copy)]
 enum LayerLayout {
     /// Keys and values, in pages on the CPU or blocks on a GPU.
-    Keys(Form),
+    Keys(PageForm),
     /// The layer reads the keys and values of another layer.
     Nothing,
     /// The state of a layer with Gated DeltaNet or a short convolution, of this many bytes.
@@ -98,21 +97,21 @@ impl LayerLayout {
 
 /// The layout of the cache of a network.
 #[derive(Debug, Clone)]
-pub struct Layout {
+pub(crate) struct CacheLayout {
     layers: Vec<LayerLayout>,
     /// H
     heads: usize,
     on_gpu: bool,
 }
 
-impl Layout {
+impl CacheLayout {
     /// `stored` defaults to f32; on a GPU to `activations`, the output type of the layers.
-    pub fn new(spec: &Spec, stored: Option<KvDtype>, device: &Device, activations: DType) -> Self {
+    pub(crate) fn new(spec: &Spec, stored: Option<KvDtype>, device: &Device, activations: DType) -> Self {
         Self::of(spec, stored, (!device.is_cpu()).then_some(activations), true)
     }
 
     /// As `new`, with the keys and values of all heads in the place of latent rows.
-    pub fn expanded(spec: &Spec, stored: Option<KvDtype>, device: &Device, activations: DType) -> Self {
+    pub(crate) fn expanded(spec: &Spec, stored: Option<KvDtype>, device: &Device, activations: DType) -> Self {
         Self::of(spec, stored, (!device.is_cpu()).then_some(activations), false)
     }
 
@@ -130,7 +129,7 @@ impl Layout {
                     _ => (spec.kv_heads_of(l), spec.head_dim_of(l)),
                 };
                 LayerLayout::Keys(match on_gpu {
-                    None => Form {
+                    None => PageForm {
                         stored: stored.unwrap_or(KvDtype::F32),
                         kv_heads: heads.0,
                         head_dim: heads.1,
@@ -147,13 +146,13 @@ impl Layout {
     }
 
     /// Returns the bytes of a run with a capacity of `tokens` tokens.
-    pub fn bytes(&self, tokens: usize) -> u64 {
+    pub(crate) fn bytes(&self, tokens: usize) -> u64 {
         self.layers.iter().map(|layer| layer.bytes(tokens, self.on_gpu)).sum()
     }
 
     /// Returns the bytes that attention needs in addition to the runs for a new token of a text of `tokens` tokens, shared
     /// ones included.
-    pub fn step_bytes(&self, tokens: usize) -> u64 {
+    pub(crate) fn step_bytes(&self, tokens: usize) -> u64 {
         let layer = |of: &LayerLayout| match of {
             LayerLayout::Keys(form) if self.on_gpu => kv_block::step_bytes(self.heads, form.head_dim, tokens),
             _ => 0,
@@ -161,8 +160,8 @@ impl Layout {
         self.layers.iter().map(layer).max().unwrap_or(0)
     }
 
-    fn run(&self, room: usize) -> Run {
-        Run {
+    fn run(&self, room: usize) -> TokenRun {
+        TokenRun {
             layers: self.layers.iter().map(|layer| layer.layer(room, self.on_gpu)).collect(),
             len: 0,
         }
@@ -170,13 +169,13 @@ impl Layout {
 }
 
 /// Consecutive tokens, with the keys and values or the state of every layer.
-pub struct Run {
+pub(crate) struct TokenRun {
     layers: Vec<Layer>,
     /// Number of tokens.
     len: usize,
 }
 
-impl Run {
+impl TokenRun {
     /// The blocks on a GPU, of every layer.
     fn parts(&self) -> Vec<KvPart<'_>> {
         let layers: Vec<Vec<(usize, &KvBlock)>> = self
@@ -200,7 +199,7 @@ impl Run {
 }
 
 enum Layer {
-    Pages(Form, Vec<Page>),
+    Pages(PageForm, Vec<Page>),
     Device(DeviceLayer),
     /// The layer reads the keys and values of another layer.
     Nothing,
@@ -226,17 +225,17 @@ impl Layer {
 }
 
 /// The cached tokens of one text.
-pub struct Sequence {
+pub(crate) struct CachedSequence {
     /// The shared runs, from the first token on.
-    shared: Vec<Arc<Run>>,
-    own: Run,
+    shared: Vec<Arc<TokenRun>>,
+    own: TokenRun,
     /// Number of tokens, shared ones included.
     len: usize,
 }
 
-impl Sequence {
+impl CachedSequence {
     /// Creates a sequence after the tokens of `shared` (`len` in all), with a capacity of `room` own tokens.
-    pub fn new(layout: &Layout, shared: Vec<Arc<Run>>, len: usize, room: usize) -> Self {
+    pub(crate) fn new(layout: &CacheLayout, shared: Vec<Arc<TokenRun>>, len: usize, room: usize) -> Self {
         let mut own = layout.run(room);
         if let Some(last) = shared.last() {
             for (layer, before) in own.layers.iter_mut().zip(&last.layers) {
@@ -248,17 +247,17 @@ impl Sequence {
         Self { shared, own, len }
     }
 
-    pub fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.len
     }
 
     /// True if `truncate` can remove the tokens from index `len` on.
-    pub fn can_truncate(&self, len: usize) -> bool {
+    pub(crate) fn can_truncate(&self, len: usize) -> bool {
         len >= self.len || !self.own.layers.iter().any(|layer| matches!(layer, Layer::State(_)))
     }
 
     /// Removes all tokens from index `len` on, but never shared ones.
-    pub fn truncate(&mut self, len: usize) {
+    pub(crate) fn truncate(&mut self, len: usize) {
         let shared = self.len - self.own.len;
         let own = len.saturating_sub(shared).min(self.own.len);
         self.own.layers.iter_mut().for_each(|layer| layer.truncate(own));
@@ -267,7 +266,7 @@ impl Sequence {
     }
 
     /// Returns an empty sequence of the same layout.
-    pub fn empty(&self, room: usize) -> Self {
+    pub(crate) fn empty(&self, room: usize) -> Self {
         let layer = |layer: &Layer| match layer {
             Layer::Pages(form, _) => Layer::Pages(*form, Vec::new()),
             Layer::Device(layer) => Layer::Device(layer.empty(room)),
@@ -276,7 +275,7 @@ impl Sequence {
         };
         Self {
             shared: Vec::new(),
-            own: Run {
+            own: TokenRun {
                 layers: self.own.layers.iter().map(layer).collect(),
                 len: 0,
             },
@@ -285,20 +284,20 @@ impl Sequence {
     }
 
     /// Returns all runs, for sequences that continue this text.
-    pub fn freeze(self) -> Vec<Arc<Run>> {
+    pub(crate) fn freeze(self) -> Vec<Arc<TokenRun>> {
         let mut runs = self.shared;
         runs.push(Arc::new(self.own));
         runs
     }
 
-    fn runs(&self) -> impl Iterator<Item = &Run> {
+    fn runs(&self) -> impl Iterator<Item = &TokenRun> {
         self.shared.iter().map(|r| &**r).chain([&self.own])
     }
 }
 
 /// One pass of new tokens through the layers.
-pub struct Step<'a> {
-    sequences: Vec<&'a mut Sequence>,
+pub(crate) struct Step<'a> {
+    sequences: Vec<&'a mut CachedSequence>,
     /// Offsets of the sequences in the new tokens, `[sequences + 1]`.
     documents: &'a [usize],
     /// On a GPU.
@@ -309,11 +308,11 @@ pub struct Step<'a> {
     states_in_place: bool,
     /// No sequence has tokens of an earlier step.
     fresh: bool,
-    pass: Pass,
+    pass: PassKind,
 }
 
 /// The tables of a step on a GPU.
-pub enum StepTables {
+pub(crate) enum StepTables {
     /// For this step.
     New,
     /// For this step and later ones; those of the step before, if there was one.
@@ -321,10 +320,10 @@ pub enum StepTables {
 }
 
 impl<'a> Step<'a> {
-    pub fn new(
-        mut sequences: Vec<&'a mut Sequence>,
+    pub(crate) fn new(
+        mut sequences: Vec<&'a mut CachedSequence>,
         documents: &'a [usize],
-        pass: Pass,
+        pass: PassKind,
         device: &Device,
         tables: StepTables,
     ) -> Result<Self> {
@@ -354,13 +353,13 @@ impl<'a> Step<'a> {
     }
 
     /// True if what was captured in the step before can be launched for this one.
-    pub fn has_same_tables(&self) -> bool {
+    pub(crate) fn has_same_tables(&self) -> bool {
         self.same_tables
     }
 
     /// The tensors of the states of all layers of the first `rows` sequences (padding follows them). Those of an answer belong to
     /// its text alone after a step.
-    pub fn states_now(&self, rows: usize) -> Vec<TensorId> {
+    pub(crate) fn states_now(&self, rows: usize) -> Vec<TensorId> {
         let layers = self.sequences.iter().take(rows).flat_map(|s| &s.own.layers);
         let states = layers.filter_map(|layer| match layer {
             Layer::State(Some(state)) => Some([Some(&state.inputs), state.state.as_ref()]),
@@ -370,13 +369,13 @@ impl<'a> Step<'a> {
     }
 
     /// From now on new states are written over the old ones, which keep their addresses.
-    pub fn keep_states_in_place(&mut self, in_place: bool) {
+    pub(crate) fn keep_states_in_place(&mut self, in_place: bool) {
         self.states_in_place = in_place;
     }
 
     /// Makes room for the new tokens on a GPU. Returns the tables, and whether they are the same memory as before.
     fn reserve(
-        sequences: &mut [&mut Sequence],
+        sequences: &mut [&mut CachedSequence],
         documents: &[usize],
         device: &Device,
         tables: StepTables,
@@ -393,7 +392,7 @@ impl<'a> Step<'a> {
             .zip(documents.windows(2))
             .map(|(sequence, d)| KvDocument {
                 queries: d[0]..d[1],
-                parts: sequence.runs().flat_map(Run::parts).collect(),
+                parts: sequence.runs().flat_map(TokenRun::parts).collect(),
             })
             .collect();
         match tables {
@@ -408,7 +407,7 @@ impl<'a> Step<'a> {
 
     /// Adds the new tokens to the lengths, after all layers have processed them. Returns the tables, without the memory of the
     /// texts.
-    pub fn finish(mut self) -> Option<KvStep> {
+    pub(crate) fn finish(mut self) -> Option<KvStep> {
         if let Some(step) = &mut self.on_gpu {
             step.release_blocks();
         }
@@ -422,14 +421,16 @@ impl<'a> Step<'a> {
     /// True for prompts whose stored keys and values are operands of products as they are. The sums of `Portable` have an order
     /// that depends on the sizes of a product.
     fn reads_in_blocks(&self, layer: usize) -> bool {
-        let exact = |s: &&mut Sequence| match &s.own.layers[layer] {
+        let exact = |s: &&mut CachedSequence| match &s.own.layers[layer] {
             Layer::Pages(form, _) => form.stored != KvDtype::Int8,
             _ => false,
         };
-        self.pass == Pass::Prompt && CpuBackend::current() != CpuBackend::Portable && self.sequences.iter().all(exact)
+        self.pass == PassKind::Prompt
+            && CpuBackend::current() != CpuBackend::Portable
+            && self.sequences.iter().all(exact)
     }
 
-    fn push(&mut self, layer: usize, k: &Tensor, v: &Tensor, spec: &attention::Spec) -> Result<()> {
+    fn push(&mut self, layer: usize, k: &Tensor, v: &Tensor, spec: &attention::AttentionSpec) -> Result<()> {
         let rows = self.sequences.iter_mut().zip(self.documents.windows(2));
         let width = k.dims2()?.1;
         update::with_slice(k, |k| {
@@ -457,7 +458,7 @@ impl KvStore for Step<'_> {
         layer: usize,
         q: &Tensor,
         new: Option<(&Tensor, &Tensor)>,
-        spec: &attention::Spec,
+        spec: &attention::AttentionSpec,
     ) -> Result<(Tensor, Tensor)> {
         let want = [
             self.documents.last().copied().unwrap_or(0),
@@ -477,7 +478,7 @@ impl KvStore for Step<'_> {
             if let Some((k, v)) = new {
                 step.put(layer, k, v)?;
                 // The cache reads back what it was given, unless it rounds.
-                let same = |s: &&mut Sequence| match &s.own.layers[layer] {
+                let same = |s: &&mut CachedSequence| match &s.own.layers[layer] {
                     Layer::Device(layer) => match layer.stored() {
                         KvDtype::F32 => k.dtype() == DType::F32,
                         KvDtype::Bf16 => matches!(k.dtype(), DType::BF16 | DType::F16),
@@ -516,7 +517,7 @@ impl KvStore for Step<'_> {
     }
 
     fn latent_rows(&self, layer: usize) -> bool {
-        let of_one_head = |s: &&mut Sequence| {
+        let of_one_head = |s: &&mut CachedSequence| {
             let own = s.own.layers.get(layer);
             matches!(own, Some(Layer::Pages(form, _)) if form.kv_heads == 1)
         };
@@ -524,7 +525,7 @@ impl KvStore for Step<'_> {
     }
 
     fn states(&mut self, layer: usize) -> Result<Vec<Option<RecurrentState>>> {
-        let state = |s: &&mut Sequence| match s.own.layers.get(layer) {
+        let state = |s: &&mut CachedSequence| match s.own.layers.get(layer) {
             Some(Layer::State(state)) => Ok(state.clone()),
             _ => Err(Error::shape("the cache has no state of this layer").found(layer)),
         };
@@ -557,12 +558,12 @@ mod tests {
     #[test]
     fn on_a_gpu_a_run_is_as_wide_as_its_elements_and_a_step_has_partial_results() {
         let layout = |stored| {
-            let layer = LayerLayout::Keys(Form {
+            let layer = LayerLayout::Keys(PageForm {
                 stored,
                 kv_heads: 2,
                 head_dim: 4,
             });
-            Layout {
+            CacheLayout {
                 layers: vec![layer; 3],
                 heads: 6,
                 on_gpu: true,
@@ -580,13 +581,13 @@ mod tests {
 
     #[test]
     fn a_state_has_one_size_and_a_layer_with_the_keys_of_another_has_none() {
-        let form = Form {
+        let form = PageForm {
             stored: KvDtype::F32,
             kv_heads: 2,
             head_dim: 4,
         };
         let keys = LayerLayout::Keys(form);
-        let layout = |layers: &[LayerLayout]| Layout {
+        let layout = |layers: &[LayerLayout]| CacheLayout {
             layers: layers.to_vec(),
             heads: 6,
             on_gpu: false,

@@ -1,6 +1,6 @@
 //! Input and output types of the decoder, and one pass of new tokens through the network.
 
-use super::cache::{Sequence, Step, StepTables};
+use super::cache::{CachedSequence, Step, StepTables};
 use super::graphs::{Graphs, Work};
 use super::sampler::Sampler;
 use super::schedule::{OnToken, RequestSchedule};
@@ -244,7 +244,7 @@ pub fn answer<'a>(
 #[derive(Default)]
 pub struct Session {
     ids: Vec<u32>,
-    cache: Option<Sequence>,
+    cache: Option<CachedSequence>,
 }
 
 impl Session {
@@ -276,7 +276,7 @@ impl Session {
             speed.shared_tokens += known as u64;
         }
         self.ids = request.prompt.iter().chain(&answer.ids).copied().collect();
-        self.ids.truncate(cache.as_ref().map_or(0, Sequence::len));
+        self.ids.truncate(cache.as_ref().map_or(0, CachedSequence::len));
         self.cache = cache;
         Ok((answer, speed))
     }
@@ -318,7 +318,7 @@ fn check(network: &Network, requests: &[Request], settings: &GenerateSettings) -
 
 /// New tokens of a sequence.
 pub(super) struct NewTokens<'a> {
-    pub sequence: Sequence,
+    pub sequence: CachedSequence,
     pub tokens: &'a [u32],
     /// True if the logits after the last token are requested.
     pub logits: bool,
@@ -326,7 +326,7 @@ pub(super) struct NewTokens<'a> {
 
 /// What the new tokens of a pass are.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) enum Pass {
+pub(super) enum PassKind {
     /// Tokens of prompts: attention in blocks. The kind of a token decides, never the number of tokens: it does not depend on
     /// how prompts are cut into passes.
     Prompt,
@@ -343,7 +343,7 @@ const MANY: usize = 9;
 pub(super) fn step(
     policy: &SampledModel,
     parts: &mut [NewTokens],
-    pass: Pass,
+    pass: PassKind,
     same_bits: bool,
     mut graphs: Option<&mut Graphs>,
 ) -> Result<Option<Tensor>> {

@@ -2,19 +2,23 @@
 
 use crate::base::Result;
 use crate::ops::kv_block::KvBlock;
-use crate::ops::paged::{Form, KvDtype, PAGE};
+use crate::ops::paged::{KvDtype, PAGE, PageForm};
 use candle_core::{DType, Device};
 
 /// How keys and values are stored. `stored` defaults to the type of the activations; f32 in a bf16 model would hold the
 /// same numbers.
-pub fn device_form((kv_heads, head_dim): (usize, usize), stored: Option<KvDtype>, activations: DType) -> Form {
+pub(crate) fn device_form(
+    (kv_heads, head_dim): (usize, usize),
+    stored: Option<KvDtype>,
+    activations: DType,
+) -> PageForm {
     let stored = match (stored, activations) {
         (Some(KvDtype::Int8), _) => KvDtype::Int8,
         // Numbers of 16 bits: f16 in an f16 model.
         (Some(KvDtype::Bf16), _) | (_, DType::BF16 | DType::F16) => KvDtype::Bf16,
         _ => KvDtype::F32,
     };
-    Form {
+    PageForm {
         stored,
         kv_heads,
         head_dim,
@@ -22,8 +26,8 @@ pub fn device_form((kv_heads, head_dim): (usize, usize), stored: Option<KvDtype>
 }
 
 /// Keys and values of consecutive tokens of one layer.
-pub struct DeviceLayer {
-    form: Form,
+pub(crate) struct DeviceLayer {
+    form: PageForm,
     /// Tokens for which the first block has room.
     room: usize,
     /// All but the last one full.
@@ -33,7 +37,7 @@ pub struct DeviceLayer {
 
 impl DeviceLayer {
     /// An empty layer with a capacity of `room` tokens. It allocates with the first tokens.
-    pub fn new(form: Form, room: usize) -> Self {
+    pub(crate) fn new(form: PageForm, room: usize) -> Self {
         Self {
             form,
             room,
@@ -43,17 +47,17 @@ impl DeviceLayer {
     }
 
     /// How its keys and values are stored.
-    pub fn stored(&self) -> KvDtype {
+    pub(crate) fn stored(&self) -> KvDtype {
         self.form.stored
     }
 
     /// An empty layer of the same form.
-    pub fn empty(&self, room: usize) -> Self {
+    pub(crate) fn empty(&self, room: usize) -> Self {
         Self::new(self.form, room)
     }
 
     /// Removes all tokens from index `len` on.
-    pub fn truncate(&mut self, len: usize) {
+    pub(crate) fn truncate(&mut self, len: usize) {
         self.len = self.len.min(len);
         let mut before = 0;
         self.blocks.retain(|block| {
@@ -63,7 +67,7 @@ impl DeviceLayer {
     }
 
     /// Adds `tokens` tokens, whose keys and values follow.
-    pub fn reserve(&mut self, tokens: usize, device: &Device) -> Result<()> {
+    pub(crate) fn reserve(&mut self, tokens: usize, device: &Device) -> Result<()> {
         self.len += tokens;
         let room: usize = self.blocks.iter().map(KvBlock::room).sum();
         if self.len > room {
@@ -80,7 +84,7 @@ impl DeviceLayer {
     }
 
     /// The blocks, each with the number of its tokens.
-    pub fn parts(&self) -> impl Iterator<Item = (usize, &KvBlock)> {
+    pub(crate) fn parts(&self) -> impl Iterator<Item = (usize, &KvBlock)> {
         let mut left = self.len;
         self.blocks.iter().map(move |block| {
             let tokens = left.min(block.room());

@@ -16,7 +16,7 @@ use crate::peft::Adapter;
 use candle_core::{DType, Device, Tensor, TensorId};
 
 /// Work from the embedded tokens to the logits.
-pub type Work<'a> = dyn Fn(&Tensor, &Context, &mut Step) -> Result<Tensor> + 'a;
+pub(crate) type Work<'a> = dyn Fn(&Tensor, &Context, &mut Step) -> Result<Tensor> + 'a;
 
 /// Shapes and types of tensors.
 type Sizes = Vec<(Vec<usize>, DType)>;
@@ -31,7 +31,7 @@ struct StepShape {
 }
 
 /// The graph of the steps of one shape.
-pub struct Graphs {
+pub(crate) struct Graphs {
     device: Device,
     /// How many steps of a shape run as they are before one is captured.
     after: usize,
@@ -121,7 +121,7 @@ fn can_be_captured(network: &Network) -> bool {
 
 impl Graphs {
     /// `None`: the steps of this model cannot be captured.
-    pub fn of(policy: &SampledModel, after: usize) -> Option<Self> {
+    pub(crate) fn of(policy: &SampledModel, after: usize) -> Option<Self> {
         can_be_captured(policy.network).then(|| Self {
             device: policy.network.device.clone(),
             after: after.max(1),
@@ -136,22 +136,29 @@ impl Graphs {
     }
 
     /// How many steps were launched as a graph.
-    pub fn steps(&self) -> u64 {
+    pub(crate) fn steps(&self) -> u64 {
         self.steps
     }
 
     /// The tables of the last step. They must come back with `keep`.
-    pub fn take_tables(&mut self) -> Option<KvStep> {
+    pub(crate) fn take_tables(&mut self) -> Option<KvStep> {
         self.tables.take()
     }
 
     /// Keeps the tables for the next step.
-    pub fn keep(&mut self, tables: Option<KvStep>) {
+    pub(crate) fn keep(&mut self, tables: Option<KvStep>) {
         self.tables = tables;
     }
 
     /// The logits `[rows, V]` of a step: `work` on these inputs, or the graph of a step of the same shape.
-    pub fn run(&mut self, x: &Tensor, rows: usize, ctx: &Context, cache: &mut Step, work: &Work) -> Result<Tensor> {
+    pub(crate) fn run(
+        &mut self,
+        x: &Tensor,
+        rows: usize,
+        ctx: &Context,
+        cache: &mut Step,
+        work: &Work,
+    ) -> Result<Tensor> {
         let (inputs, states) = (inputs(x, ctx), cache.states_now(rows));
         let shape = StepShape {
             rows,

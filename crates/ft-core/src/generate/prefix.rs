@@ -4,10 +4,10 @@
 //! each request computes it itself, to get its own logits.
 
 /// Smallest number of tokens of a node.
-pub const LEAST: usize = 16;
+pub(crate) const LEAST: usize = 16;
 
 #[derive(Debug, Clone, PartialEq)]
-pub struct Node {
+pub(crate) struct Node {
     /// The node with the preceding tokens.
     pub parent: Option<usize>,
     /// Positions `start..end`.
@@ -20,7 +20,7 @@ pub struct Node {
 }
 
 #[derive(Debug, Default)]
-pub struct Tree {
+pub(crate) struct Tree {
     /// Parents come before children.
     pub nodes: Vec<Node>,
     /// The last node of each request.
@@ -39,7 +39,7 @@ struct Group {
 
 impl Tree {
     /// A tree without shared nodes.
-    pub fn apart(requests: usize) -> Self {
+    pub(crate) fn apart(requests: usize) -> Self {
         Self {
             nodes: Vec::new(),
             of_request: vec![None; requests],
@@ -47,7 +47,7 @@ impl Tree {
         }
     }
 
-    pub fn new(prompts: &[&[u32]]) -> Self {
+    pub(crate) fn new(prompts: &[&[u32]]) -> Self {
         let mut tree = Self::apart(prompts.len());
         let mut sorted = tree.order.clone();
         sorted.sort_by_key(|&r| prompts[r]);
@@ -79,7 +79,7 @@ impl Tree {
     }
 
     /// Returns the nodes from `last` up to the root.
-    pub fn path(&self, last: Option<usize>) -> impl Iterator<Item = usize> + '_ {
+    pub(crate) fn path(&self, last: Option<usize>) -> impl Iterator<Item = usize> + '_ {
         std::iter::successors(last, |&node| self.nodes[node].parent)
     }
 

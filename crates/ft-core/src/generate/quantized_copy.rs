@@ -101,7 +101,7 @@ impl QuantizedCopy {
                 let stored = match (weight.dense(), old) {
                     (_, Some((_, old))) => old,
                     (Ok(tensor), _) if is_projection(p) => {
-                        encode(tensor, self.formats.projections).map_err(|e| e.or_at(&*p.name))?
+                        quantize(tensor, self.formats.projections).map_err(|e| e.or_at(&*p.name))?
                     }
                     // A tensor of the host that the source does not keep is copied: its buffer will be reused.
                     (Ok(tensor), _) if of.device.is_cpu() && of.source.in_memory(&p.name).is_none() => {
@@ -115,7 +115,7 @@ impl QuantizedCopy {
                 && let Some(format) = self.formats.head
                 && (self.head.is_none() || changed(of.spec.head_name()))
             {
-                self.head = Some(encode(&tensor, format).map_err(|e| e.or_at(of.spec.head_name()))?);
+                self.head = Some(quantize(&tensor, format).map_err(|e| e.or_at(of.spec.head_name()))?);
             }
             self.weights.set(group, out);
         }
@@ -139,11 +139,11 @@ impl<'a> From<&'a QuantizedCopy> for SampledModel<'a> {
 }
 
 /// Quantizes on the host; the result is on the device of `tensor`.
-fn encode(tensor: &Tensor, format: Format) -> Result<Weight> {
+fn quantize(tensor: &Tensor, format: Format) -> Result<Weight> {
     let (dims, host) = (tensor.dims2()?, tensor.to_device(&Device::Cpu)?);
     let quantized = match tensor.dtype() {
-        DType::BF16 => update::with_bf16(&host, |v| quant::encode(v, dims, format, Dtype::Bf16))?,
-        _ => update::with_slice(&host, |v| quant::encode(v, dims, format, Dtype::F32))?,
+        DType::BF16 => update::with_bf16(&host, |v| quant::quantize(v, dims, format, Dtype::Bf16))?,
+        _ => update::with_slice(&host, |v| quant::quantize(v, dims, format, Dtype::F32))?,
     };
     Weight::quantized_on(quantized?, tensor.device())
 }

@@ -1,8 +1,8 @@
 //! Continuous batching: requests wait until there is space, are prefilled in batches of bounded size, are decoded
 //! together, and leave one by one. The answer to a request does not depend on the scheduling.
 
-use super::cache::{Layout, Run, Sequence};
-use super::decode::{Answer, GenerateSettings, NewTokens, Pass, Request, SampledModel, Speed, on_host, step};
+use super::cache::{CacheLayout, CachedSequence, TokenRun};
+use super::decode::{Answer, GenerateSettings, NewTokens, PassKind, Request, SampledModel, Speed, on_host, step};
 use super::graphs::Graphs;
 use super::prefix::Tree;
 use super::sampler::Sampler;
@@ -22,16 +22,16 @@ enum PrefixState {
     Out,
     /// Its memory is reserved; its parent is not computed yet.
     Planned,
-    Reading(Sequence),
+    Reading(CachedSequence),
     /// Its runs and those of its ancestors.
-    Read(Vec<Arc<Run>>),
+    Read(Vec<Arc<TokenRun>>),
 }
 
 /// A request in flight.
 struct Row {
     request: usize,
     /// None before prefill and during a step.
-    sequence: Option<Sequence>,
+    sequence: Option<CachedSequence>,
     /// The next input token; None during prefill.
     last: Option<u32>,
     /// Bytes reserved for its own tokens.
@@ -44,12 +44,12 @@ enum TokensOf {
     Row(usize),
 }
 
-pub struct RequestSchedule<'a> {
+pub(crate) struct RequestSchedule<'a> {
     policy: SampledModel<'a>,
     requests: &'a [Request],
     settings: &'a GenerateSettings,
     sampler: Sampler,
-    layout: Layout,
+    layout: CacheLayout,
     graphs: Option<Graphs>,
     tree: Tree,
     nodes: Vec<PrefixState>,
@@ -62,17 +62,21 @@ pub struct RequestSchedule<'a> {
     answers: Vec<Answer>,
     speed: Speed,
     /// The KV cache of a text with which the (only) request may begin; it is returned at the end.
-    pub kept: Option<Sequence>,
+    pub kept: Option<CachedSequence>,
     keep: bool,
     /// Progress display.
     phase: Option<&'a Phase>,
 }
 
 /// Callback for every token as it is sampled: index of the request, id.
-pub type OnToken<'a> = dyn FnMut(usize, u32) -> Result<()> + 'a;
+pub(crate) type OnToken<'a> = dyn FnMut(usize, u32) -> Result<()> + 'a;
 
 impl<'a> RequestSchedule<'a> {
-    pub fn new(policy: SampledModel<'a>, requests: &'a [Request], settings: &'a GenerateSettings) -> Result<Self> {
+    pub(crate) fn new(
+        policy: SampledModel<'a>,
+        requests: &'a [Request],
+        settings: &'a GenerateSettings,
+    ) -> Result<Self> {
         let limits = &settings.limits;
         let prompts: Vec<&[u32]> = requests.iter().map(|r| &r.prompt[..]).collect();
         let tree = if limits.share_prefixes {
@@ -81,9 +85,9 @@ impl<'a> RequestSchedule<'a> {
             Tree::apart(prompts.len())
         };
         let layout = if limits.same_bits {
-            Layout::expanded
+            CacheLayout::expanded
         } else {
-            Layout::new
+            CacheLayout::new
         };
         Ok(Self {
             policy,
@@ -113,12 +117,12 @@ impl<'a> RequestSchedule<'a> {
 
     /// Continues the first request from `kept`, which holds a prefix of its tokens; the KV cache is returned at the
     /// end.
-    pub fn going_on(mut self, kept: Option<Sequence>) -> Self {
+    pub(crate) fn going_on(mut self, kept: Option<CachedSequence>) -> Self {
         (self.kept, self.keep) = (kept, true);
         self
     }
 
-    pub fn shown(mut self, phase: &'a Phase) -> Self {
+    pub(crate) fn shown(mut self, phase: &'a Phase) -> Self {
         self.phase = Some(phase);
         self
     }
@@ -135,12 +139,12 @@ impl<'a> RequestSchedule<'a> {
         }
     }
 
-    pub fn run(self, on_token: &mut OnToken) -> Result<(Vec<Answer>, Speed, Option<Sequence>)> {
+    pub(crate) fn run(self, on_token: &mut OnToken) -> Result<(Vec<Answer>, Speed, Option<CachedSequence>)> {
         let network = self.policy.network;
         network.with_fixed_adapters(|| self.run_all(on_token))
     }
 
-    fn run_all(mut self, on_token: &mut OnToken) -> Result<(Vec<Answer>, Speed, Option<Sequence>)> {
+    fn run_all(mut self, on_token: &mut OnToken) -> Result<(Vec<Answer>, Speed, Option<CachedSequence>)> {
         if self.settings.max_new_tokens == 0 {
             self.waiting.clear();
         }
@@ -214,13 +218,16 @@ impl<'a> RequestSchedule<'a> {
     }
 
     /// Returns a sequence that continues `parent`, if that node is computed.
-    fn after(&self, parent: Option<usize>, room: usize) -> Option<Sequence> {
+    fn after(&self, parent: Option<usize>, room: usize) -> Option<CachedSequence> {
         match parent {
-            None => Some(Sequence::new(&self.layout, Vec::new(), 0, room)),
+            None => Some(CachedSequence::new(&self.layout, Vec::new(), 0, room)),
             Some(n) => match &self.nodes[n] {
-                PrefixState::Read(runs) => {
-                    Some(Sequence::new(&self.layout, runs.clone(), self.tree.nodes[n].end, room))
-                }
+                PrefixState::Read(runs) => Some(CachedSequence::new(
+                    &self.layout,
+                    runs.clone(),
+                    self.tree.nodes[n].end,
+                    room,
+                )),
                 _ => None,
             },
         }
@@ -279,7 +286,7 @@ impl<'a> RequestSchedule<'a> {
         let logits = step(
             &self.policy,
             &mut parts,
-            Pass::Prompt,
+            PassKind::Prompt,
             self.settings.limits.same_bits,
             None,
         )?;
@@ -331,7 +338,13 @@ impl<'a> RequestSchedule<'a> {
             })
             .collect();
         let same_bits = self.settings.limits.same_bits;
-        let logits = step(&self.policy, &mut parts, Pass::Answer, same_bits, self.graphs.as_mut())?;
+        let logits = step(
+            &self.policy,
+            &mut parts,
+            PassKind::Answer,
+            same_bits,
+            self.graphs.as_mut(),
+        )?;
         self.speed.decode_tokens += parts.len() as u64;
         self.speed.graph_steps = self.graphs.as_ref().map_or(0, Graphs::steps);
         for (row, part) in self.rows.iter_mut().zip(parts) {
@@ -346,7 +359,7 @@ impl<'a> RequestSchedule<'a> {
     /// Samples the next token of the rows `ready` from their logits `[ready, V]`; finished rows leave.
     fn choose(&mut self, ready: &[usize], logits: Option<&Tensor>, on_token: &mut OnToken) -> Result<()> {
         let spec = &self.policy.network.spec;
-        let length = |&r: &usize| self.rows[r].sequence.as_ref().map_or(0, Sequence::len);
+        let length = |&r: &usize| self.rows[r].sequence.as_ref().map_or(0, CachedSequence::len);
         let lengths: Vec<usize> = ready.iter().map(length).collect();
         let numbers = ready.iter().map(|&r| self.requests[self.rows[r].request].number);
         let places: Vec<(u64, usize)> = numbers.zip(lengths.iter().copied()).collect();

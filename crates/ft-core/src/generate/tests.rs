@@ -1,7 +1,7 @@
 //! Cached decoding, compared with full recomputation, and rows in a batch compared with single rows.
 
-use super::cache::{Layout, Sequence};
-use super::decode::{NewTokens, Pass, on_host, step};
+use super::cache::{CacheLayout, CachedSequence};
+use super::decode::{NewTokens, PassKind, on_host, step};
 use super::*;
 use crate::base::Error;
 use crate::data::{Batch, Example};
@@ -311,7 +311,7 @@ fn no_limit_changes_an_answer() {
         tokens as u64 + shared_once(&requests)
     );
     assert!(speed.prefill_tokens < tokens as u64 / 2);
-    let row = Layout::new(&network.spec, None, &Device::Cpu, DType::F32).bytes(128);
+    let row = CacheLayout::new(&network.spec, None, &Device::Cpu, DType::F32).bytes(128);
     for (rows, cache_bytes, prefill_tokens, share_prefixes) in [
         (1, u64::MAX, 1000, true),
         (3, u64::MAX, 1000, false),
@@ -392,13 +392,13 @@ fn a_session_reads_only_what_is_new() {
 /// Returns the logits after the last token of a prompt, `[V]`.
 fn logits<'a>(policy: impl Into<SampledModel<'a>>, prompt: &[u32]) -> Vec<f32> {
     let policy = policy.into();
-    let layout = Layout::new(&policy.network.spec, None, &Device::Cpu, DType::F32);
+    let layout = CacheLayout::new(&policy.network.spec, None, &Device::Cpu, DType::F32);
     let part = NewTokens {
-        sequence: Sequence::new(&layout, Vec::new(), 0, 64),
+        sequence: CachedSequence::new(&layout, Vec::new(), 0, 64),
         tokens: prompt,
         logits: true,
     };
-    let logits = step(&policy, &mut [part], Pass::Prompt, false, None).unwrap();
+    let logits = step(&policy, &mut [part], PassKind::Prompt, false, None).unwrap();
     on_host(logits.as_ref(), policy.network.spec.logit_softcap).unwrap()
 }
 
@@ -414,7 +414,7 @@ fn a_coded_copy_computes_with_decoded_weights_and_is_refreshed() {
         if let (true, &[rows, columns]) = (crate::source::policy::is_projection(p), &p.shape[..]) {
             let weight = decoded.source.in_memory(&p.name).unwrap();
             let values = update::to_f32_vec(&weight).unwrap();
-            let values = quant::encode(&values, (rows, columns), int8, Dtype::F32)
+            let values = quant::quantize(&values, (rows, columns), int8, Dtype::F32)
                 .unwrap()
                 .dequantize();
             update::set(&weight, &values).unwrap();
@@ -483,7 +483,7 @@ fn a_coded_copy_of_layers_of_the_disk_reads_the_head_in_chunks() {
     let whole = QuantizedCopy::new(&resident, formats).unwrap();
     let file = dir.path().join("model.safetensors");
     disk::write_random(&file, &spec().params(), 11, spec().initializer_range, 1.0, Dtype::F32).unwrap();
-    let options = disk::Options {
+    let options = disk::DiskOptions {
         dtype: Dtype::F32,
         storage: StoragePolicy::dense(Dtype::F32),
         device: Device::Cpu,

@@ -1,7 +1,7 @@
 //! A bf16 and int8 KV cache: the stored values, and the error they cause.
 
-use super::cache::{Layout, Sequence, Step, StepTables};
-use super::decode::{NewTokens, Pass, on_host, step};
+use super::cache::{CacheLayout, CachedSequence, Step, StepTables};
+use super::decode::{NewTokens, PassKind, on_host, step};
 use super::tests::{furthest, many, network, prompts, settings, spec};
 use super::*;
 use crate::base::Result;
@@ -23,7 +23,7 @@ impl KvStore for Rounded<'_> {
         layer: usize,
         q: &Tensor,
         new: Option<(&Tensor, &Tensor)>,
-        spec: &attention::Spec,
+        spec: &attention::AttentionSpec,
     ) -> Result<(Tensor, Tensor)> {
         let rounded = |t| read_back(t, spec.head_dim, self.stored);
         let new = new.map(|(k, v)| (rounded(k), rounded(v)));
@@ -38,23 +38,23 @@ fn a_smaller_cache_only_rounds() {
     let network = network(spec(), Dtype::F32);
     for stored in [KvDtype::Bf16, KvDtype::Int8] {
         for prompt in prompts() {
-            let layout = |stored| Layout::new(&network.spec, stored, &Device::Cpu, DType::F32);
+            let layout = |stored| CacheLayout::new(&network.spec, stored, &Device::Cpu, DType::F32);
             let part = NewTokens {
-                sequence: Sequence::new(&layout(Some(stored)), Vec::new(), 0, 64),
+                sequence: CachedSequence::new(&layout(Some(stored)), Vec::new(), 0, 64),
                 tokens: &prompt,
                 logits: true,
             };
-            let got = step(&(&network).into(), &mut [part], Pass::Answer, false, None).unwrap();
+            let got = step(&(&network).into(), &mut [part], PassKind::Answer, false, None).unwrap();
             let got = on_host(got.as_ref(), network.spec.logit_softcap).unwrap();
 
             let documents = [0, prompt.len()];
             let positions: Vec<u32> = (0..prompt.len() as u32).collect();
             let ctx = network.context(&positions, &documents, None).unwrap();
-            let mut sequence = Sequence::new(&layout(None), Vec::new(), 0, 64);
+            let mut sequence = CachedSequence::new(&layout(None), Vec::new(), 0, 64);
             let cache = Step::new(
                 vec![&mut sequence],
                 &documents,
-                Pass::Answer,
+                PassKind::Answer,
                 &Device::Cpu,
                 StepTables::New,
             )

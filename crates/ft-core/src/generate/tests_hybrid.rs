@@ -1,7 +1,7 @@
 //! Decoding with layers of Gated DeltaNet or short convolutions: the cache against recomputation, shared prefixes, and a chat that goes back.
 
-use super::cache::{Layout, Sequence, Step, StepTables};
-use super::decode::Pass;
+use super::cache::{CacheLayout, CachedSequence, Step, StepTables};
+use super::decode::PassKind;
 use super::tests::{argmax, full_logits, network as of_spec, prompts, settings, spec};
 use super::*;
 use crate::model::spec::{DeltaNetSpec, Mixer, Spec};
@@ -114,14 +114,14 @@ fn a_state_holds_the_elements_of_its_document_only() {
 
 /// Checks the states after two documents; returns the number of their tensors.
 fn held_by_states(network: &Network) -> usize {
-    let layout = Layout::new(&network.spec, None, &Device::Cpu, DType::F32);
+    let layout = CacheLayout::new(&network.spec, None, &Device::Cpu, DType::F32);
     let (ids, documents) = ([1u32; 30], [0, 20, 30]);
     let positions: Vec<u32> = (0..20).chain(0..10).collect();
-    let mut sequences = [0; 2].map(|_| Sequence::new(&layout, Vec::new(), 0, 64));
+    let mut sequences = [0; 2].map(|_| CachedSequence::new(&layout, Vec::new(), 0, 64));
     let mut cache = Step::new(
         sequences.iter_mut().collect(),
         &documents,
-        Pass::Prompt,
+        PassKind::Prompt,
         &Device::Cpu,
         StepTables::New,
     )

@@ -1,8 +1,8 @@
 //! A row gives the same result alone, among few rows and among many, and with a cache as without: for weights of
 //! every storage type, with adapters, on every path of the CPU (`FT_CPU`).
 
-use super::cache::{Layout, Sequence};
-use super::decode::{NewTokens, Pass, on_host, step};
+use super::cache::{CacheLayout, CachedSequence};
+use super::decode::{NewTokens, PassKind, on_host, step};
 use super::tests::{VOCAB, argmax, full_logits, furthest, many, network, prompts, spec, warm};
 use super::*;
 use crate::formats::Config;
@@ -129,12 +129,15 @@ fn cached_logits_are_those_of_the_whole_sequence() {
 /// Decodes rows together token by token; returns the error of the logits against a full pass over the row, relative
 /// to the largest.
 fn errors(network: &Network, stored: KvDtype) -> Vec<f32> {
-    let layout = Layout::new(&network.spec, Some(stored), &Device::Cpu, DType::F32);
+    let layout = CacheLayout::new(&network.spec, Some(stored), &Device::Cpu, DType::F32);
     let mut rows = prompts();
-    let mut held: Vec<Sequence> = rows.iter().map(|_| Sequence::new(&layout, Vec::new(), 0, 64)).collect();
+    let mut held: Vec<CachedSequence> = rows
+        .iter()
+        .map(|_| CachedSequence::new(&layout, Vec::new(), 0, 64))
+        .collect();
     let mut errors = Vec::new();
     for token in 0..20 {
-        let pass = if token == 0 { Pass::Prompt } else { Pass::Answer };
+        let pass = if token == 0 { PassKind::Prompt } else { PassKind::Answer };
         let parts = rows.iter().zip(held.drain(..)).map(|(row, sequence)| NewTokens {
             tokens: &row[sequence.len()..],
             sequence,

@@ -4,7 +4,7 @@ use super::arch;
 use super::{model, names};
 use crate::base::{Error, Result};
 use crate::formats::config::Config;
-use crate::formats::gguf::{self, BlockType, Reader, TensorEntry, Value};
+use crate::formats::gguf::{self, BlockType, MetadataValue, Reader, TensorEntry};
 use crate::hf;
 use crate::model::families;
 use crate::ops::update;
@@ -76,12 +76,12 @@ pub fn adapter(file: &AdapterFile<'_>, out: &Path) -> Result<(&'static str, u64)
             data.push(values);
         }
     }
-    let keys: Vec<(String, Value)> = vec![
+    let keys: Vec<(String, MetadataValue)> = vec![
         ("general.architecture".into(), arch.name.into()),
         ("general.type".into(), "adapter".into()),
         ("general.name".into(), file.name.into()),
         ("adapter.type".into(), "lora".into()),
-        ("adapter.lora.alpha".into(), Value::F32(1.0)),
+        ("adapter.lora.alpha".into(), MetadataValue::F32(1.0)),
     ];
     let mut values = data.into_iter();
     let bytes = gguf::write(out, &keys, &entries, |entry, sink| {

@@ -9,7 +9,7 @@ use crate::ops::routing::Score;
 
 /// How llama.cpp places sliding windows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Windows {
+pub(crate) enum Windows {
     /// Every layer attends to all tokens.
     Ignored,
     /// All layers of a period but the last.
@@ -22,7 +22,7 @@ pub enum Windows {
 
 /// How a router's weights are normalized.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Renormalized {
+pub(crate) enum Renormalized {
     /// The weights of the chosen experts add up to 1.
     Always,
     /// They do not.
@@ -33,7 +33,7 @@ pub enum Renormalized {
 
 /// An architecture of llama.cpp.
 #[derive(Debug, Clone, Copy)]
-pub struct Arch {
+pub(crate) struct Arch {
     /// Its name.
     pub name: &'static str,
     /// It rotates neighboring elements where the family rotates the halves of a head: rows of q and k change their order.
@@ -236,7 +236,7 @@ pub fn families() -> Vec<&'static str> {
 ///
 /// # Errors
 /// A family or an option that llama.cpp, or ft's export, does not have.
-pub fn of(spec: &Spec) -> Result<Arch> {
+pub(crate) fn of(spec: &Spec) -> Result<Arch> {
     let Some(arch) = named(&spec.model_type) else {
         let why = match spec.model_type.as_str() {
             "qwen3_next" | "qwen3_5_text" | "qwen3_5_moe_text" => {
@@ -383,7 +383,7 @@ fn check_layers(spec: &Spec, arch: &Arch) -> Result<()> {
 }
 
 /// The period of the windows: all layers of it but the last have one.
-pub fn period(spec: &Spec) -> Option<usize> {
+pub(crate) fn period(spec: &Spec) -> Option<usize> {
     let count = spec.layers.len();
     let fits = |period: &usize| {
         let mut layers = spec.layers.iter().enumerate();
@@ -394,7 +394,7 @@ pub fn period(spec: &Spec) -> Option<usize> {
 }
 
 /// Layers without experts before the first with experts.
-pub fn leading_dense(spec: &Spec) -> usize {
+pub(crate) fn leading_dense(spec: &Spec) -> usize {
     let first = spec.layers.iter().position(|layer| layer.experts.is_some());
     first.unwrap_or(spec.layers.len())
 }

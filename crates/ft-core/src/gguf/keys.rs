@@ -3,7 +3,7 @@
 use super::arch::{self, Arch, Windows};
 use crate::base::{Error, Result};
 use crate::formats::config::Config;
-use crate::formats::gguf::Value;
+use crate::formats::gguf::MetadataValue;
 use crate::formats::tokenizer::{Splitting, Tokenizer, Vocabulary};
 use crate::model::spec::Mixer;
 use crate::model::{Spec, families};
@@ -11,9 +11,9 @@ use crate::ops::routing::Score;
 use serde_json::{Map, Value as Json};
 
 /// Keys in the order of the file.
-pub type Keys = Vec<(String, Value)>;
+pub(crate) type Keys = Vec<(String, MetadataValue)>;
 /// Tensors of rope factors: their names and values `[R/2]`.
-pub type Factors = Vec<(&'static str, Vec<f32>)>;
+pub(crate) type Factors = Vec<(&'static str, Vec<f32>)>;
 
 /// Rope: keys, and the factors of the frequencies.
 struct Ropes {
@@ -24,8 +24,8 @@ struct Ropes {
 /// The keys of the model, and tensors of rope factors.
 pub(super) fn of_model(spec: &Spec, config: &Config, arch: &Arch, attention_scale: f32) -> Result<(Keys, Factors)> {
     let mut keys = Keys::new();
-    let mut put = |key: &str, value: Value| keys.push((format!("{}.{key}", arch.name), value));
-    let number = |n: usize| Value::U32(u32::try_from(n).unwrap_or(u32::MAX));
+    let mut put = |key: &str, value: MetadataValue| keys.push((format!("{}.{key}", arch.name), value));
+    let number = |n: usize| MetadataValue::U32(u32::try_from(n).unwrap_or(u32::MAX));
     let positions = if spec.max_positions == usize::MAX {
         2048
     } else {
@@ -65,7 +65,10 @@ pub(super) fn of_model(spec: &Spec, config: &Config, arch: &Arch, attention_scal
     } else {
         "layer_norm_rms_epsilon"
     };
-    put(&format!("attention.{epsilon}"), Value::F32(spec.norm_eps as f32));
+    put(
+        &format!("attention.{epsilon}"),
+        MetadataValue::F32(spec.norm_eps as f32),
+    );
     if arch.name.starts_with("granite") {
         put("attention.scale", attention_scale.into());
         put("embedding_scale", spec.embedding_scale.into());
@@ -93,7 +96,7 @@ pub(super) fn of_model(spec: &Spec, config: &Config, arch: &Arch, attention_scal
             put("attention.sliding_window", number(window));
             let listed = || spec.layers.iter().map(|layer| layer.window.is_some()).collect();
             match (windows, arch::period(spec)) {
-                (Windows::Listed, _) => put("attention.sliding_window_pattern", Value::Bools(listed())),
+                (Windows::Listed, _) => put("attention.sliding_window_pattern", MetadataValue::Bools(listed())),
                 (Windows::AnyPeriod, Some(period)) => put("attention.sliding_window_pattern", number(period)),
                 _ => {}
             }
@@ -158,7 +161,7 @@ fn ropes(spec: &Spec, config: &Config, arch: &Arch) -> Result<Ropes> {
         return Err(Error::internal("a model without rope").at(place()));
     };
     let mut keys = Keys::new();
-    let mut put = |key: &str, value: Value| keys.push((format!("{}.rope.{key}", arch.name), value));
+    let mut put = |key: &str, value: MetadataValue| keys.push((format!("{}.rope.{key}", arch.name), value));
     let float = |map: &Map<String, Json>, key: &str| map.get(key).and_then(Json::as_f64);
     let kind = parameters.get("rope_type").or_else(|| parameters.get("type"));
     let kind = kind.and_then(Json::as_str).unwrap_or("default").to_string();
@@ -169,12 +172,12 @@ fn ropes(spec: &Spec, config: &Config, arch: &Arch) -> Result<Ropes> {
         None => base_of(&rope.inv_freq),
         Some(base) => base,
     };
-    put("dimension_count", Value::U32(rotary as u32));
-    put("freq_base", Value::F32(base as f32));
+    put("dimension_count", MetadataValue::U32(rotary as u32));
+    put("freq_base", MetadataValue::F32(base as f32));
     if arch.name == "gemma3"
         && let Some(local) = spec.ropes.get(1)
     {
-        put("freq_base_swa", Value::F32(base_of(&local.inv_freq) as f32));
+        put("freq_base_swa", MetadataValue::F32(base_of(&local.inv_freq) as f32));
     }
     let plain = |i: usize| 1.0 / (base as f32).powf((2 * i) as f32 / rotary as f32);
     let ratios = |inv: &[f32]| inv.iter().enumerate().map(|(i, f)| plain(i) / f).collect::<Vec<f32>>();
@@ -190,7 +193,7 @@ fn ropes(spec: &Spec, config: &Config, arch: &Arch) -> Result<Ropes> {
             put("scaling.type", "linear".into());
             put(
                 "scaling.factor",
-                Value::F32(float(&parameters, "factor").unwrap_or(1.0) as f32),
+                MetadataValue::F32(float(&parameters, "factor").unwrap_or(1.0) as f32),
             );
         }
         "llama3" if arch.rope_factors => factors.push(("rope_freqs.weight", ratios(&rope.inv_freq))),
@@ -204,18 +207,18 @@ fn ropes(spec: &Spec, config: &Config, arch: &Arch) -> Result<Ropes> {
             }
             let original = float(&parameters, "original_max_position_embeddings");
             put("scaling.type", "yarn".into());
-            put("scaling.factor", Value::F32(factor as f32));
+            put("scaling.factor", MetadataValue::F32(factor as f32));
             let original = original.unwrap_or(spec.max_positions as f64 / factor);
-            put("scaling.original_context_length", Value::U32(original as u32));
+            put("scaling.original_context_length", MetadataValue::U32(original as u32));
             for (own, key) in [("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")] {
                 if let Some(x) = float(&parameters, own).filter(|x| *x != 0.0) {
-                    put(&format!("scaling.{key}"), Value::F32(x as f32));
+                    put(&format!("scaling.{key}"), MetadataValue::F32(x as f32));
                 }
             }
             if latent {
                 put(
                     "scaling.yarn_log_multiplier",
-                    Value::F32((0.1 * all.unwrap_or(1.0)) as f32),
+                    MetadataValue::F32((0.1 * all.unwrap_or(1.0)) as f32),
                 );
             }
         }
@@ -223,8 +226,11 @@ fn ropes(spec: &Spec, config: &Config, arch: &Arch) -> Result<Ropes> {
             let Some(long) = &rope.long else {
                 return Err(unsupported("no long factors"));
             };
-            put("scaling.original_context_length", Value::U32(long.beyond as u32));
-            put("scaling.attn_factor", Value::F32(rope.attention_factor));
+            put(
+                "scaling.original_context_length",
+                MetadataValue::U32(long.beyond as u32),
+            );
+            put("scaling.attn_factor", MetadataValue::F32(rope.attention_factor));
             factors.push(("rope_factors_short.weight", ratios(&rope.inv_freq)));
             factors.push((
                 "rope_factors_long.weight",
@@ -236,7 +242,7 @@ fn ropes(spec: &Spec, config: &Config, arch: &Arch) -> Result<Ropes> {
     if arch.name == "phi3" && factors.is_empty() {
         put(
             "scaling.original_context_length",
-            Value::U32(spec.max_positions.min(1 << 30) as u32),
+            MetadataValue::U32(spec.max_positions.min(1 << 30) as u32),
         );
     }
     Ok(Ropes { keys, factors })
@@ -295,7 +301,7 @@ pub(super) fn of_vocabulary(
 ) -> Result<(Keys, Vec<String>)> {
     let mut keys = Keys::new();
     let mut warnings = Vec::new();
-    let mut put = |key: &str, value: Value| keys.push((format!("tokenizer.{key}"), value));
+    let mut put = |key: &str, value: MetadataValue| keys.push((format!("tokenizer.{key}"), value));
     match &vocabulary.splitting {
         Splitting::ByteLevel {
             merges,
@@ -317,19 +323,19 @@ pub(super) fn of_vocabulary(
             }
             put("ggml.model", "gpt2".into());
             put("ggml.pre", name.into());
-            put("ggml.merges", Value::Texts(merges.clone()));
+            put("ggml.merges", MetadataValue::Texts(merges.clone()));
         }
         Splitting::Sentences { scores, space_before } => {
             put("ggml.model", "llama".into());
             put("ggml.pre", pre_tokenizer.unwrap_or("default").into());
-            put("ggml.scores", Value::F32s(scores.clone()));
+            put("ggml.scores", MetadataValue::F32s(scores.clone()));
             put("ggml.add_space_prefix", (*space_before).into());
         }
     }
-    put("ggml.tokens", Value::Texts(vocabulary.tokens.clone()));
+    put("ggml.tokens", MetadataValue::Texts(vocabulary.tokens.clone()));
     put(
         "ggml.token_type",
-        Value::I32s(vocabulary.kinds.iter().map(|k| *k as i32).collect()),
+        MetadataValue::I32s(vocabulary.kinds.iter().map(|k| *k as i32).collect()),
     );
     let unknown = tokenizer.named_tokens().find(|(role, _)| *role == "unk_token");
     let unknown = unknown.and_then(|(_, text)| tokenizer.token_to_id(text));
@@ -347,7 +353,7 @@ pub(super) fn of_vocabulary(
         ("unknown_token_id", unknown),
     ] {
         if let Some(id) = id.filter(|id| (*id as usize) < vocabulary.tokens.len()) {
-            put(&format!("ggml.{key}"), Value::U32(id));
+            put(&format!("ggml.{key}"), MetadataValue::U32(id));
         }
     }
     put("ggml.add_bos_token", vocabulary.adds_bos.into());

@@ -1,10 +1,10 @@
 //! Writes a model directory as a GGUF file, some rows of a tensor in memory at a time.
 
-use super::names::{self, Order, PlannedTensor, TensorPart};
+use super::names::{self, PlannedTensor, RowOrder, TensorPart};
 use super::{arch, keys};
 use crate::base::{Error, Result};
 use crate::formats::config::Config;
-use crate::formats::gguf::{self, BlockType, Reader, TensorEntry, Value};
+use crate::formats::gguf::{self, BlockType, MetadataValue, Reader, TensorEntry};
 use crate::formats::tokenizer::Tokenizer;
 use crate::formats::{ChatTemplate, Weights};
 use crate::model::{Spec, families};
@@ -206,12 +206,15 @@ pub fn model(file: &ModelFile<'_>, out: &Path) -> Result<Written> {
             "llama.cpp rounds the limits of YaRN, which this model does not: some frequencies differ a little".into(),
         );
     }
-    let mut all: Vec<(String, Value)> = vec![
+    let mut all: Vec<(String, MetadataValue)> = vec![
         ("general.architecture".into(), arch.name.into()),
         ("general.type".into(), "model".into()),
         ("general.name".into(), name_of(file.name, &tokenizer).into()),
-        ("general.file_type".into(), Value::U32(file.file_type.code())),
-        ("general.quantization_version".into(), Value::U32(QUANTIZATION_VERSION)),
+        ("general.file_type".into(), MetadataValue::U32(file.file_type.code())),
+        (
+            "general.quantization_version".into(),
+            MetadataValue::U32(QUANTIZATION_VERSION),
+        ),
     ];
     all.extend(of_model);
     all.extend(of_vocabulary);
@@ -317,7 +320,7 @@ fn each_piece(weights: &Weights, part: &TensorPart, mut give: impl FnMut(Vec<f32
     let ParamInfo { name, shape, .. } = &part.param;
     let columns = shape.last().copied().unwrap_or(1);
     let decoded = stored::values(weights, &part.param)?;
-    if decoded.is_some() || part.order != Order::Same {
+    if decoded.is_some() || part.order != RowOrder::Same {
         let values = match decoded {
             Some(values) => values,
             None => {

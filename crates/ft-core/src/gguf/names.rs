@@ -10,7 +10,7 @@ use crate::source::ParamInfo;
 
 /// The order of the rows of a parameter in the file.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Order {
+pub(crate) enum RowOrder {
     /// Unchanged.
     Same,
     /// In each of these heads, row i of the first half is followed by row i of the second.
@@ -26,16 +26,16 @@ pub enum Order {
 
 /// Rows of a tensor.
 #[derive(Debug, Clone)]
-pub struct TensorPart {
+pub(crate) struct TensorPart {
     /// The parameter with these rows.
     pub param: ParamInfo,
     /// Their order.
-    pub order: Order,
+    pub order: RowOrder,
 }
 
 /// A tensor of the file.
 #[derive(Debug, Clone)]
-pub struct PlannedTensor {
+pub(crate) struct PlannedTensor {
     /// Its name.
     pub name: String,
     /// Its shape.
@@ -75,7 +75,7 @@ const LINEARS: [(&str, &str); 18] = [
 ];
 
 /// The name in the file of the module `module` of layer `layer`, such as `blk.0.attn_q`.
-pub fn module(spec: &Spec, arch: &Arch, layer: usize, module: &str) -> Option<String> {
+pub(crate) fn module(spec: &Spec, arch: &Arch, layer: usize, module: &str) -> Option<String> {
     let norms = &spec.norms;
     let of_norms = [
         (norms.before_attention, "attn_norm"),
@@ -107,28 +107,28 @@ pub fn module(spec: &Spec, arch: &Arch, layer: usize, module: &str) -> Option<St
 }
 
 /// The order of the rows of a linear's weight or bias.
-pub fn order(spec: &Spec, arch: &Arch, module: &str) -> Order {
+pub(crate) fn order(spec: &Spec, arch: &Arch, module: &str) -> RowOrder {
     let heads = match module {
         "self_attn.q_proj" => spec.heads,
         "self_attn.k_proj" => spec.kv_heads,
-        _ => return Order::Same,
+        _ => return RowOrder::Same,
     };
     if arch.permuted && spec.pairing == Pairing::Halves {
-        Order::Interleaved { heads }
+        RowOrder::Interleaved { heads }
     } else {
-        Order::Same
+        RowOrder::Same
     }
 }
 
 /// All tensors, in the order of the layers. `Err`: a parameter without a name in the file.
-pub fn tensors(spec: &Spec, arch: &Arch, query_factor: f32) -> Result<Vec<PlannedTensor>, String> {
+pub(crate) fn tensors(spec: &Spec, arch: &Arch, query_factor: f32) -> Result<Vec<PlannedTensor>, String> {
     let mut all = Vec::new();
     let plain = |name: &str, param: &ParamInfo| PlannedTensor {
         name: name.into(),
         shape: param.shape.clone(),
         parts: vec![TensorPart {
             param: param.clone(),
-            order: Order::Same,
+            order: RowOrder::Same,
         }],
         factor: 1.0,
         plus: 0.0,
@@ -231,7 +231,7 @@ fn experts(spec: &Spec, layer: usize, params: &[ParamInfo]) -> Vec<PlannedTensor
                     .into_iter()
                     .map(|param| TensorPart {
                         param,
-                        order: Order::Same,
+                        order: RowOrder::Same,
                     })
                     .collect(),
                 factor: 1.0,
@@ -259,14 +259,14 @@ fn latent(spec: &Spec, layer: usize, param: &ParamInfo, sizes: LatentSpec) -> [P
         layer: Some(layer),
     };
     [
-        one("attn_k_b", [sizes.kv_rank, sizes.plain], Order::Keys(sizes)),
-        one("attn_v_b", [sizes.value, sizes.kv_rank], Order::Values(sizes)),
+        one("attn_k_b", [sizes.kv_rank, sizes.plain], RowOrder::Keys(sizes)),
+        one("attn_v_b", [sizes.value, sizes.kv_rank], RowOrder::Values(sizes)),
     ]
 }
 
-impl Order {
+impl RowOrder {
     /// The values of a parameter with rows of `columns` elements in this order.
-    pub fn apply(self, values: Vec<f32>, columns: usize) -> Vec<f32> {
+    pub(crate) fn apply(self, values: Vec<f32>, columns: usize) -> Vec<f32> {
         let rows = values.len() / columns.max(1);
         let row = |r: usize| &values[r * columns..][..columns];
         match self {

@@ -8,7 +8,9 @@ use crate::formats::adapter::{AdapterConfig, AdapterKind};
 use crate::formats::weights::Weights;
 use crate::peft::lora::scaling;
 use crate::peft::targets::{self, Site};
-use crate::peft::{self, Adalora, Adapter, Cayley, Dora, Factor, Ia3, Loha, Lokr, Lora, Mask, Oft, Projections, Vera};
+use crate::peft::{
+    self, Adalora, Adapter, Cayley, Dora, Factor, Ia3, Loha, Lokr, Lora, Mask, Oft, Vera, VeraProjections,
+};
 use candle_core::{Device, Tensor};
 use std::collections::BTreeMap;
 
@@ -28,7 +30,7 @@ pub(super) fn projections(
     config: &AdapterConfig,
     weights: &Weights,
     faults: &mut Vec<String>,
-) -> Result<Option<Projections>> {
+) -> Result<Option<VeraProjections>> {
     if !matches!(config.kind, AdapterKind::Vera { .. }) {
         return Ok(None);
     }
@@ -46,7 +48,7 @@ pub(super) fn projections(
         return Ok(None);
     };
     let (a, b) = (read(weights, a, &a_shape, faults)?, read(weights, b, &b_shape, faults)?);
-    Ok(a.zip(b).map(|(a, b)| Projections { a, b }))
+    Ok(a.zip(b).map(|(a, b)| VeraProjections { a, b }))
 }
 
 impl LinearTensors<'_> {
@@ -68,7 +70,7 @@ impl LinearTensors<'_> {
     }
 
     /// `None`: there was a mismatch; it is in `faults`.
-    pub fn build(mut self, shared: Option<&Projections>) -> Result<Option<Adapter>> {
+    pub(super) fn build(mut self, shared: Option<&VeraProjections>) -> Result<Option<Adapter>> {
         let (config, site) = (self.config, self.site);
         let (module, i, o) = (site.module.as_str(), site.input, site.output);
         let r = rank_of(config, module)?;

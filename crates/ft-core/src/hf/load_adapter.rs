@@ -222,7 +222,7 @@ pub fn choice(config: &AdapterConfig) -> TargetSelection<'_> {
 ///
 /// # Errors
 /// Any error of `choose`.
-pub fn chosen_by(
+pub(crate) fn chosen_by(
     config: &AdapterConfig,
     sites: &[Site],
     choose: &dyn Fn(&[Site]) -> Result<Vec<Site>>,

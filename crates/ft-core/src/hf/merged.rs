@@ -9,14 +9,14 @@ use candle_core::{Device, Tensor};
 
 /// An adapter and the factor of its update: 1 adds it, -1 subtracts it.
 #[derive(Debug, Clone)]
-pub struct Weighted {
+pub struct WeightedAdapter {
     /// The loaded adapter.
     pub adapter: LoadedAdapter,
     /// The factor.
     pub weight: f32,
 }
 
-impl Weighted {
+impl WeightedAdapter {
     /// True if the adapter changes this parameter.
     pub fn changes(&self, name: &str) -> bool {
         let held = self.adapter.whole.contains_key(name) || self.adapter.rows.contains_key(name);
@@ -56,7 +56,7 @@ impl Weighted {
 ///
 /// # Errors
 /// The tensor is missing or has another shape than the parameter or an adapter.
-pub fn merged(weights: &Weights, param: &ParamInfo, adapters: &[Weighted]) -> Result<Vec<f32>> {
+pub fn merged(weights: &Weights, param: &ParamInfo, adapters: &[WeightedAdapter]) -> Result<Vec<f32>> {
     let before = match stored::values(weights, param)? {
         Some(decoded) => decoded,
         None => {

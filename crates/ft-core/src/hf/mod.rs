@@ -21,12 +21,12 @@ pub use fingerprint::of as fingerprint_of;
 pub use fingerprint::{BaseHashes, Fingerprint, base_of, check_base, fingerprint};
 pub use load_adapter::{LoadedAdapter, load_adapter};
 pub use load_adapter::{SEQUENCE_CLASSIFIER, alpha_of, choice, rank_of, row_tables, saved_whole, unsaved};
-pub use merged::{Weighted, merged};
+pub use merged::{WeightedAdapter, merged};
 pub use mlx::mlx_adapter;
 pub use model::{Directory, set_dtype, stored};
 pub use model::{ModelExport, ParamFill, WriteMore, model, rehearse_model};
 pub use new_adapters::{AdapterSet, TrainedRows, adapter_shapes, adapters_to_fill, new_adapters, subtracts_init};
-pub use open::{OpenModel, open, open_decoded};
+pub use open::{OpenModel, open, open_dequantized};
 pub use tie::{untied_weights, unties};
 
 use crate::base::{Error, Result, files};

@@ -132,7 +132,7 @@ impl Directory<'_> {
 
 /// The tensors of the files, in order.
 struct Contents {
-    own: Vec<joined::Output>,
+    own: Vec<joined::OutputTensor>,
     /// Names and formats of all, those of the base model last.
     plans: Vec<TensorPlan>,
     /// The base model, if its other parts are kept.

@@ -4,14 +4,14 @@
 use super::expert_adapters;
 use super::load_adapter::{alpha_of, choice, chosen_by, rank_of, row_tables, saved_whole};
 use crate::base::{Error, Result, suggest};
-use crate::formats::adapter::{AdapterConfig, AdapterKind, Allocation, Targets};
+use crate::formats::adapter::{AdapterConfig, AdapterKind, RankAllocation, Targets};
 use crate::model::spec::{EMBEDDING, LM_HEAD};
 use crate::model::{Adapters, Network, Spec, TokenRows, tokens};
 use crate::peft::config::{LoraInit, PeftType};
 use crate::peft::lora::{fresh, scaling, shapes};
 use crate::peft::targets::{self, Site, select};
 use crate::peft::{self, Adalora, Adapter, AdapterShape, Cayley, Dora, Ia3, Loha, Lokr, Lora, LoraConfig, Mask, Oft};
-use crate::peft::{Projections, Vera};
+use crate::peft::{Vera, VeraProjections};
 use candle_core::Tensor;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -170,7 +170,7 @@ fn adapters(lora: &LoraConfig, spec: &Spec, base: Option<String>, seed: Option<u
         AdapterKind::Vera { .. } => {
             let most = |of: fn(&Site) -> usize| chosen.iter().map(of).max().unwrap_or(0);
             let (inputs, outputs) = (most(|s| s.input), most(|s| s.output));
-            Some(Projections::fresh(config.r, inputs, outputs, seed.unwrap_or(0))?)
+            Some(VeraProjections::fresh(config.r, inputs, outputs, seed.unwrap_or(0))?)
         }
         _ => None,
     };
@@ -308,7 +308,7 @@ fn config_of(lora: &LoraConfig, base: Option<String>) -> Result<AdapterConfig> {
             block: lora.oft_block_size,
             neumann: lora.use_cayley_neumann.then_some(NEUMANN_TERMS),
         },
-        PeftType::Adalora => AdapterKind::Adalora(Allocation::default()),
+        PeftType::Adalora => AdapterKind::Adalora(RankAllocation::default()),
     };
     let is_lora = kind == AdapterKind::Lora;
     if !lora.target_parameters.is_empty() {
@@ -477,7 +477,7 @@ fn one(
     site: &Site,
     index: u64,
     draw: Option<u64>,
-    shared: Option<&Projections>,
+    shared: Option<&VeraProjections>,
 ) -> Result<Adapter> {
     let seed = draw.unwrap_or(0);
     let (module, i, o) = (site.module.as_str(), site.input, site.output);

@@ -22,7 +22,7 @@ pub struct OpenModel {
 }
 
 /// Reads config, tokenizer, chat template and all weights of `dir`, the weights in `dtype` on `device`. Quantized weights keep
-/// their codes, so that only adapters train on them; `open_decoded` decodes them.
+/// their quantized values, so that only adapters train on them; `open_dequantized` dequantizes them.
 ///
 /// # Errors
 /// The kind is `NotFound` for a missing directory or file, `Format` for a damaged file, `Unsupported` for a family that
@@ -58,10 +58,10 @@ pub fn open(dir: &Path, dtype: Dtype, device: &Device) -> Result<OpenModel> {
 ///
 /// # Errors
 /// As for `open`.
-pub fn open_decoded(dir: &Path, dtype: Dtype, device: &Device) -> Result<OpenModel> {
+pub fn open_dequantized(dir: &Path, dtype: Dtype, device: &Device) -> Result<OpenModel> {
     dtype.runs_on(!device.is_cpu())?;
     opened(dir, device, |params, weights| {
-        Resident::load_decoded(params, weights, dtype, device)
+        Resident::load_dequantized(params, weights, dtype, device)
     })
 }
 

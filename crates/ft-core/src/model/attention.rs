@@ -8,7 +8,7 @@
 
 pub(super) mod memory;
 
-use super::block::Block;
+use super::block::{Block, MixerGradient};
 use super::contracts::{Context, GradSink, KvStore};
 use super::projections::{SavedLow, add_residual};
 use super::spec::{KeySource, LayerSpec};
@@ -75,8 +75,8 @@ impl Block {
         self.spec.qk_norm.is_some_and(|norm| norm.after_rope)
     }
 
-    pub(super) fn attention_spec(&self) -> attention::Spec {
-        attention::Spec {
+    pub(super) fn attention_spec(&self) -> attention::AttentionSpec {
+        attention::AttentionSpec {
             heads: self.spec.heads,
             kv_heads: self.spec.kv_heads_of(self.index),
             head_dim: self.spec.head_dim_of(self.index),
@@ -200,16 +200,19 @@ impl Block {
         self.sinks.as_ref().is_some_and(|sinks| sink.wants(&sinks.name))
     }
 
-    /// `d_shared`: the gradient of the MLP at the output of the norm that both halves read.
     pub(super) fn attention_backward(
         &self,
-        x: &Tensor,
         saved: SavedAttention,
-        (dx1, d_shared): (Tensor, Option<Tensor>),
-        ctx: &Context,
-        need_dx: bool,
+        gradient: MixerGradient,
         sink: &mut dyn GradSink,
     ) -> Result<Option<Tensor>> {
+        let MixerGradient {
+            x,
+            dx1,
+            d_shared,
+            ctx,
+            need_dx,
+        } = gradient;
         let SavedAttention {
             raw,
             gate,

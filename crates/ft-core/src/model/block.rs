@@ -222,6 +222,9 @@ impl Block {
     }
 
     /// Decoding: as `forward`, with the KV cache of earlier tokens.
+    ///
+    /// # Errors
+    /// The weights of the layer cannot be read; not enough memory on the device; a `cache` that does not fit the model.
     pub fn forward_cached(&self, x: &Tensor, ctx: &Context, cache: &mut dyn KvStore) -> Result<Tensor> {
         if let Some(altup) = &self.altup {
             return Ok(self.altup_forward(altup, x, ctx, Some(cache), false)?.0);
@@ -254,26 +257,15 @@ impl Block {
 
     fn mixer_backward(
         &self,
-        x: &Tensor,
         saved: SavedMixer,
-        (dx1, d_shared): (Tensor, Option<Tensor>),
-        ctx: &Context,
-        need_dx: bool,
+        gradient: MixerGradient,
         sink: &mut dyn GradSink,
     ) -> Result<Option<Tensor>> {
         match (saved, &self.delta_net, &self.latent, &self.short_conv) {
-            (SavedMixer::Attention(saved), ..) => {
-                self.attention_backward(x, saved, (dx1, d_shared), ctx, need_dx, sink)
-            }
-            (SavedMixer::DeltaNet(saved), Some(net), ..) => {
-                self.delta_net_backward(net, saved, MixerGradient { x, dx1, ctx, need_dx }, sink)
-            }
-            (SavedMixer::Latent(saved), _, Some(net), _) => {
-                self.latent_backward(net, saved, MixerGradient { x, dx1, ctx, need_dx }, sink)
-            }
-            (SavedMixer::ShortConv(saved), .., Some(net)) => {
-                self.short_conv_backward(net, saved, MixerGradient { x, dx1, ctx, need_dx }, sink)
-            }
+            (SavedMixer::Attention(saved), ..) => self.attention_backward(saved, gradient, sink),
+            (SavedMixer::DeltaNet(saved), Some(net), ..) => self.delta_net_backward(net, saved, gradient, sink),
+            (SavedMixer::Latent(saved), _, Some(net), _) => self.latent_backward(net, saved, gradient, sink),
+            (SavedMixer::ShortConv(saved), .., Some(net)) => self.short_conv_backward(net, saved, gradient, sink),
             _ => Err(Error::internal("the saved activations belong to another layer")),
         }
     }
@@ -285,6 +277,8 @@ pub(super) struct MixerGradient<'a> {
     pub x: &'a Tensor,
     /// The gradient of x1 = x + mixer(x), `[N, D]`.
     pub dx1: Tensor,
+    /// Of attention: the gradient of the MLP at the output of the norm that both halves read, `[N, D]`.
+    pub d_shared: Option<Tensor>,
     pub ctx: &'a Context<'a>,
     /// The gradient of x is needed.
     pub need_dx: bool,
@@ -368,11 +362,20 @@ impl Layer for Block {
         let d_input = self.mlp_backward(&input, parts, &dy, ctx, need_input, sink)?;
         drop(input);
         let Some(saved) = mixer else { return Ok(None) };
-        if self.spec.parallel {
-            return self.mixer_backward(x, saved, (dy, d_input), ctx, need_dx, sink);
-        }
-        let Some(dx1) = d_input else { return Ok(None) };
-        drop(dy);
-        self.mixer_backward(x, saved, (dx1, None), ctx, need_dx, sink)
+        let (dx1, d_shared) = if self.spec.parallel {
+            (dy, d_input)
+        } else {
+            let Some(dx1) = d_input else { return Ok(None) };
+            drop(dy);
+            (dx1, None)
+        };
+        let gradient = MixerGradient {
+            x,
+            dx1,
+            d_shared,
+            ctx,
+            need_dx,
+        };
+        self.mixer_backward(saved, gradient, sink)
     }
 }

@@ -9,7 +9,7 @@ use crate::base::ledger::{Allocation, Ledger, MemoryKind};
 use crate::base::means::NamedMeans;
 use crate::base::{Error, Result};
 use crate::data::Batch;
-use crate::ops::attention::{self, AttentionGradInputs, Spec};
+use crate::ops::attention::{self, AttentionGradInputs, AttentionSpec};
 use crate::ops::step_stats::StepStats;
 use crate::peft::Dropout;
 pub use crate::peft::{Gradient, Param};
@@ -96,7 +96,7 @@ pub trait KvStore {
         layer: usize,
         q: &Tensor,
         new: Option<(&Tensor, &Tensor)>,
-        spec: &Spec,
+        spec: &AttentionSpec,
     ) -> Result<(Tensor, Tensor)>;
 
     /// True if the cache keeps the latent rows of a layer with latent attention: `attend` gets queries and rows of
@@ -147,7 +147,7 @@ pub struct Context<'a> {
 
 impl Context<'_> {
     /// Attention of all tokens: o and lse, as `ops::attention::forward`.
-    pub(super) fn attend(&self, q: &Tensor, k: &Tensor, v: &Tensor, spec: &Spec) -> Result<(Tensor, Tensor)> {
+    pub(super) fn attend(&self, q: &Tensor, k: &Tensor, v: &Tensor, spec: &AttentionSpec) -> Result<(Tensor, Tensor)> {
         match self.sequence {
             Some(sequence) => sequence.forward(q, k, v, spec),
             None => attention::forward(q, k, v, spec, self.documents, self.documents),
@@ -158,7 +158,7 @@ impl Context<'_> {
     pub(super) fn attend_backward(
         &self,
         saved: AttentionGradInputs<&Tensor>,
-        spec: &Spec,
+        spec: &AttentionSpec,
     ) -> Result<(Tensor, Tensor, Tensor)> {
         match self.sequence {
             Some(sequence) => sequence.backward(saved, spec),
@@ -209,6 +209,9 @@ impl Context<'_> {
     }
 
     /// Reports the input of the linear with this weight to the observer, if there is one.
+    ///
+    /// # Errors
+    /// Those of the observer.
     pub fn seen(&self, weight: &str, x: &Tensor) -> Result<()> {
         match self.observer {
             Some(observer) => observer.input(weight, x),

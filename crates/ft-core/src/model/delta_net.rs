@@ -207,7 +207,9 @@ impl Block {
         gradient: MixerGradient,
         sink: &mut dyn GradSink,
     ) -> Result<Option<Tensor>> {
-        let MixerGradient { x, dx1, ctx, need_dx } = gradient;
+        let MixerGradient {
+            x, dx1, ctx, need_dx, ..
+        } = gradient;
         let SavedDeltaNet {
             qkv,
             z,

@@ -70,6 +70,32 @@ struct Needs<'a> {
     weights: bool,
 }
 
+/// What the backward pass of the experts of a layer gets.
+pub(super) struct ExpertsGradient<'a> {
+    /// The input of the forward pass, `[N, D]`.
+    pub h: &'a Tensor,
+    /// The activations of the forward pass; `None`: they are computed again.
+    pub saved: Option<SavedExperts>,
+    /// The gradient of the output, `[N, D]`.
+    pub dy: &'a Tensor,
+    pub ctx: &'a Context<'a>,
+    /// The gradient of h is needed.
+    pub need_dh: bool,
+}
+
+/// The rows of one expert, of a unit of experts, or of the shared expert.
+#[derive(Clone, Copy)]
+struct ExpertTokens<'a> {
+    /// `[n, D]`
+    rows: &'a Tensor,
+    /// The factors of the outputs, f32 `[n]`.
+    weights: Option<&'a Tensor>,
+    /// Receives the gradient of the factors, f32 `[n]`.
+    d_weights: Option<&'a Tensor>,
+    /// The gradient of the outputs, `[n, D]`.
+    dy: &'a Tensor,
+}
+
 impl Experts {
     /// Reads the router of the layer of `reader`; the experts are read when they are needed.
     pub(super) fn read(weights: &GroupWeights, reader: ExpertReader) -> Result<Self> {
@@ -148,13 +174,13 @@ impl Block {
         ctx: &Context,
         keep: bool,
     ) -> Result<(Tensor, Option<SavedExperts>)> {
-        let (y, saved) = self.experts_of(experts, h, ctx, (keep, true))?;
+        let (y, saved) = self.experts_of(experts, h, ctx, keep, true)?;
         Ok((y, keep.then_some(saved)))
     }
 
     /// The output of `experts_forward` again, in the backward pass; with the routing, which that needs too.
     pub(super) fn experts_again(&self, experts: &Experts, h: &Tensor, ctx: &Context) -> Result<(Tensor, SavedExperts)> {
-        self.experts_of(experts, h, ctx, (false, false))
+        self.experts_of(experts, h, ctx, false, false)
     }
 
     /// `keep`: saves activations; `record_load`: adds the routing to the statistics of the routers.
@@ -163,7 +189,8 @@ impl Block {
         experts: &Experts,
         h: &Tensor,
         ctx: &Context,
-        (keep, record_load): (bool, bool),
+        keep: bool,
+        record_load: bool,
     ) -> Result<(Tensor, SavedExperts)> {
         // The host waits for the router: the experts are prepared before, the load is counted afterwards.
         let together = experts.together(h, ctx)?;
@@ -187,7 +214,7 @@ impl Block {
         let mut saved = Vec::new();
         let ranks = experts.ranks()?;
         if let Some(ranks) = ranks {
-            self.forward_over_ranks(experts, ranks, (h, &y), &assignment, ctx)?;
+            self.forward_over_ranks(experts, ranks, h, &y, &assignment, ctx)?;
         }
         for unit in assignment.units().into_iter().filter(|_| ranks.is_none()) {
             let Some(of) = assignment.of(unit.clone())? else {
@@ -253,18 +280,15 @@ impl Block {
         ))
     }
 
-    /// Maps `dy` `[N, D]` to `∂h`, if it is needed; passes gradients to `sink`. Computes again what was not saved.
+    /// Returns `∂h` `[N, D]`, if it is needed; passes gradients to `sink`. Computes again what was not saved.
     pub(super) fn experts_backward(
         &self,
         experts: &Experts,
-        (h, saved): (&Tensor, Option<SavedExperts>),
-        dy: &Tensor,
-        ctx: &Context,
-        need_dh: bool,
+        of: ExpertsGradient<'_>,
         sink: &mut dyn GradSink,
     ) -> Result<Option<Tensor>> {
         let mut sink = experts.reader.joined.sink(sink);
-        let dh = self.routed_backward(experts, (h, saved), dy, (ctx, need_dh), &mut sink)?;
+        let dh = self.routed_backward(experts, of, &mut sink)?;
         sink.finish()?;
         Ok(dh)
     }
@@ -273,11 +297,16 @@ impl Block {
     fn routed_backward(
         &self,
         experts: &Experts,
-        (h, saved): (&Tensor, Option<SavedExperts>),
-        dy: &Tensor,
-        (ctx, need_dh): (&Context, bool),
+        of: ExpertsGradient<'_>,
         sink: &mut JoinedSink<'_>,
     ) -> Result<Option<Tensor>> {
+        let ExpertsGradient {
+            h,
+            saved,
+            dy,
+            ctx,
+            need_dh,
+        } = of;
         let together = experts.together(h, ctx)?;
         let (routing, assignment, saved, saved_shared) = match saved {
             Some(saved) => (saved.routing, saved.assignment, saved.experts, saved.shared),
@@ -302,11 +331,15 @@ impl Block {
         let mut dh = None;
         if experts.sizes.shared.is_some() {
             let factors = experts.shared_factors(h)?;
-            let linears = (&self.mlp_in, &self.down_proj);
             let zeros = |g: &Tensor| update::zeros(g.shape(), g.dtype(), g.device());
             let d = factors.as_ref().filter(|_| needs.weights).map(zeros).transpose()?;
-            let tokens = (h, factors.as_ref(), d.as_ref());
-            let part = self.expert_backward(linears, tokens, saved_shared, dy, needs, sink)?;
+            let tokens = ExpertTokens {
+                rows: h,
+                weights: factors.as_ref(),
+                d_weights: d.as_ref(),
+                dy,
+            };
+            let part = self.expert_backward(&self.mlp_in, &self.down_proj, tokens, saved_shared, needs, sink)?;
             if let (Some(gate), Some(g), Some(d)) = (&experts.shared_gate, factors, d) {
                 routing::gates_backward(&g, &d)?;
                 let dz = d.reshape((g.dim(0)?, 1))?;
@@ -322,8 +355,15 @@ impl Block {
         let mut saved = saved.into_iter();
         let ranks = experts.ranks()?;
         if let Some(ranks) = ranks {
-            let gradients = (dh.as_ref(), d_weights.as_ref());
-            self.backward_over_ranks((experts, ranks), (h, dy), &assignment, gradients, needs, sink)?;
+            let of = ranks::OverRanks {
+                ranks,
+                assignment: &assignment,
+                h,
+                dy,
+                dh: dh.as_ref(),
+                d_weights: d_weights.as_ref(),
+            };
+            self.backward_over_ranks(experts, of, needs, sink)?;
         }
         for unit in assignment.units().into_iter().filter(|_| ranks.is_none()) {
             let kept = saved.next().flatten();
@@ -344,22 +384,25 @@ impl Block {
             let rows = of.gather(h)?;
             let dy = of.gather(dy)?;
             let d_own = d_weights.as_ref().map(|all| of.part(all)).transpose()?;
+            let tokens = ExpertTokens {
+                rows: &rows,
+                weights: Some(&of.weights),
+                d_weights: d_own.as_ref(),
+                dy: &dy,
+            };
             let part = match &together {
                 Some(all) if unit.len() > 1 => {
-                    let tokens = (&of, &rows, d_own.as_ref());
                     if sink.in_order() {
                         let mut sink = InOrder::new(&all.experts[unit.clone()], sink);
-                        let part = self.group_backward(all.group(unit), tokens, kept, &dy, needs, &mut sink)?;
+                        let part = self.group_backward(all.group(unit), &of, tokens, kept, needs, &mut sink)?;
                         sink.finish()?;
                         part
                     } else {
-                        self.group_backward(all.group(unit), tokens, kept, &dy, needs, sink)?
+                        self.group_backward(all.group(unit), &of, tokens, kept, needs, sink)?
                     }
                 }
                 _ => {
-                    let linears = (&expert.inputs, &expert.down);
-                    let tokens = (&rows, Some(&of.weights), d_own.as_ref());
-                    let part = self.expert_backward(linears, tokens, kept, &dy, needs, sink)?;
+                    let part = self.expert_backward(&expert.inputs, &expert.down, tokens, kept, needs, sink)?;
                     if let Some(b) = &expert.down_bias {
                         bias::backward(b, &dy, &of.weights, d_own.as_ref(), sink)?;
                     }
@@ -382,16 +425,22 @@ impl Block {
     }
 
     /// The gradient of one expert with respect to its rows `[n, D]`, if it is needed; that with respect to their weights is
-    /// stored in the third of the tokens, f32 `[n]`.
+    /// stored in `ExpertTokens::d_weights`.
     fn expert_backward(
         &self,
-        (inputs, down): (&Projections, &Projections),
-        (rows, weights, d_weights): (&Tensor, Option<&Tensor>, Option<&Tensor>),
+        inputs: &Projections,
+        down: &Projections,
+        tokens: ExpertTokens<'_>,
         saved: Option<SavedPiece>,
-        dy: &Tensor,
         needs: Needs<'_>,
         sink: &mut dyn GradSink,
     ) -> Result<Option<Tensor>> {
+        let ExpertTokens {
+            rows,
+            weights,
+            d_weights,
+            dy,
+        } = tokens;
         let ctx = needs.ctx;
         let inputs_wanted = inputs.wanted(sink);
         let need_dm = needs.dh || needs.weights || inputs_wanted;

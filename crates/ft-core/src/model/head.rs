@@ -148,7 +148,7 @@ impl Head<'_> {
         if !need.dh && !need.dw {
             return Ok(LossGradients::default());
         }
-        let options = cross_entropy::Options {
+        let options = cross_entropy::CrossEntropyOptions {
             smoothing: 0.0,
             softcap: self.softcap,
             chunk: self.chunk(h, need.dw)?,

@@ -95,7 +95,7 @@ impl Block {
         let w = net.expand.one()?.whole()?;
         let q = heads.absorbed_queries(&q, &w)?;
         // Rounded operands would be others than those of a pass without a cache.
-        let spec = attention::Spec {
+        let spec = attention::AttentionSpec {
             kv_heads: 1,
             head_dim: rows.dim(1)?,
             bf16: false,
@@ -185,7 +185,9 @@ impl Block {
         gradient: MixerGradient,
         sink: &mut dyn GradSink,
     ) -> Result<Option<Tensor>> {
-        let MixerGradient { x, dx1, ctx, need_dx } = gradient;
+        let MixerGradient {
+            x, dx1, ctx, need_dx, ..
+        } = gradient;
         let SavedLatent {
             low_q,
             low_kv,

@@ -8,7 +8,7 @@ pub(super) mod memory;
 
 use super::block::Block;
 use super::contracts::{Context, GradSink};
-use super::experts::{Experts, SavedExperts};
+use super::experts::{Experts, ExpertsGradient, SavedExperts};
 use super::pieces::{GradientSums, pieces, rows};
 use super::projections::{SavedLow, add_residual};
 use crate::base::{Error, Result};
@@ -196,7 +196,14 @@ impl Block {
             }
             None => self.scaled_gradient(dy)?,
         };
-        let Some(dh) = self.experts_backward(experts, (&h, saved.experts), &scaled, ctx, need_dh, sink)? else {
+        let of = ExpertsGradient {
+            h: &h,
+            saved: saved.experts,
+            dy: &scaled,
+            ctx,
+            need_dh,
+        };
+        let Some(dh) = self.experts_backward(experts, of, sink)? else {
             return Ok(None);
         };
         drop((h, scaled));

@@ -125,6 +125,9 @@ impl Network {
     }
 
     /// Rope tables and document offsets of one batch.
+    ///
+    /// # Errors
+    /// Not enough memory on the device.
     pub fn context<'a>(
         &self,
         positions: &[u32],
@@ -192,16 +195,25 @@ impl Network {
     }
 
     /// The token embedding, `[V, D]`.
+    ///
+    /// # Errors
+    /// The weights cannot be read.
     pub fn embedding(&self) -> Result<Param> {
         param(&*self.source.fetch(Group::Embedding)?, EMBEDDING)
     }
 
     /// The type of the weights that are not quantized.
+    ///
+    /// # Errors
+    /// The weights cannot be read.
     pub fn dtype(&self) -> Result<DType> {
         Ok(self.source.rows(EMBEDDING, &[0])?.0.dtype())
     }
 
     /// The final norm. It has the factor of the logits: the head is linear, so the factor can be applied to its input.
+    ///
+    /// # Errors
+    /// The weights cannot be read; not enough memory on the device.
     pub fn final_norm(&self) -> Result<Norm> {
         let spec = self.spec.final_norm();
         let norm = Norm::read(
@@ -225,11 +237,17 @@ impl Network {
     }
 
     /// Hidden states after the final norm, `[N, D]`, from the output of the last layer.
+    ///
+    /// # Errors
+    /// The weights cannot be read; `x` of another width (`Shape`); not enough memory on the device.
     pub fn normalize(&self, x: &Tensor, ctx: &Context) -> Result<Tensor> {
         self.final_norm()?.forward(&self.merge(x, ctx)?, &self.spec)
     }
 
     /// The output projection; that of a tied model is the embedding.
+    ///
+    /// # Errors
+    /// The weights cannot be read.
     pub fn head(&self) -> Result<Head<'_>> {
         let (group, name) = if self.spec.tied {
             (Group::Embedding, EMBEDDING)
@@ -255,6 +273,9 @@ impl Network {
     }
 
     /// A weight that is in memory, or an adapter matrix, by its name.
+    ///
+    /// # Errors
+    /// There is no such parameter (`NotFound`), or it is not in memory (`Unsupported`).
     pub fn param(&self, name: &str) -> Result<Param> {
         if let Ok(info) = self.source.param(name) {
             return match self.source.in_memory(name) {
@@ -295,6 +316,9 @@ impl Network {
 
     /// The linears of layer `index`, with or without an adapter, each with its module name; after the last layer those outside
     /// of the layers. Those of routed experts: see `expert_linears`.
+    ///
+    /// # Errors
+    /// The weights cannot be read.
     pub fn linears(&self, index: usize) -> Result<Vec<(String, Linear)>> {
         if index < self.layers() {
             return Ok(self.block(index)?.into_linears());
@@ -366,6 +390,9 @@ impl Network {
     }
 
     /// As `hidden_states`; calls `see` with the index and the input of every layer, `[N, D]` or `[N, A·D]`.
+    ///
+    /// # Errors
+    /// As `hidden_states`; those of `see`.
     pub fn hidden_states_seen(
         &self,
         ids: &[u32],

@@ -34,7 +34,10 @@ pub(super) struct Ones(Mutex<BTreeMap<usize, Tensor>>);
 
 impl Ones {
     /// E ones, always the same tensor.
-    pub fn get(&self, size: usize, device: &Device) -> Result<Tensor> {
+    ///
+    /// # Errors
+    /// Not enough memory on the device.
+    pub(super) fn get(&self, size: usize, device: &Device) -> Result<Tensor> {
         let mut made = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(ones) = made.get(&size) {
             return Ok(ones.clone());

@@ -46,6 +46,9 @@ impl Network {
 
     /// Backward of `per_layer_inputs`, if the gradient of its output was collected: adds the gradient of the embedding to
     /// `dx` `[N, D]`, and passes those of the table, the projection and the norm to the sink.
+    ///
+    /// # Errors
+    /// The weights cannot be read; not enough memory on the device; those of the sink.
     pub fn per_layer_backward(&self, ids: &[u32], dx: &Tensor, ctx: &Context, sink: &mut dyn GradSink) -> Result<()> {
         let (Some(d), Some(PerLayerSpec { vocab, width })) = (ctx.shared.take_input_gradients(), self.spec.per_layer)
         else {

@@ -69,14 +69,14 @@ pub(super) struct GradientSumsMemory<'a> {
 }
 
 impl<'a> GradientSumsMemory<'a> {
-    pub fn new(sink: &'a mut dyn GradSinkMemory) -> Self {
+    pub(super) fn new(sink: &'a mut dyn GradSinkMemory) -> Self {
         Self {
             sink,
             sums: BTreeMap::new(),
         }
     }
 
-    pub fn finish(self, l: &mut Ledger) {
+    pub(super) fn finish(self, l: &mut Ledger) {
         for (name, sum) in self.sums {
             self.sink.take(l, &name, sum);
         }

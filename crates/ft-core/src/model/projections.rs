@@ -171,7 +171,8 @@ impl Projections {
         pairs: &PairStack,
         i: usize,
         linear: &Linear,
-        (x, u): (&Tensor, &Tensor),
+        x: &Tensor,
+        u: &Tensor,
         ctx: &Context,
     ) -> Result<(Tensor, Option<(Tensor, Tensor)>)> {
         ctx.seen(&linear.name, x)?;
@@ -195,7 +196,7 @@ impl Projections {
         for linear in &self.linears {
             parts.push(match &mut low {
                 Some((pairs, u, dora)) if linear.pair_on_gpu().is_some() => {
-                    let (y, saved) = self.forward_pair(pairs, dora.len(), linear, (x, u), ctx)?;
+                    let (y, saved) = self.forward_pair(pairs, dora.len(), linear, x, u, ctx)?;
                     dora.push(saved);
                     y
                 }

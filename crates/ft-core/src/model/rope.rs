@@ -210,6 +210,9 @@ impl RopeTables {
     }
 
     /// For each rope cos and sin of `positions`, `[N, R/2]`; `documents`: where each document starts, and the end.
+    ///
+    /// # Errors
+    /// Not enough memory on the device.
     pub fn gather(
         &self,
         ropes: &[Rope],

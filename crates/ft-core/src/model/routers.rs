@@ -379,7 +379,7 @@ mod tests {
             top_k: 1,
             renormalize: false,
             scale: 1.0,
-            groups: Some(crate::ops::routing::Groups {
+            groups: Some(crate::ops::routing::ExpertGroups {
                 count: 2,
                 chosen: 1,
                 score: crate::ops::routing::GroupScore::Sum,

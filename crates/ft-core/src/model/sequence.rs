@@ -16,7 +16,7 @@ use super::spec::{Mixer, Spec};
 use crate::base::{Error, Result};
 use crate::comm::Collective;
 use crate::data::Batch;
-use crate::ops::attention::{self, AttentionGradInputs, KEY_CHUNK, Spec as Heads};
+use crate::ops::attention::{self, AttentionGradInputs, AttentionSpec as Heads, KEY_CHUNK};
 use crate::ops::update;
 use candle_core::{DType, Device, Tensor};
 use std::ops::Range;

@@ -41,6 +41,9 @@ impl SharedStates {
     }
 
     /// The input of layer `layer`, `[N, width]`: a copy that the caller may overwrite.
+    ///
+    /// # Errors
+    /// The inputs were not computed (`Internal`); not enough memory on the device.
     pub fn input(&self, layer: usize, width: usize) -> Result<Tensor> {
         match &*self.inputs.borrow() {
             Some(all) => {
@@ -56,6 +59,9 @@ impl SharedStates {
     }
 
     /// Starts a backward pass down to layer `lowest`; `inputs`: the gradient of the per-layer inputs is needed.
+    ///
+    /// # Errors
+    /// Not enough memory on the device.
     pub fn start_backward(&self, lowest: usize, inputs: bool) -> Result<()> {
         self.lowest.set(lowest);
         self.routers.borrow_mut().iter_mut().for_each(RouterTally::end);
@@ -72,6 +78,9 @@ impl SharedStates {
     }
 
     /// Stores the gradient of the input of layer `layer`, `[N, P]`.
+    ///
+    /// # Errors
+    /// A gradient of another shape or type (`Shape`).
     pub fn put_input_gradient(&self, layer: usize, gradient: &Tensor) -> Result<()> {
         if let Some(all) = &*self.input_gradients.borrow() {
             all.slice_set(gradient, 1, layer * gradient.dim(1)?)?;
@@ -128,6 +137,9 @@ impl SharedStates {
     }
 
     /// Adds the gradients of a later layer for the keys and values of layer `layer`.
+    ///
+    /// # Errors
+    /// Gradients of another shape (`Shape`).
     pub fn add_key_gradients(&self, layer: usize, dk: Tensor, dv: Tensor) -> Result<()> {
         if layer < self.lowest.get() {
             return Ok(());

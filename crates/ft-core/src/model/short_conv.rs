@@ -177,7 +177,9 @@ impl Block {
         gradient: MixerGradient,
         sink: &mut dyn GradSink,
     ) -> Result<Option<Tensor>> {
-        let MixerGradient { x, dx1, ctx, need_dx } = gradient;
+        let MixerGradient {
+            x, dx1, ctx, need_dx, ..
+        } = gradient;
         let SavedShortConv {
             b,
             c,

@@ -56,7 +56,7 @@ pub struct Spec {
     /// Gemma 4: each layer reads an input that depends on the token.
     pub per_layer: Option<PerLayerSpec>,
     /// Gemma 3n: the hidden state of a token has several streams, of which a layer computes one.
-    pub streams: Option<StreamSpec>,
+    pub streams: Option<AltUpSpec>,
     /// Gemma 3n, Laurel: rank of a projection that is added beside the attention.
     pub laurel: Option<usize>,
     /// Gemma 4: the output of a layer is multiplied by a constant that the files have.
@@ -240,7 +240,7 @@ pub struct PerLayerSpec {
 
 /// Alternating updates (`model/block/altup`).
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct StreamSpec {
+pub struct AltUpSpec {
     /// A: streams of the hidden state of a token, D elements each.
     pub count: usize,
     /// The stream that the layers compute.

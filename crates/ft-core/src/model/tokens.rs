@@ -72,6 +72,9 @@ impl TokenRows {
     }
 
     /// Copies the values into the matrix.
+    ///
+    /// # Errors
+    /// The matrix is not in memory (`Unsupported`).
     pub fn place(&self, network: &Network) -> Result<()> {
         let Some(table) = network.source.in_memory(&self.table) else {
             return Err(Error::unsupported("a matrix with trained rows is not in memory").at(&*self.table));
@@ -85,12 +88,18 @@ impl TokenRows {
     }
 
     /// Selects the gradient of the rows, `[T, D]`, from the gradient of the whole matrix `[V, D]`.
+    ///
+    /// # Errors
+    /// A gradient with fewer rows than an id needs; not enough memory on the device.
     pub fn of_whole(&self, gradient: &Tensor) -> Result<Tensor> {
         let ids = Tensor::from_slice(&self.ids, self.ids.len(), gradient.device())?;
         Ok(gradient.index_select(&ids, 0)?.contiguous()?)
     }
 
     /// Adds the embedding gradient of the tokens `ids` `[N]` of `network`, from `dx` `[N, D]`, to `gradient` `[T, D]`.
+    ///
+    /// # Errors
+    /// `dx` or `gradient` of another shape (`Shape`).
     pub fn add_embedded(&self, network: &Network, gradient: &Tensor, ids: &[u32], dx: &Tensor) -> Result<()> {
         let padding = network.spec.padding;
         let row_of = |id: &u32| self.ids.iter().position(|own| own == id && padding != Some(*id));
@@ -103,6 +112,9 @@ impl TokenRows {
     }
 
     /// A gradient of zeros, `[T, D]`.
+    ///
+    /// # Errors
+    /// Not enough memory on the device.
     pub fn zeros(&self) -> Result<Tensor> {
         update::zeros(self.param.tensor.shape(), DType::F32, self.param.tensor.device())
     }

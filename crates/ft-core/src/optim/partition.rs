@@ -92,7 +92,7 @@ pub fn partition(recipe: &BlockConfig, params: &[ParamInfo], tied: bool) -> Vec<
 }
 
 /// The index of the expert to which a parameter belongs, if it does: `7` of `model.layers.0.mlp.experts.7.up_proj.weight`.
-pub fn expert_of(name: &str) -> Option<usize> {
+pub(crate) fn expert_of(name: &str) -> Option<usize> {
     let (_, rest) = name.split_once(".experts.")?;
     rest.split('.').next()?.parse().ok()
 }

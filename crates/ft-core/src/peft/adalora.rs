@@ -38,6 +38,9 @@ impl Adalora {
     }
 
     /// Initializes A and B normal with standard deviation 0.02, singular values zero.
+    ///
+    /// # Errors
+    /// None for these sizes.
     pub fn fresh(module: &str, shape: AdapterShape, scale: f32, seed: u64, mask: Mask) -> Result<Self> {
         let AdapterShape { rank: r, input, output } = shape;
         let a = small::normal((r, input), 0.02, seed, mask.site, 0)?;

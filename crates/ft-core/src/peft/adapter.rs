@@ -167,11 +167,17 @@ impl Adapter {
     }
 
     /// Maps `x` `[N, I]` to the output of the linear with the adapter, `[N, O]`.
+    ///
+    /// # Errors
+    /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
     pub fn forward(&self, base: &dyn Frozen, x: &Tensor, dropout: Option<Dropout>) -> Result<Tensor> {
         self.method().forward(base, x, dropout)
     }
 
     /// Backward pass through linear and adapter; `∂x` is computed before any gradient is returned.
+    ///
+    /// # Errors
+    /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
     pub fn backward(&self, b: BackwardInput<'_>) -> Result<BackwardOutput> {
         self.method().backward(b)
     }

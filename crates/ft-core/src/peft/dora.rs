@@ -43,6 +43,9 @@ impl Dora {
     }
 
     /// Initializes m with the norm, so that the model is unchanged.
+    ///
+    /// # Errors
+    /// A base of another size (`Shape`); not enough memory.
     pub fn begin(&self, base: &dyn Frozen) -> Result<()> {
         small::fill(&self.magnitude, &update::to_f32_vec(&self.norm(base)?)?)
     }
@@ -76,6 +79,9 @@ impl Dora {
     }
 
     /// On a GPU: m / ‖V‖ of each row, `[O]`, from A·Wᵀ `[R, O]` f32.
+    ///
+    /// # Errors
+    /// `across` of another shape (`Shape`); not on a GPU (`Unsupported`).
     pub fn factors(&self, base: &dyn Frozen, across: &Tensor) -> Result<Tensor> {
         let Lora { a, b, scale, .. } = &self.lora;
         let norm = DoraNorm {
@@ -90,6 +96,9 @@ impl Dora {
 
     /// On a GPU, without dropout: the gradient of m, from `dy` and the output `y` of the linear, `[N, O]` each. The
     /// direction of a row is (y - b)·‖V‖ / m.
+    ///
+    /// # Errors
+    /// Tensors of other shapes (`Shape`); not enough memory on the device.
     pub fn magnitude_gradient(&self, dy: &Tensor, y: &Tensor, bias: Option<&Tensor>) -> Result<Gradient> {
         let mut sum = adapters::sum_products(dy, y)?;
         if let Some(bias) = bias {

@@ -29,6 +29,9 @@ impl Ia3 {
     }
 
     /// Initializes all factors with 1, so that the model is unchanged.
+    ///
+    /// # Errors
+    /// None for these sizes.
     pub fn fresh(module: &str, input: usize, output: usize, feedforward: bool) -> Result<Self> {
         let dims = if feedforward { [1, input] } else { [output, 1] };
         Ok(Self::new(module, small::full(&dims, 1.0)?, feedforward))

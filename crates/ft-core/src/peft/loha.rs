@@ -33,6 +33,9 @@ impl Loha {
     }
 
     /// As in PEFT: three factors U(-1/√columns, 1/√columns), the last zero.
+    ///
+    /// # Errors
+    /// None for these sizes.
     pub fn fresh(module: &str, shape: AdapterShape, scale: f32, seed: u64, site: u64) -> Result<Self> {
         let AdapterShape { rank: r, input, output } = shape;
         let draw = |dims: (usize, usize), which| small::uniform(dims, 1.0 / (dims.1 as f32).sqrt(), seed, site, which);

@@ -97,7 +97,7 @@ pub struct Lokr {
 
 /// Splits `n` into two factors, the first not larger: `factor` and the quotient if it divides `n`; else as close to √n
 /// as a first factor up to `factor` allows (-1: any).
-pub fn split(n: usize, factor: i64) -> (usize, usize) {
+pub(crate) fn split(n: usize, factor: i64) -> (usize, usize) {
     let limit = usize::try_from(factor).unwrap_or(n);
     if factor > 0 && n.is_multiple_of(limit) {
         return (limit, n / limit);
@@ -118,6 +118,9 @@ pub fn split(n: usize, factor: i64) -> (usize, usize) {
 impl Lokr {
     /// As in PEFT: U zero (its first part if it is a product), V uniform; a factor is a product if that is smaller.
     /// `factor` limits the sizes of U; U is a product only if `both`.
+    ///
+    /// # Errors
+    /// None for these sizes.
     pub fn fresh(
         module: &str,
         shape: AdapterShape,

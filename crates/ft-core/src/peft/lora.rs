@@ -13,7 +13,7 @@ use super::small::{self, Mask};
 use crate::base::Result;
 use crate::base::rng::{Rng, Stream};
 use crate::ops::low_rank::LowRank;
-use crate::ops::pairs::Pair;
+use crate::ops::pairs::LoraPair;
 use crate::ops::{linear, update};
 use candle_core::{DType, Device, Tensor};
 use rayon::prelude::*;
@@ -57,6 +57,9 @@ pub fn scaling(alpha: f64, r: usize, rslora: bool) -> f32 {
 
 /// A new pair: A Kaiming-uniform with a = √5, which is U(-1/√I, 1/√I), as in PEFT; or normal with standard deviation
 /// 1/r (`gaussian`). B is zero, so the model is unchanged at first.
+///
+/// # Errors
+/// None for these sizes.
 pub fn fresh(r: usize, input: usize, output: usize, gaussian: bool, seed: u64, site: u64) -> Result<(Tensor, Tensor)> {
     let rng = Rng::new(seed, Stream::Init, &[u64::MAX, site]);
     let bound = 1.0 / (input as f32).sqrt();
@@ -104,8 +107,8 @@ impl Lora {
     }
 
     /// The matrices, for the products of `ops::pairs`.
-    pub fn matrices(&self) -> Pair<'_> {
-        Pair {
+    pub fn matrices(&self) -> LoraPair<'_> {
+        LoraPair {
             matrices: (&self.a, &self.b),
             start: self.start.as_ref().map(|(a, b)| (a, b)),
             scale: self.scale,
@@ -113,6 +116,9 @@ impl Lora {
     }
 
     /// Adds the LoRA output to `y` `[N, O]` in place; `x` is `[N, I]`.
+    ///
+    /// # Errors
+    /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
     pub fn add_to(&self, y: &Tensor, x: &Tensor, dropout: Option<Dropout>) -> Result<()> {
         let low = self.low();
         let u = low.down(&self.mask.dropped(x, dropout)?)?;
@@ -145,6 +151,9 @@ impl Lora {
 
     /// Adds `∂x` of the LoRA pair to `dx` `[N, I]` in place (if given) and returns the gradients of A and B (if the
     /// input `x` is given). `dy` is `[N, O]`; u = x·Aᵀ is recomputed.
+    ///
+    /// # Errors
+    /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
     pub fn gradients(
         &self,
         x: Option<&Tensor>,
@@ -180,6 +189,9 @@ impl Lora {
     }
 
     /// s · (B·A - B₀·A₀), `[O, I]`: the change of the weight by merging.
+    ///
+    /// # Errors
+    /// A and B that do not fit (`Shape`); not enough memory on the device.
     pub fn delta(&self) -> Result<Tensor> {
         let (a, b) = self.plain()?;
         let delta = linear::forward(&b, &small::transposed(&a)?, None)?;
@@ -189,6 +201,9 @@ impl Lora {
 
     /// The equivalent pair without a subtracted init: A `[R, I]` and B `[O, R]`, or [A; A₀] and [B, -B₀] of twice the
     /// rank. The scale is unchanged.
+    ///
+    /// # Errors
+    /// Not enough memory on the device.
     pub fn plain(&self) -> Result<(Tensor, Tensor)> {
         match &self.start {
             None => Ok((self.a.clone(), self.b.clone())),

@@ -55,7 +55,7 @@ pub use lokr::{Factor, Lokr};
 pub use lora::{Lora, LoraGrads};
 pub use oft::{Cayley, Oft};
 pub use small::{Mask, fill, full};
-pub use vera::{Projections, Vera};
+pub use vera::{Vera, VeraProjections};
 
 #[cfg(test)]
 pub(crate) mod tests;

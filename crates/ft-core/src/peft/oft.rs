@@ -53,6 +53,9 @@ impl Oft {
     }
 
     /// Initializes R = I, so that the model is unchanged.
+    ///
+    /// # Errors
+    /// None for these sizes.
     pub fn fresh(module: &str, input: usize, block: usize, cayley: Cayley) -> Result<Self> {
         let dims = [input / block.max(1), Self::elements(block)];
         Ok(Self::new(module, small::full(&dims, 0.0)?, block, cayley))

@@ -113,6 +113,9 @@ impl RankAllocator {
 
     /// Adds the gradient of weight · mean ‖A·Aᵀ - 1‖, ‖Bᵀ·B - 1‖ (Frobenius) over all A `[R, I]` and B `[O, R]` to
     /// `gradients`, which are f32 and updated in place.
+    ///
+    /// # Errors
+    /// A gradient of another shape (`Shape`); not enough memory on the device.
     pub fn regularize(&self, gradients: &StepGradients) -> Result<()> {
         let weight = self.schedule.orth_reg_weight;
         if weight == 0.0 {
@@ -140,6 +143,9 @@ impl RankAllocator {
 
     /// Call after the update of `step`: computes scores from the new weights and from `gradients` times `coefficient`
     /// (the clipping factor), and sets the singular values that are pruned to zero.
+    ///
+    /// # Errors
+    /// A gradient or a weight of another type (`Shape`).
     pub fn after(&mut self, step: u64, gradients: &StepGradients, coefficient: f32) -> Result<()> {
         if !self.prunes() {
             return Ok(());

@@ -9,22 +9,22 @@ use candle_core::{Device, Tensor};
 use super::adapter::Dropout;
 
 /// Scales the rows of `x` `[N, C]` by `v` (N elements).
-pub fn scale_rows(x: &Tensor, v: &Tensor) -> Result<Tensor> {
+pub(crate) fn scale_rows(x: &Tensor, v: &Tensor) -> Result<Tensor> {
     Ok(x.broadcast_mul(&v.flatten_all()?.unsqueeze(1)?)?)
 }
 
 /// `a·b` for `[M, K]` and `[K, C]`.
-pub fn product(a: &Tensor, b: &Tensor) -> Result<Tensor> {
+pub(crate) fn product(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     linear::backward_input(a, b)
 }
 
 /// `aᵀ`, contiguous.
-pub fn transposed(a: &Tensor) -> Result<Tensor> {
+pub(crate) fn transposed(a: &Tensor) -> Result<Tensor> {
     Ok(a.t()?.contiguous()?)
 }
 
 /// U(-bound, bound) of these dimensions; `site` and `which` select independent random streams.
-pub fn uniform(dims: (usize, usize), bound: f32, seed: u64, site: u64, which: u64) -> Result<Tensor> {
+pub(crate) fn uniform(dims: (usize, usize), bound: f32, seed: u64, site: u64, which: u64) -> Result<Tensor> {
     let rng = Rng::new(seed, Stream::Init, &[u64::MAX, site, which]);
     let values: Vec<f32> = (0..(dims.0 * dims.1) as u64)
         .map(|i| (2.0 * rng.uniform(i) - 1.0) * bound)
@@ -33,13 +33,16 @@ pub fn uniform(dims: (usize, usize), bound: f32, seed: u64, site: u64, which: u6
 }
 
 /// Normal with standard deviation `std`; otherwise as `uniform`.
-pub fn normal(dims: (usize, usize), std: f32, seed: u64, site: u64, which: u64) -> Result<Tensor> {
+pub(crate) fn normal(dims: (usize, usize), std: f32, seed: u64, site: u64, which: u64) -> Result<Tensor> {
     let rng = Rng::new(seed, Stream::Init, &[u64::MAX, site, which]);
     let values: Vec<f32> = (0..(dims.0 * dims.1) as u64).map(|i| rng.normal(i) * std).collect();
     Ok(Tensor::from_vec(values, dims, &Device::Cpu)?)
 }
 
 /// All elements are `value`.
+///
+/// # Errors
+/// None for these sizes.
 pub fn full(dims: &[usize], value: f32) -> Result<Tensor> {
     Ok(Tensor::from_vec(
         vec![value; dims.iter().product()],
@@ -49,6 +52,9 @@ pub fn full(dims: &[usize], value: f32) -> Result<Tensor> {
 }
 
 /// Sets an f32 tensor to these values.
+///
+/// # Errors
+/// Another number of values.
 pub fn fill(t: &Tensor, values: &[f32]) -> Result<()> {
     Ok(t.slice_set(&Tensor::from_slice(values, t.shape(), t.device())?, 0, 0)?)
 }
@@ -69,6 +75,9 @@ impl Mask {
     }
 
     /// A copy of `x` with dropout; `x` itself outside training.
+    ///
+    /// # Errors
+    /// Not enough memory on the device.
     pub fn dropped(&self, x: &Tensor, key: Option<Dropout>) -> Result<Tensor> {
         if !self.drops(key) {
             return Ok(x.clone());
@@ -79,6 +88,9 @@ impl Mask {
     }
 
     /// Zeroes dropped elements and scales the kept ones by 1 / (1 - p).
+    ///
+    /// # Errors
+    /// A tensor of another type (`Shape`).
     pub fn assign(&self, t: &Tensor, key: Option<Dropout>) -> Result<()> {
         let Some(key) = key.filter(|_| self.p > 0.0) else {
             return Ok(());
@@ -88,6 +100,9 @@ impl Mask {
     }
 
     /// Adds `through` `[N, I]`, the gradient with respect to the dropped-out input, to `dx` if it is needed.
+    ///
+    /// # Errors
+    /// Tensors of different shapes (`Shape`).
     pub fn add_back(&self, dx: Option<&Tensor>, through: &Tensor, key: Option<Dropout>) -> Result<()> {
         let Some(dx) = dx else { return Ok(()) };
         self.assign(through, key)?;

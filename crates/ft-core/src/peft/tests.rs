@@ -96,7 +96,7 @@ fn triangles(block: usize) -> Tensor {
 
 /// Every kind, with parameters that change the output.
 pub(crate) fn kinds(p: f32) -> Vec<(&'static str, Adapter)> {
-    let projections = Projections {
+    let projections = VeraProjections {
         a: random((3, I + 4), 6),
         b: random((O + 2, 3), 7),
     };
@@ -307,7 +307,7 @@ fn input_gradients_are_added_and_nothing_unwanted_is_computed() {
 fn fresh_adapters_change_nothing() {
     let x = random((N, I), 30);
     let want = base().forward(&x).unwrap();
-    let shared = Projections::fresh(3, I, O, 7).unwrap();
+    let shared = VeraProjections::fresh(3, I, O, 7).unwrap();
     let (zero, small) = (full(&[O], 0.0).unwrap(), full(&[3], 0.1).unwrap());
     let shape = |rank| AdapterShape {
         rank,

@@ -12,15 +12,18 @@ use candle_core::Tensor;
 
 /// The shared random pair of a model.
 #[derive(Debug, Clone)]
-pub struct Projections {
+pub struct VeraProjections {
     /// `[R, largest I]`
     pub a: Tensor,
     /// `[largest O, R]`
     pub b: Tensor,
 }
 
-impl Projections {
+impl VeraProjections {
     /// Kaiming-uniform: U(-√(6/fan), √(6/fan)), with fan the columns.
+    ///
+    /// # Errors
+    /// None for these sizes.
     pub fn fresh(r: usize, inputs: usize, outputs: usize, seed: u64) -> Result<Self> {
         let bound = |fan: usize| (6.0 / fan as f32).sqrt();
         Ok(Self {
@@ -34,7 +37,7 @@ impl Projections {
 #[derive(Debug, Clone)]
 pub struct Vera {
     /// The random pair.
-    pub shared: Projections,
+    pub shared: VeraProjections,
     /// `[O]`
     pub lambda_b: Param,
     /// `[R]`
@@ -47,7 +50,7 @@ pub struct Vera {
 
 impl Vera {
     /// An adapter with PEFT's parameter names.
-    pub fn new(module: &str, shared: Projections, b: Tensor, d: Tensor, inputs: usize, mask: Mask) -> Self {
+    pub fn new(module: &str, shared: VeraProjections, b: Tensor, d: Tensor, inputs: usize, mask: Mask) -> Self {
         Self {
             shared,
             lambda_b: Param::new(module, "vera_lambda_b", b),

@@ -18,7 +18,11 @@ pub struct DeviceQMatrix {
 
 impl QMatrix {
     /// Returns the quantized data as tensors of `device`: data u8, then the scales (f32 for int8 and NF4, u32 for
-    /// int4, u8 and f32 for NF4 with double quantization, u8 and u32 for the codes of other tools). They are the input of `DeviceQMatrix::new`, with `nested_offset`.
+    /// int4, u8 and f32 for NF4 with double quantization, u8 and u32 for the quantized values of other tools). They are the
+    /// input of `DeviceQMatrix::new`, with `nested_offset`.
+    ///
+    /// # Errors
+    /// Not enough memory on the device.
     pub fn tensors(&self, device: &Device) -> Result<Vec<Tensor>> {
         let bytes = |v: &[u8]| Tensor::from_slice(v, v.len(), device);
         let floats = |v: &[f32]| Tensor::from_slice(v, v.len(), device);
@@ -59,6 +63,9 @@ impl QMatrix {
     }
 
     /// Copies the weight to `device`.
+    ///
+    /// # Errors
+    /// Not enough memory on the device.
     pub fn to_device(&self, device: &Device) -> Result<DeviceQMatrix> {
         let (tensors, offset) = (self.tensors(device)?, self.nested_offset());
         DeviceQMatrix::new(self.format(), self.dims(), self.dequantized_dtype(), tensors, offset)
@@ -147,6 +154,9 @@ impl DeviceQMatrix {
     }
 
     /// Returns the same weight in other tensors, in the order of `tensors`.
+    ///
+    /// # Errors
+    /// As `new`.
     pub fn with_tensors(&self, tensors: Vec<Tensor>) -> Result<Self> {
         let offset = match self.codes.scales {
             ScaleTensors::Nf4Double { offset, .. } => offset,

@@ -5,7 +5,7 @@
 
 mod qmatrix;
 mod dynamic;
-mod encode;
+mod quantize;
 mod format;
 mod device;
 #[cfg(test)]
@@ -13,9 +13,9 @@ mod tests;
 mod weight;
 
 pub use device::DeviceQMatrix;
-pub use encode::{Value, encode};
 pub use format::{Format, QDATA, ScaledFormat, StorageDtype};
 pub use qmatrix::{MatrixPart, QMatrix};
+pub use quantize::{Quantizable, quantize};
 /// Returns the 16 levels of NF4, and the table of 256 values that quantizes its absmax.
 pub fn tables() -> ([f32; 16], [f32; 256]) {
     (crate::ops::quantized::NF4_TABLE, *dynamic::signed())

@@ -59,7 +59,7 @@ fn round_trips_stay_within_half_a_step() {
     for (rows, columns) in SHAPES {
         let values = hard(rows, columns);
         for format in Format::ALL.into_iter().filter(|f| *f != Format::Nf4 { double: true }) {
-            let quantized = encode(&values, (rows, columns), format, Dtype::F32).unwrap();
+            let quantized = quantize(&values, (rows, columns), format, Dtype::F32).unwrap();
             for (at, (got, want)) in quantized.dequantize().iter().zip(&values).enumerate() {
                 let bound = half_step(format, &values, columns, at) * 1.00001 + 1e-12;
                 assert!(
@@ -76,8 +76,8 @@ fn round_trips_stay_within_half_a_step() {
 fn double_quantization_stays_within_its_error() {
     let (rows, columns) = (64, 512);
     let values = normal(rows * columns, 3);
-    let plain = encode(&values, (rows, columns), Format::Nf4 { double: false }, Dtype::F32).unwrap();
-    let double = encode(&values, (rows, columns), Format::Nf4 { double: true }, Dtype::F32).unwrap();
+    let plain = quantize(&values, (rows, columns), Format::Nf4 { double: false }, Dtype::F32).unwrap();
+    let double = quantize(&values, (rows, columns), Format::Nf4 { double: true }, Dtype::F32).unwrap();
     let absmax: Vec<f32> = values.chunks(64).map(largest).collect();
     let mean = absmax.iter().sum::<f32>() / absmax.len() as f32;
     let mut different = 0;
@@ -104,8 +104,8 @@ fn double_quantization_stays_within_its_error() {
 fn decoded_values_of_a_bf16_model_are_rounded_once() {
     let values = hard(20, 192);
     for format in Format::ALL {
-        let exact = encode(&values, (20, 192), format, Dtype::F32).unwrap().dequantize();
-        let rounded = encode(&values, (20, 192), format, Dtype::Bf16).unwrap().dequantize();
+        let exact = quantize(&values, (20, 192), format, Dtype::F32).unwrap().dequantize();
+        let rounded = quantize(&values, (20, 192), format, Dtype::Bf16).unwrap().dequantize();
         for (a, b) in exact.iter().zip(&rounded) {
             assert_eq!(bf16::from_f32(*a).to_f32().to_bits(), b.to_bits(), "{format}");
         }
@@ -117,7 +117,7 @@ fn rows_and_parts_of_rows_are_those_of_the_whole() {
     let (rows, columns) = (6, 333);
     let values = hard(rows, columns);
     for format in Format::ALL {
-        let quantized = encode(&values, (rows, columns), format, Dtype::Bf16).unwrap();
+        let quantized = quantize(&values, (rows, columns), format, Dtype::Bf16).unwrap();
         let all = quantized.dequantize();
         let mut row = vec![0f32; columns];
         quantized.dequantize_row(4, &mut row);
@@ -136,12 +136,12 @@ fn codes_do_not_depend_on_threads_or_on_the_type_of_the_source() {
     for format in Format::ALL {
         let run = |threads| {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-            pool.install(|| bytes(&encode(&wide, (70, 640), format, Dtype::F32).unwrap()))
+            pool.install(|| bytes(&quantize(&wide, (70, 640), format, Dtype::F32).unwrap()))
         };
         let one = run(1);
         assert!(one == run(2) && one == run(5), "{format}");
         assert!(
-            one == bytes(&encode(&narrow, (70, 640), format, Dtype::F32).unwrap()),
+            one == bytes(&quantize(&narrow, (70, 640), format, Dtype::F32).unwrap()),
             "{format}"
         );
     }
@@ -152,7 +152,7 @@ fn parts_go_to_a_file_and_back() {
     for (rows, columns) in SHAPES {
         let values = hard(rows, columns);
         for format in Format::ALL {
-            let quantized = encode(&values, (rows, columns), format, Dtype::Bf16).unwrap();
+            let quantized = quantize(&values, (rows, columns), format, Dtype::Bf16).unwrap();
             let parts = quantized.parts();
             let sizes: Vec<_> = parts.iter().map(|p| (p.name, p.bytes.len())).collect();
             assert_eq!(sizes, format.parts(rows, columns), "{format}");
@@ -167,7 +167,7 @@ fn parts_go_to_a_file_and_back() {
 #[test]
 fn damaged_parts_are_refused() {
     for format in Format::ALL {
-        let quantized = encode(&normal(4 * 128, 1), (4, 128), format, Dtype::F32).unwrap();
+        let quantized = quantize(&normal(4 * 128, 1), (4, 128), format, Dtype::F32).unwrap();
         for (which, (name, _)) in format.parts(4, 128).into_iter().enumerate() {
             let damaged = |change: &dyn Fn(&mut Vec<u8>)| {
                 let take = |wanted: &str| {
@@ -200,17 +200,20 @@ fn what_cannot_be_coded_is_refused() {
         for bad in [f32::NAN, f32::INFINITY, -3e38] {
             let mut values = normal(128, 1);
             values[77] = bad;
-            assert!(encode(&values, (1, 128), format, Dtype::F32).is_err(), "{format} {bad}");
+            assert!(
+                quantize(&values, (1, 128), format, Dtype::F32).is_err(),
+                "{format} {bad}"
+            );
         }
-        assert!(encode(&normal(128, 1), (2, 128), format, Dtype::F32).is_err());
+        assert!(quantize(&normal(128, 1), (2, 128), format, Dtype::F32).is_err());
         assert!(
-            encode::<f32>(&[], (0, 128), format, Dtype::F32)
+            quantize::<f32>(&[], (0, 128), format, Dtype::F32)
                 .unwrap()
                 .dequantize()
                 .is_empty()
         );
     }
-    let e = encode(&normal(128, 1), (1, 128), Format::Int8 { group: 64 }, Dtype::F32).unwrap_err();
+    let e = quantize(&normal(128, 1), (1, 128), Format::Int8 { group: 64 }, Dtype::F32).unwrap_err();
     assert!(e.to_string().contains("64"), "{e}");
 }
 
@@ -241,7 +244,7 @@ fn a_linear_with_codes_is_one_with_the_decoded_weight() {
     let values = normal(o * i, 5);
     for format in Format::ALL {
         for dtype in [Dtype::F32, Dtype::Bf16] {
-            let quantized = encode(&values, (o, i), format, dtype).unwrap();
+            let quantized = quantize(&values, (o, i), format, dtype).unwrap();
             let mut dense = tensor(quantized.dequantize(), (o, i));
             if dtype == Dtype::Bf16 {
                 dense = dense.to_dtype(candle_core::DType::BF16).unwrap();
@@ -302,7 +305,7 @@ fn a_linear_with_codes_is_one_with_the_decoded_weight() {
 fn placed_codes_are_the_codes() {
     for (o, i) in SHAPES {
         for format in Format::ALL {
-            let quantized = encode(&hard(o, i), (o, i), format, Dtype::Bf16).unwrap();
+            let quantized = quantize(&hard(o, i), (o, i), format, Dtype::Bf16).unwrap();
             let placed = quantized.to_device(&Device::Cpu).unwrap();
             let (tensors, offset) = (quantized.tensors(&Device::Cpu).unwrap(), quantized.nested_offset());
             let held: usize = tensors.iter().map(|t| t.elem_count() * t.dtype().size_in_bytes()).sum();

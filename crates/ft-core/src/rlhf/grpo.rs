@@ -65,7 +65,7 @@ pub struct GrpoSettings {
 
 /// Inputs of one completion, each `[T]`.
 #[derive(Debug, Clone, Copy)]
-pub struct Completion<'a> {
+pub struct GrpoCompletion<'a> {
     /// With the current weights.
     pub log_probs: &'a [f32],
     /// With the weights of the rollout; `None`: equal to the current ones.
@@ -105,7 +105,7 @@ impl GrpoSettings {
     }
 
     /// The contribution of this completion.
-    pub fn part(&self, c: &Completion) -> CompletionLoss {
+    pub fn part(&self, c: &GrpoCompletion) -> CompletionLoss {
         let tokens = c.log_probs.len();
         if tokens == 0 {
             return CompletionLoss::default();
@@ -241,7 +241,7 @@ impl Objective for Grpo {
         let entropies = self.policy.entropies(h, head, &batch.targets)?;
         for (d, answer) in policy::answers(batch).iter().enumerate() {
             let column = |name| policy::part(batch, name, answer);
-            let part = self.settings.part(&Completion {
+            let part = self.settings.part(&GrpoCompletion {
                 log_probs: &log_probs[answer.clone()],
                 old: column(columns::OLD),
                 reference: column(columns::REFERENCE),

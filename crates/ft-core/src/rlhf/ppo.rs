@@ -26,7 +26,7 @@ pub struct PpoSettings {
 
 /// Inputs of one completion, each `[T]`.
 #[derive(Debug, Clone, Copy)]
-pub struct Completion<'a> {
+pub struct PpoCompletion<'a> {
     /// With the current weights.
     pub log_probs: &'a [f32],
     /// The values of the value head.
@@ -62,7 +62,7 @@ pub struct CompletionSums {
 
 impl PpoSettings {
     /// The sums of this completion.
-    pub fn part(&self, c: &Completion) -> CompletionSums {
+    pub fn part(&self, c: &PpoCompletion) -> CompletionSums {
         let mut part = CompletionSums::default();
         for t in 0..c.log_probs.len() {
             let log_prob = c.log_probs[t] as f64;
@@ -194,7 +194,7 @@ impl Objective for Ppo {
         let (mut policy_loss, mut value_loss, mut clipped, mut clipped_values) = (0.0, 0.0, 0.0, 0.0);
         for answer in policy::answers(batch) {
             let column = |name: &'static str| batch.columns.token(name).map(|c| &c[answer.clone()]);
-            let part = self.settings.part(&Completion {
+            let part = self.settings.part(&PpoCompletion {
                 log_probs: &log_probs[answer.clone()],
                 values: &values[answer.clone()],
                 old: policy::part(batch, columns::OLD, &answer),

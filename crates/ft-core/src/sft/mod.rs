@@ -49,7 +49,7 @@ impl Objective for CausalLm {
         step_stats: &StepStats,
     ) -> Result<LossGradients> {
         let chunk = Self::chunk_for(self.vocab, need.dw, h.device().is_cuda());
-        let options = cross_entropy::Options {
+        let options = cross_entropy::CrossEntropyOptions {
             softcap: head.softcap,
             chunk,
             scale: need.scale,

@@ -16,7 +16,7 @@ pub(super) enum LayerPart {
 
 impl LayerPart {
     /// The part of a parameter; `None`: it is outside the layers.
-    pub fn of(p: &ParamInfo) -> Option<Self> {
+    pub(super) fn of(p: &ParamInfo) -> Option<Self> {
         match (p.group, p.expert()) {
             (Group::Layer(layer), Some(expert)) => Some(Self::Expert(layer, expert)),
             (Group::Layer(layer), None) => Some(Self::Dense(layer)),
@@ -25,7 +25,7 @@ impl LayerPart {
     }
 
     /// The parts of a model: indices into `params`.
-    pub fn all(params: &[ParamInfo]) -> BTreeMap<Self, Vec<usize>> {
+    pub(super) fn all(params: &[ParamInfo]) -> BTreeMap<Self, Vec<usize>> {
         let mut parts: BTreeMap<Self, Vec<usize>> = BTreeMap::new();
         for (i, p) in params.iter().enumerate() {
             if let Some(part) = Self::of(p) {
@@ -74,7 +74,7 @@ pub(super) struct Expected {
 
 impl Expected {
     /// The layer needs these, of `count` experts. Returns the first one.
-    pub fn set(&self, experts: impl Iterator<Item = LayerPart>, count: usize) -> Option<LayerPart> {
+    pub(super) fn set(&self, experts: impl Iterator<Item = LayerPart>, count: usize) -> Option<LayerPart> {
         self.of.fetch_add(count as u64, Relaxed);
         let mut next = lock(&self.next);
         *next = experts.collect();
@@ -82,7 +82,7 @@ impl Expected {
     }
 
     /// `part` is fetched now. Returns the one that is fetched after it.
-    pub fn after(&self, part: LayerPart) -> Option<LayerPart> {
+    pub(super) fn after(&self, part: LayerPart) -> Option<LayerPart> {
         let mut next = lock(&self.next);
         let at = next.iter().position(|p| *p == part)?;
         next.drain(..=at);
@@ -90,13 +90,13 @@ impl Expected {
     }
 
     /// Counts an expert of `bytes` bytes that was read or copied.
-    pub fn count(&self, bytes: u64) {
+    pub(super) fn count(&self, bytes: u64) {
         self.brought.fetch_add(1, Relaxed);
         self.bytes.fetch_add(bytes, Relaxed);
     }
 
     /// The counts since the last call.
-    pub fn take(&self) -> ExpertReads {
+    pub(super) fn take(&self) -> ExpertReads {
         let [of, brought, bytes] = [&self.of, &self.brought, &self.bytes].map(|n| n.swap(0, Relaxed));
         ExpertReads {
             of,

@@ -27,7 +27,7 @@ pub(super) struct Exact {
 
 impl Exact {
     /// Splits f32 `values`.
-    pub fn new(values: Vec<f32>, shape: &[usize], dtype: Dtype, device: &Device) -> Result<Self> {
+    pub(super) fn new(values: Vec<f32>, shape: &[usize], dtype: Dtype, device: &Device) -> Result<Self> {
         match dtype {
             Dtype::F32 => Ok(Self {
                 weight: Tensor::from_vec(values, shape, device)?,
@@ -55,7 +55,7 @@ impl Exact {
     }
 
     /// The exact f32 values, `[elements]`.
-    pub fn values(&self) -> Result<Vec<f32>> {
+    pub(super) fn values(&self) -> Result<Vec<f32>> {
         match &self.low {
             Some(low) if self.weight.dtype() == DType::F16 => step::join(&self.weight, low),
             Some(low) => {
@@ -69,7 +69,7 @@ impl Exact {
         }
     }
 
-    pub fn send(&self, sink: &mut NumbersSink) -> Result<()> {
+    pub(super) fn send(&self, sink: &mut NumbersSink) -> Result<()> {
         match (self.weight.dtype(), &self.low) {
             (DType::BF16, low) => {
                 let low = low.as_ref().map(|l| l.flatten_all()?.to_vec1::<i16>()).transpose()?;
@@ -91,7 +91,7 @@ pub(super) fn requantize(
     format: Format,
     decoded: Dtype,
 ) -> Result<(QMatrix, Requantized)> {
-    let quantized = encode(values, p, format, decoded)?;
+    let quantized = quantize(values, p, format, decoded)?;
     let (width, rows) = (quantized.dims().1.max(1), values.par_chunks(quantized.dims().1.max(1)));
     let sums: Vec<(f64, f64)> = rows
         .enumerate()
@@ -117,11 +117,16 @@ pub(super) fn requantize(
 }
 
 /// Errors: the parameter is not a matrix; the values cannot be quantized.
-pub(super) fn encode<V: quant::Value>(values: &[V], p: &ParamInfo, format: Format, decoded: Dtype) -> Result<QMatrix> {
+pub(super) fn quantize<V: quant::Quantizable>(
+    values: &[V],
+    p: &ParamInfo,
+    format: Format,
+    decoded: Dtype,
+) -> Result<QMatrix> {
     let &[rows, columns] = p.shape.as_slice() else {
         return Err(Error::new("only a matrix can be quantized")
             .at(&*p.name)
             .found(format!("shape {:?}, {format}", p.shape)));
     };
-    quant::encode(values, (rows, columns), format, decoded).map_err(|e| e.or_at(&*p.name))
+    quant::quantize(values, (rows, columns), format, decoded).map_err(|e| e.or_at(&*p.name))
 }

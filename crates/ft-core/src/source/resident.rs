@@ -1,6 +1,6 @@
 //! A source that keeps all weights on the device for the whole run.
 
-use super::requantize::{Exact, encode, requantize};
+use super::requantize::{Exact, quantize, requantize};
 use super::{
     Group, GroupWeights, InMemory, MasterLowBits, Numbers, NumbersSink, ParamInfo, Requantized, StreamedMatrix,
     TrainableStore, WeightSource, lock, no_such, not_quantized, stored,
@@ -59,7 +59,7 @@ impl Resident {
     ///
     /// # Errors
     /// As `load`.
-    pub fn load_decoded(params: Vec<ParamInfo>, weights: &Weights, dtype: Dtype, device: &Device) -> Result<Self> {
+    pub fn load_dequantized(params: Vec<ParamInfo>, weights: &Weights, dtype: Dtype, device: &Device) -> Result<Self> {
         check_names(&params, weights)?;
         Self::build(params, device, |p| Ok(read_dense(weights, p, dtype, device)?.into()))
     }
@@ -231,6 +231,9 @@ fn element(p: &ParamInfo, index: u64, random: RandomWeights) -> impl Fn(usize) -
 }
 
 /// As `draw`, for the whole parameter on the CPU; a bf16 or f16 parameter never exists as f32.
+///
+/// # Errors
+/// None for these sizes.
 pub fn draw_tensor(p: &ParamInfo, index: u64, dtype: Dtype, random: RandomWeights) -> Result<Tensor> {
     let (all, element) = (0..p.elements(), element(p, index, random));
     Ok(match dtype {
@@ -349,14 +352,14 @@ fn not_finite(weights: &Weights, p: &ParamInfo) -> Error {
     .hint("the file is damaged, or it was saved by a diverged training run: download the model again")
 }
 
-fn quantized_on_device<V: quant::Value>(
+fn quantized_on_device<V: quant::Quantizable>(
     values: &[V],
     p: &ParamInfo,
     format: Format,
     decoded: Dtype,
     device: &Device,
 ) -> Result<Weight> {
-    Weight::quantized_on(encode(values, p, format, decoded)?, device)
+    Weight::quantized_on(quantize(values, p, format, decoded)?, device)
 }
 
 /// Checks that the files have exactly the parameters of the model.

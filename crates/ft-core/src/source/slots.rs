@@ -22,7 +22,7 @@ impl<K, T> Default for Slots<K, T> {
 
 impl<K: PartialEq, T> Slots<K, T> {
     /// Takes the content of `key`; if there is none, frees the oldest slot that is not prefetched.
-    pub fn take(&mut self, key: K) -> Option<T> {
+    pub(super) fn take(&mut self, key: K) -> Option<T> {
         if let Some(at) = self.0.iter().position(|slot| slot.key == key) {
             return Some(self.0.remove(at).content);
         }
@@ -33,7 +33,7 @@ impl<K: PartialEq, T> Slots<K, T> {
         None
     }
 
-    pub fn put(&mut self, key: K, content: T, prefetched: bool) {
+    pub(super) fn put(&mut self, key: K, content: T, prefetched: bool) {
         self.0.push(Slot {
             key,
             content,
@@ -42,21 +42,21 @@ impl<K: PartialEq, T> Slots<K, T> {
     }
 
     /// Drops the content of the keys that `keep` rejects.
-    pub fn retain(&mut self, keep: impl Fn(&K) -> bool) {
+    pub(super) fn retain(&mut self, keep: impl Fn(&K) -> bool) {
         self.0.retain(|slot| keep(&slot.key));
     }
 
-    pub fn clear(&mut self) {
+    pub(super) fn clear(&mut self) {
         self.0.clear();
     }
 
     #[cfg(test)]
-    pub fn len(&self) -> usize {
+    pub(super) fn len(&self) -> usize {
         self.0.len()
     }
 
     #[cfg(test)]
-    pub fn has(&self, key: K) -> bool {
+    pub(super) fn has(&self, key: K) -> bool {
         self.0.iter().any(|slot| slot.key == key)
     }
 }

@@ -36,7 +36,7 @@ const FORMAT_BYTES: usize = 16;
 
 /// The layout of quantized weights in a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Layout {
+pub enum QuantizedLayout {
     /// The parts of `quant`.
     Ft,
     /// The tensors of bitsandbytes, 4 bits.
@@ -49,7 +49,7 @@ pub enum Layout {
 ///
 /// # Errors
 /// A format that ft does not support.
-pub fn find(weights: &Weights, name: &str) -> Result<Option<(Layout, Format)>> {
+pub fn find(weights: &Weights, name: &str) -> Result<Option<(QuantizedLayout, Format)>> {
     for (suffix, floats) in [(STATE, false), (FP4_STATE, true)] {
         let state = format!("{name}.{suffix}");
         if weights.info(&state).is_none() {
@@ -64,19 +64,19 @@ pub fn find(weights: &Weights, name: &str) -> Result<Option<(Layout, Format)>> {
         };
         let double = weights.info(&format!("{name}.nested_absmax")).is_some();
         return Ok(Some(match wide::block(&weights.read_bytes(&state)?) {
-            Some(block) => (Layout::Other(Tool::Bitsandbytes4(block)), format(false)),
-            None => (Layout::Bitsandbytes, format(double)),
+            Some(block) => (QuantizedLayout::Other(Tool::Bitsandbytes4(block)), format(false)),
+            None => (QuantizedLayout::Bitsandbytes, format(double)),
         }));
     }
     let tag = format!("{name}.{FORMAT}");
     if weights.info(&tag).is_none() {
         let other = other::find(weights, name)?;
-        return Ok(other.map(|(tool, format)| (Layout::Other(tool), format)));
+        return Ok(other.map(|(tool, format)| (QuantizedLayout::Other(tool), format)));
     }
     let bytes = weights.read_bytes(&tag)?;
     let text = String::from_utf8_lossy(&bytes).trim_end().to_string();
     match Format::from_tag(&text) {
-        Some(format) => Ok(Some((Layout::Ft, format))),
+        Some(format) => Ok(Some((QuantizedLayout::Ft, format))),
         None => Err(
             Error::unsupported("a weight is stored in a format that ft does not support")
                 .at(name)
@@ -87,9 +87,15 @@ pub fn find(weights: &Weights, name: &str) -> Result<Option<(Layout, Format)>> {
 }
 
 /// The names of the tensors that hold a quantized parameter; also of those that are missing.
-pub fn names(weights: &Weights, layout: Layout, format: Format, name: &str, dims: (usize, usize)) -> Vec<String> {
+pub fn names(
+    weights: &Weights,
+    layout: QuantizedLayout,
+    format: Format,
+    name: &str,
+    dims: (usize, usize),
+) -> Vec<String> {
     match layout {
-        Layout::Other(tool) => other::names(weights, tool, name),
+        QuantizedLayout::Other(tool) => other::names(weights, tool, name),
         _ => tensors(layout, format, name, dims)
             .into_iter()
             .map(|t| t.name)
@@ -98,7 +104,12 @@ pub fn names(weights: &Weights, layout: Layout, format: Format, name: &str, dims
 }
 
 /// The tensors that hold a quantized parameter `[rows, columns]` in a layout that ft writes.
-pub fn tensors(layout: Layout, format: Format, name: &str, (rows, columns): (usize, usize)) -> Vec<TensorPlan> {
+pub fn tensors(
+    layout: QuantizedLayout,
+    format: Format,
+    name: &str,
+    (rows, columns): (usize, usize),
+) -> Vec<TensorPlan> {
     let plan = |name: String, dtype, shape: &[usize]| TensorPlan {
         name,
         dtype,
@@ -110,7 +121,7 @@ pub fn tensors(layout: Layout, format: Format, name: &str, (rows, columns): (usi
         let Some(tensor) = tensor else { continue };
         let groups = columns.div_ceil(format.group(columns));
         all.push(match (part, format) {
-            (QDATA, Format::Nf4 { .. } | Format::Fp4 { .. }) if layout == Layout::Bitsandbytes => {
+            (QDATA, Format::Nf4 { .. } | Format::Fp4 { .. }) if layout == QuantizedLayout::Bitsandbytes => {
                 plan(tensor, StoredDtype::U8, &[bytes, 1])
             }
             (QDATA, Format::Nf4 { .. }) => plan(tensor, StoredDtype::U8, &[bytes]),
@@ -124,9 +135,9 @@ pub fn tensors(layout: Layout, format: Format, name: &str, (rows, columns): (usi
         });
     }
     match layout {
-        Layout::Ft => all.push(plan(format!("{name}.{FORMAT}"), StoredDtype::U8, &[FORMAT_BYTES])),
-        Layout::Other(_) => {}
-        Layout::Bitsandbytes => {
+        QuantizedLayout::Ft => all.push(plan(format!("{name}.{FORMAT}"), StoredDtype::U8, &[FORMAT_BYTES])),
+        QuantizedLayout::Other(_) => {}
+        QuantizedLayout::Bitsandbytes => {
             all.push(plan(format!("{name}.quant_map"), StoredDtype::F32, &[16]));
             if matches!(format, Format::Nf4 { double: true } | Format::Fp4 { double: true }) {
                 all.push(plan(format!("{name}.nested_quant_map"), StoredDtype::F32, &[256]));
@@ -143,10 +154,10 @@ pub fn tensors(layout: Layout, format: Format, name: &str, (rows, columns): (usi
 }
 
 /// Name of the tensor of a part; `None` for the offset of bitsandbytes, which is in the JSON.
-fn tensor_name(layout: Layout, name: &str, part: &str) -> Option<String> {
+fn tensor_name(layout: QuantizedLayout, name: &str, part: &str) -> Option<String> {
     match (layout, part) {
-        (Layout::Bitsandbytes, QDATA) => Some(name.to_string()),
-        (Layout::Bitsandbytes, "nested_offset") => None,
+        (QuantizedLayout::Bitsandbytes, QDATA) => Some(name.to_string()),
+        (QuantizedLayout::Bitsandbytes, "nested_offset") => None,
         _ => Some(format!("{name}.{part}")),
     }
 }
@@ -155,7 +166,7 @@ fn tensor_name(layout: Layout, name: &str, part: &str) -> Option<String> {
 ///
 /// # Errors
 /// A tensor that `tensors` does not list.
-pub fn bytes(layout: Layout, quantized: &QMatrix, name: &str, plan: &TensorPlan) -> Result<Vec<u8>> {
+pub fn bytes(layout: QuantizedLayout, quantized: &QMatrix, name: &str, plan: &TensorPlan) -> Result<Vec<u8>> {
     let rest = plan.name.strip_prefix(name).unwrap_or_default().trim_start_matches('.');
     let padded = |text: String, len: usize| {
         let mut bytes = text.into_bytes();
@@ -205,13 +216,19 @@ fn state(quantized: &QMatrix) -> Value {
 ///
 /// # Errors
 /// A tensor whose size does not match the shape; a block size or a table that is not NF4's.
-pub fn read(weights: &Weights, p: &ParamInfo, layout: Layout, format: Format, decoded: Dtype) -> Result<QMatrix> {
+pub fn read(
+    weights: &Weights,
+    p: &ParamInfo,
+    layout: QuantizedLayout,
+    format: Format,
+    decoded: Dtype,
+) -> Result<QMatrix> {
     Checked::new(weights, p, layout, format)?.read(weights, p, decoded)
 }
 
 /// A quantized parameter of the files whose description was checked, so that it can be read many times.
 pub(super) struct Checked {
-    layout: Layout,
+    layout: QuantizedLayout,
     format: Format,
     /// The offset of the absmax codes of bitsandbytes.
     offset: Option<f64>,
@@ -219,16 +236,16 @@ pub(super) struct Checked {
 
 impl Checked {
     /// Errors: as `read`, except for sizes.
-    pub fn new(weights: &Weights, p: &ParamInfo, layout: Layout, format: Format) -> Result<Self> {
+    pub(super) fn new(weights: &Weights, p: &ParamInfo, layout: QuantizedLayout, format: Format) -> Result<Self> {
         let offset = match layout {
-            Layout::Ft | Layout::Other(_) => None,
-            Layout::Bitsandbytes => check_state(weights, p, format, matrix(p)?, 64)?,
+            QuantizedLayout::Ft | QuantizedLayout::Other(_) => None,
+            QuantizedLayout::Bitsandbytes => check_state(weights, p, format, matrix(p)?, 64)?,
         };
         Ok(Self { layout, format, offset })
     }
 
-    pub fn read(&self, weights: &Weights, p: &ParamInfo, decoded: Dtype) -> Result<QMatrix> {
-        if let Layout::Other(tool) = self.layout {
+    pub(super) fn read(&self, weights: &Weights, p: &ParamInfo, decoded: Dtype) -> Result<QMatrix> {
+        if let QuantizedLayout::Other(tool) = self.layout {
             return other::read(weights, p, matrix(p)?, tool, self.format, decoded);
         }
         let take = |part: &str| match (tensor_name(self.layout, &p.name, part), self.offset) {
@@ -297,15 +314,15 @@ fn check_state(
 }
 
 /// The `quantization_config` of `config.json` for a directory whose projections have these `formats`.
-pub fn config(layout: Layout, formats: &[Format], decoded: Dtype) -> Value {
+pub fn config(layout: QuantizedLayout, formats: &[Format], decoded: Dtype) -> Value {
     match layout {
-        Layout::Ft | Layout::Other(_) => {
+        QuantizedLayout::Ft | QuantizedLayout::Other(_) => {
             let mut names: Vec<String> = formats.iter().map(|f| f.tag()).collect();
             names.sort();
             names.dedup();
             json!({"quant_method": "ft", "formats": names})
         }
-        Layout::Bitsandbytes => json!({
+        QuantizedLayout::Bitsandbytes => json!({
             "quant_method": "bitsandbytes",
             "load_in_4bit": true,
             "load_in_8bit": false,
@@ -322,7 +339,7 @@ pub fn config(layout: Layout, formats: &[Format], decoded: Dtype) -> Value {
 ///
 /// # Errors
 /// As `read`; the file cannot be written.
-pub fn write_decoded(weights: &Weights, params: &[ParamInfo], dtype: Dtype, path: &Path) -> Result<()> {
+pub fn write_dequantized(weights: &Weights, params: &[ParamInfo], dtype: Dtype, path: &Path) -> Result<()> {
     let stored = match dtype {
         Dtype::F32 => StoredDtype::F32,
         Dtype::Bf16 => StoredDtype::Bf16,

@@ -21,7 +21,7 @@ use crate::ops::update;
 use crate::quant::{DeviceQMatrix, Weight};
 use candle_core::{DType, Device, Tensor};
 use low_bits::DeviceLowBits;
-pub(super) use order::Order;
+pub(super) use order::FetchOrder;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
@@ -46,7 +46,7 @@ pub struct Uploaded {
     /// The names of the parameters of each part.
     parts: BTreeMap<LayerPart, Vec<Arc<str>>>,
     /// Order in which layers are fetched from `host`.
-    order: Mutex<Order>,
+    order: Mutex<FetchOrder>,
 }
 
 enum Content {
@@ -67,6 +67,9 @@ impl Uploaded {
     /// `host` is a source on the host; `memory` is that of its frozen weights (`Reused`: it waits for
     /// `GroupWeights::read_by`). `head` is the name of the output projection (LM head): it stays on the device unless
     /// `host` streams it in pieces.
+    ///
+    /// # Errors
+    /// A weight that stays on the device cannot be read; not enough memory on the device.
     pub fn new(host: Arc<dyn TrainableStore>, head: &str, memory: HostMemory, device: &Device) -> Result<Self> {
         let streamed = host.streamed(head).is_some();
         let always = host.params().iter().filter(|p| stays_on_device(p, head, streamed));
@@ -254,7 +257,7 @@ impl Uploaded {
     }
 
     /// Releases the page-locked quantized data of a parameter, which is replaced next.
-    fn forget_codes(&self, param: &ParamInfo) -> Result<()> {
+    fn forget_quantized(&self, param: &ParamInfo) -> Result<()> {
         if self.memory == HostMemory::Stable
             && let Ok((_, Weight::DeviceQuantized(codes))) = self.host.fetch(param.group)?.weight(&param.name)
         {
@@ -428,7 +431,7 @@ impl TrainableStore for Uploaded {
         let mut low_bits = DeviceLowBits::new(low, self.copier.device());
         // Quantized data of active parameters is not needed; it is recomputed at deactivation.
         for param in self.host.params().iter().filter(|p| names.contains(&&*p.name)) {
-            self.forget_codes(param)?;
+            self.forget_quantized(param)?;
         }
         self.host.activate(names, &mut low_bits)?;
         let params = self.host.params();
@@ -506,7 +509,7 @@ impl TrainableStore for Uploaded {
     }
 
     fn requantize(&self, name: &str, values: &[f32]) -> Result<()> {
-        self.forget_codes(self.host.param(name)?)?;
+        self.forget_quantized(self.host.param(name)?)?;
         self.host.requantize(name, values)?;
         self.forget();
         Ok(())

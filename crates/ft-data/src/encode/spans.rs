@@ -23,7 +23,7 @@ const PROBES: [&str; 2] = ["Zq7probe4xW", "9Kv probe Yj3"];
 
 /// The full text of a conversation and the byte range of each wanted assistant turn.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Rendered {
+pub(crate) struct RenderedTurns {
     pub text: String,
     /// Per turn: from after the generation prompt to the end of the turn. White space after the end-of-turn token is
     /// still included; the caller cuts at the token.
@@ -42,7 +42,7 @@ pub(crate) fn render(
     messages: &[Value],
     tools: Option<&Value>,
     wanted: &[usize],
-) -> Result<Rendered> {
+) -> Result<RenderedTurns> {
     if let Some(marked) = template.render_marked(messages, tools, false)? {
         return of_marks(template, messages, tools, wanted, marked.text, marked.generation);
     }
@@ -58,7 +58,7 @@ pub(crate) fn render(
         }
     }
     let tools = talk.tool_outputs(wanted, &turns);
-    Ok(Rendered {
+    Ok(RenderedTurns {
         text,
         turns,
         tools,
@@ -85,7 +85,7 @@ fn of_marks(
     wanted: &[usize],
     text: String,
     mut marks: Vec<Range<usize>>,
-) -> Result<Rendered> {
+) -> Result<RenderedTurns> {
     marks.retain(|m| !m.is_empty());
     let is_assistant = |m: &Value| chat::role(m) == "assistant";
     match wanted.first() {
@@ -97,7 +97,7 @@ fn of_marks(
         }
         Some(_) => {}
     }
-    Ok(Rendered {
+    Ok(RenderedTurns {
         text,
         turns: marks,
         tools: Vec::new(),

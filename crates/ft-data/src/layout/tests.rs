@@ -1,7 +1,7 @@
 //! Tests of column layouts: roles, refused rows, and the description of a file.
 
 use super::*;
-use crate::dataset::{Dataset, Spec};
+use crate::dataset::{Dataset, DatasetSpec};
 use crate::prompts::{PromptContent, PromptSpec, Prompts, Room};
 use crate::reading::lines;
 use crate::rows::{self, Sample};
@@ -30,8 +30,8 @@ fn learned(value: Value, render: Render, template: bool) -> Result<(Sample, Layo
     Ok((rows::understand(&row, &layout)?, layout))
 }
 
-fn spec(files: &Files, render: Render) -> Spec<'_> {
-    Spec {
+fn spec(files: &Files, render: Render) -> DatasetSpec<'_> {
+    DatasetSpec {
         sources: &files.sources,
         render,
         max_length: 4096,

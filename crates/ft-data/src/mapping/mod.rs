@@ -71,7 +71,10 @@ pub struct Mapping {
 }
 
 impl Mapping {
-    /// Errors: the template is not valid, or the prompt is given twice.
+    /// Checks the template of the prompt.
+    ///
+    /// # Errors
+    /// The template is not valid, or the prompt is given twice.
     pub fn check(&self) -> Result<()> {
         let Some(template) = &self.prompt_template else {
             return Ok(());

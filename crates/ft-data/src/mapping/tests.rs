@@ -1,7 +1,7 @@
 //! Tests of mapped columns, and of rows with the columns of well-known public datasets.
 
 use super::*;
-use crate::dataset::{Dataset, Spec};
+use crate::dataset::{Dataset, DatasetSpec};
 use crate::preference::{self, Want};
 use crate::prompts::{PromptSpec, Prompts, Room};
 use crate::reading::lines;
@@ -31,8 +31,8 @@ fn case(rows: &[Value], mapping: Mapping) -> Case {
 }
 
 impl Case {
-    fn spec(&self) -> Spec<'_> {
-        Spec {
+    fn spec(&self) -> DatasetSpec<'_> {
+        DatasetSpec {
             sources: &self.files.sources,
             render: self.render,
             max_length: 4096,

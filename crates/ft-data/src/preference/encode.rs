@@ -170,7 +170,7 @@ impl PairEncoder<'_> {
                     .at(&row.place)
                     .found(format!("a prompt of {prompt} tokens, a maximum of {most} for the row"))
                     .expected(format!("at most {} tokens", most - 1))
-                    .hint("raise `data::Spec::max_length`, or remove the row"),
+                    .hint("raise `data::DatasetSpec::max_length`, or remove the row"),
             );
         }
         let sides = whole.into_iter().enumerate().map(|(side, mut ids)| {

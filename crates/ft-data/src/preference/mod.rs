@@ -16,7 +16,7 @@ mod tests;
 
 use super::batch::{Batch, Example};
 use super::codec::{ChatRender, TextCodec};
-use super::dataset::{Dataset, Origin, Spec};
+use super::dataset::{Dataset, DatasetSpec, Origin};
 use super::examples::Join;
 use super::faults::{BadRows, Tried};
 use super::layout::{Layout, Purpose};
@@ -75,7 +75,12 @@ impl Preference {
 /// # Errors
 /// A broken row, equal sides, a prompt that fills `max_length` (each with its place), margins in some rows only, no
 /// rows, nothing to train, a signal that asks to stop.
-pub fn load(spec: &Spec, want: Want, codec: &dyn TextCodec, template: Option<&dyn ChatRender>) -> Result<Dataset> {
+pub fn load(
+    spec: &DatasetSpec,
+    want: Want,
+    codec: &dyn TextCodec,
+    template: Option<&dyn ChatRender>,
+) -> Result<Dataset> {
     let mut rows = InMemory::new(spec);
     let readings = read_into(spec, want, codec, template, 0, &mut rows)?;
     rows.dataset(spec, readings)
@@ -86,7 +91,7 @@ pub fn load(spec: &Spec, want: Want, codec: &dyn TextCodec, template: Option<&dy
 /// # Errors
 /// As for `load`; the cache cannot be written.
 pub fn load_cached(
-    spec: &Spec,
+    spec: &DatasetSpec,
     want: Want,
     codec: &dyn TextCodec,
     template: Option<&dyn ChatRender>,
@@ -106,7 +111,7 @@ pub fn load_cached(
 
 /// Reads all rows, and tokenizes those after the first `skip`. Errors: as `load`, except that no rows are no error here.
 pub(super) fn read_into(
-    spec: &Spec,
+    spec: &DatasetSpec,
     want: Want,
     codec: &dyn TextCodec,
     template: Option<&dyn ChatRender>,

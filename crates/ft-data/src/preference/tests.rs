@@ -12,7 +12,7 @@ const CHATML: &str = r#"{% for m in messages %}{{ '<|im_start|>' + m.role + '\n'
 
 fn read(words: &Words, lines: &[&str], want: Want, max_length: usize) -> Result<Dataset> {
     let files = files(&[("p.jsonl", &lines.join("\n"))]);
-    let spec = Spec {
+    let spec = DatasetSpec {
         sources: &files.sources,
         render: Render::Plain,
         max_length,
@@ -288,7 +288,7 @@ fn the_renderings_of_64_rows_are_asked_for_at_once() {
     let lines: Vec<String> = (0..200).map(row).collect();
     let lines: Vec<&str> = lines.iter().map(String::as_str).collect();
     let files = files(&[("p.jsonl", &lines.join("\n"))]);
-    let spec = Spec {
+    let spec = DatasetSpec {
         sources: &files.sources,
         render: Render::Plain,
         max_length: 64,

@@ -2,7 +2,7 @@
 
 use super::parts;
 use crate::codec::{ChatRender, TextCodec};
-use crate::dataset::Spec;
+use crate::dataset::DatasetSpec;
 use crate::faults::BadRows;
 use crate::layout::{Layout, Purpose, Rules};
 use crate::load::CHUNK_ROWS;
@@ -91,7 +91,7 @@ impl RowStats {
     /// # Errors
     /// A broken row, with its place.
     pub fn read(
-        spec: &Spec,
+        spec: &DatasetSpec,
         kind: RowKind,
         answer: &str,
         codec: &dyn TextCodec,

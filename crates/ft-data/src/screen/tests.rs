@@ -8,7 +8,7 @@ use crate::layout::Purpose;
 use crate::preference::{self, Want};
 use crate::prompts::{PromptSpec, Prompts, Room};
 use crate::testing::{Files, Words, files, layout, row};
-use crate::{ChatRender, Dataset, Encoder, Long, Render, RowFormat, Spec, TrainOn};
+use crate::{ChatRender, Dataset, DatasetSpec, Encoder, Long, Render, RowFormat, TrainOn};
 use serde_json::json;
 use std::sync::Arc;
 
@@ -23,8 +23,8 @@ fn dedup(dedup: Dedup) -> Screen {
     })
 }
 
-fn spec<'a>(files: &'a Files, screen: Option<&'a Screen>) -> Spec<'a> {
-    Spec {
+fn spec<'a>(files: &'a Files, screen: Option<&'a Screen>) -> DatasetSpec<'a> {
+    DatasetSpec {
         sources: &files.sources,
         render: Render::Plain,
         max_length: 1000,
@@ -363,7 +363,7 @@ fn texts_are_counted_while_the_rows_are_tokenized() {
         });
         let (screen, codec) = (screen.unwrap(), crate::testing::real());
         let plain = crate::testing::short_rows(&files);
-        let spec = crate::Spec {
+        let spec = crate::DatasetSpec {
             screen: Some(&screen),
             ..plain.clone()
         };

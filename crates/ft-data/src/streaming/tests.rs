@@ -195,7 +195,7 @@ fn weighted_and_screened_streams_resume_to_the_same_batches() {
     let exact = screen(Dedup::Exact);
     for (weight, screened) in [(Some(3.0), false), (Some(3.0), true), (None, true)] {
         weighted.sources[1].weight = weight;
-        let spec = Spec {
+        let spec = DatasetSpec {
             screen: screened.then_some(&exact),
             ..spec(&weighted)
         };
@@ -231,7 +231,7 @@ fn a_screened_stream_keeps_the_first_of_equal_rows_in_every_epoch() {
     let text: String = (0..60).map(|i| format!("{{\"text\": \"row {}\"}}\n", i % 20)).collect();
     let (files, codec) = (files(&[("a.jsonl", &text)]), real());
     let exact = screen(Dedup::Exact);
-    let spec = Spec {
+    let spec = DatasetSpec {
         screen: Some(&exact),
         ..spec(&files)
     };
@@ -250,7 +250,7 @@ fn a_screened_stream_keeps_the_first_of_equal_rows_in_every_epoch() {
     twice.push(twice[0].clone());
     for weight in [None, Some(1.0)] {
         twice.iter_mut().for_each(|source| source.weight = weight);
-        let spec = Spec {
+        let spec = DatasetSpec {
             sources: &twice[..],
             ..spec.clone()
         };

@@ -1,13 +1,13 @@
 //! Everything on which the tokens of a dataset depend, as one hash.
 
 use super::{FORMAT, Request};
-use crate::dataset::Spec;
+use crate::dataset::DatasetSpec;
 use crate::screen::Screen;
 use ft_base::{Result, files};
 use std::path::Path;
 
 /// Bytes of all data files.
-pub(super) fn bytes(spec: &Spec) -> Result<u64> {
+pub(super) fn bytes(spec: &DatasetSpec) -> Result<u64> {
     spec.files().map(|path| files::size(Path::new(path))).sum()
 }
 

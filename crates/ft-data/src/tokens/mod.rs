@@ -30,7 +30,7 @@ mod tests;
 mod tests_sets;
 
 use super::batch::Example;
-use super::dataset::{Dataset, Origin, Spec, Stats};
+use super::dataset::{Dataset, DatasetSpec, Origin, Stats};
 use super::examples::{Examples, Measure};
 use super::layout::Purpose;
 use super::load::{self, Sink};
@@ -79,7 +79,7 @@ pub struct TokenCache<'a> {
 
 /// The rows that are wanted: their files, how they are encoded, and for preferences the part of a row that is used.
 pub(super) struct Request<'a> {
-    pub spec: &'a Spec<'a>,
+    pub spec: &'a DatasetSpec<'a>,
     pub codec: &'a dyn TextCodec,
     pub template: Option<&'a dyn ChatRender>,
     pub want: Option<Want>,

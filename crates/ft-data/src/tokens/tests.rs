@@ -104,7 +104,7 @@ impl Place {
         }
     }
 
-    pub(super) fn load(&self, spec: &Spec, codec: &dyn TextCodec) -> Result<Dataset> {
+    pub(super) fn load(&self, spec: &DatasetSpec, codec: &dyn TextCodec) -> Result<Dataset> {
         self.within(u64::MAX, spec, None, codec)
     }
 
@@ -120,7 +120,13 @@ impl Place {
     }
 
     /// As `load`, with a limit of the cache, and for preferences.
-    pub(super) fn within(&self, limit: u64, spec: &Spec, want: Option<Want>, codec: &dyn TextCodec) -> Result<Dataset> {
+    pub(super) fn within(
+        &self,
+        limit: u64,
+        spec: &DatasetSpec,
+        want: Option<Want>,
+        codec: &dyn TextCodec,
+    ) -> Result<Dataset> {
         let cache = TokenCache {
             dir: self.dir.path(),
             least_bytes: 0,
@@ -278,7 +284,7 @@ fn another_setting_or_file_is_another_set_and_small_files_are_not_cached() {
     let (files, place) = (rows(), Place::new());
     let sets = || files::list(place.dir.path()).unwrap().len();
     place.load(&spec(&files), &real()).unwrap();
-    let other = Spec {
+    let other = DatasetSpec {
         max_length: 17,
         ..spec(&files)
     };

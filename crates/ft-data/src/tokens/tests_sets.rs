@@ -29,8 +29,8 @@ fn judged() -> Files {
     files(&[("p.jsonl", &(0..ROWS).map(row).collect::<String>())])
 }
 
-fn spec(files: &Files) -> Spec<'_> {
-    Spec {
+fn spec(files: &Files) -> DatasetSpec<'_> {
+    DatasetSpec {
         long: Long::Truncate,
         ..short_rows(files)
     }
@@ -123,7 +123,7 @@ fn dropped_rows_are_reported_at_every_start_without_reading_them_again() {
         Screen::new(spec).unwrap()
     };
     let load = |screen: &Option<Screen>| {
-        let spec = Spec {
+        let spec = DatasetSpec {
             screen: screen.as_ref(),
             ..spec(&files)
         };
@@ -133,7 +133,7 @@ fn dropped_rows_are_reported_at_every_start_without_reading_them_again() {
     let rows = load(&first);
     assert_eq!((rows.examples.len(), codec.texts()), (700, 700));
     let third = screen(Dedup::Exact);
-    let again = Spec {
+    let again = DatasetSpec {
         screen: third.as_ref(),
         ..spec(&files)
     };
@@ -154,7 +154,7 @@ fn dropped_rows_are_reported_at_every_start_without_reading_them_again() {
 fn the_sets_that_were_not_used_for_the_longest_time_are_removed() {
     let (files, place) = (rows(), Place::new());
     let load = |limit: u64, max_length: usize| {
-        let spec = Spec {
+        let spec = DatasetSpec {
             max_length,
             ..short_rows(&files)
         };
@@ -168,7 +168,7 @@ fn the_sets_that_were_not_used_for_the_longest_time_are_removed() {
     drop(load(u64::MAX, 18));
     assert_eq!(sets().len(), 4);
     let key = |max_length| {
-        let spec = Spec {
+        let spec = DatasetSpec {
             max_length,
             ..short_rows(&files)
         };

@@ -6,7 +6,7 @@ use serde_json::{Map, Value, json};
 
 /// The schedule of the ranks, and the kept singular values.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Allocation {
+pub struct RankAllocation {
     /// Mean rank at the end.
     pub target_r: usize,
     /// Steps before the first pruning.
@@ -27,7 +27,7 @@ pub struct Allocation {
     pub kept: Vec<(String, Vec<bool>)>,
 }
 
-impl Default for Allocation {
+impl Default for RankAllocation {
     /// The defaults of PEFT, which needs a number of steps even for loading.
     fn default() -> Self {
         Self {
@@ -44,7 +44,7 @@ impl Default for Allocation {
     }
 }
 
-impl Allocation {
+impl RankAllocation {
     pub(super) fn read(c: &Reader) -> Result<Self> {
         let d = Self::default();
         let whole = |key: &str, default: usize| match c.get(key) {

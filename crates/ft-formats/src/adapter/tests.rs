@@ -135,12 +135,12 @@ fn names_round_trip() {
             false,
         ),
         (
-            AdapterKind::Adalora(Allocation {
+            AdapterKind::Adalora(RankAllocation {
                 target_r: 2,
                 tfinal: 3,
                 total_step: 9,
                 kept: vec![("model.layers.0.self_attn.q_proj".into(), vec![true, false])],
-                ..Allocation::default()
+                ..RankAllocation::default()
             }),
             false,
         ),

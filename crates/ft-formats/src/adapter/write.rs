@@ -1,6 +1,6 @@
 //! Writes `adapter_config.json` in PEFT's form.
 
-use super::{AdapterConfig, AdapterKind, Allocation, Targets, wrapped};
+use super::{AdapterConfig, AdapterKind, RankAllocation, Targets, wrapped};
 use serde_json::{Map, Value, json};
 
 /// The PEFT version whose format is written.
@@ -154,7 +154,7 @@ impl AdapterConfig {
         }
     }
 
-    fn adalora(&self, allocation: &Allocation) -> Value {
+    fn adalora(&self, allocation: &RankAllocation) -> Value {
         let mut out = self.lora();
         let mut own = allocation.json(&|module| self.name_in_file(module));
         own["init_r"] = json!(self.r);

@@ -21,7 +21,7 @@ const DIMENSIONS: usize = 4;
 
 /// The value of a key.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Value {
+pub enum MetadataValue {
     /// An unsigned integer of 8 to 64 bits; written with 32 bits.
     U32(u32),
     /// A signed integer; written with 32 bits.
@@ -56,25 +56,25 @@ mod code {
     pub(super) const U64: u32 = 10;
 }
 
-impl From<u32> for Value {
+impl From<u32> for MetadataValue {
     fn from(x: u32) -> Self {
         Self::U32(x)
     }
 }
 
-impl From<f32> for Value {
+impl From<f32> for MetadataValue {
     fn from(x: f32) -> Self {
         Self::F32(x)
     }
 }
 
-impl From<bool> for Value {
+impl From<bool> for MetadataValue {
     fn from(x: bool) -> Self {
         Self::Bool(x)
     }
 }
 
-impl From<&str> for Value {
+impl From<&str> for MetadataValue {
     fn from(x: &str) -> Self {
         Self::Text(x.into())
     }

@@ -1,7 +1,7 @@
 //! Reads the header of a GGUF file, and its tensors on demand. The file is untrusted: every length is compared with the
 //! size of the file before it is used.
 
-use super::{ALIGNMENT, BlockType, DIMENSIONS, MAGIC, TensorEntry, VERSION, Value, code};
+use super::{ALIGNMENT, BlockType, DIMENSIONS, MAGIC, MetadataValue, TensorEntry, VERSION, code};
 use ft_base::{Error, Result, files};
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -18,7 +18,7 @@ pub struct Reader {
     path: PathBuf,
     file: File,
     /// The keys, sorted.
-    pub keys: BTreeMap<String, Value>,
+    pub keys: BTreeMap<String, MetadataValue>,
     /// The tensors, in the order of the file.
     pub tensors: Vec<TensorEntry>,
     offsets: Vec<u64>,
@@ -179,17 +179,17 @@ impl Header<'_> {
         String::from_utf8(self.take(length)?).map_err(|_| self.wrong("a text is not UTF-8"))
     }
 
-    fn value(&mut self, kind: u32) -> Result<Value> {
+    fn value(&mut self, kind: u32) -> Result<MetadataValue> {
         Ok(match kind {
-            code::U8 => Value::U32(u32::from(self.array::<1>()?[0])),
-            code::U32 => Value::U32(self.u32()?),
-            code::I32 => Value::I32(i32::from_le_bytes(self.array()?)),
-            code::F32 => Value::F32(f32::from_le_bytes(self.array()?)),
-            code::BOOL => Value::Bool(self.array::<1>()?[0] != 0),
-            code::TEXT => Value::Text(self.text()?),
-            code::U64 => {
-                Value::U32(u32::try_from(self.u64()?).map_err(|_| self.wrong("the value of a key is too large"))?)
-            }
+            code::U8 => MetadataValue::U32(u32::from(self.array::<1>()?[0])),
+            code::U32 => MetadataValue::U32(self.u32()?),
+            code::I32 => MetadataValue::I32(i32::from_le_bytes(self.array()?)),
+            code::F32 => MetadataValue::F32(f32::from_le_bytes(self.array()?)),
+            code::BOOL => MetadataValue::Bool(self.array::<1>()?[0] != 0),
+            code::TEXT => MetadataValue::Text(self.text()?),
+            code::U64 => MetadataValue::U32(
+                u32::try_from(self.u64()?).map_err(|_| self.wrong("the value of a key is too large"))?,
+            ),
             code::LIST => {
                 let kind = self.u32()?;
                 self.list(kind)?
@@ -198,24 +198,24 @@ impl Header<'_> {
         })
     }
 
-    fn list(&mut self, kind: u32) -> Result<Value> {
+    fn list(&mut self, kind: u32) -> Result<MetadataValue> {
         Ok(match kind {
             code::TEXT => {
                 let length = self.length(8)?;
-                Value::Texts((0..length).map(|_| self.text()).collect::<Result<_>>()?)
+                MetadataValue::Texts((0..length).map(|_| self.text()).collect::<Result<_>>()?)
             }
             code::BOOL => {
                 let length = self.length(1)?;
-                Value::Bools(self.take(length)?.iter().map(|x| *x != 0).collect())
+                MetadataValue::Bools(self.take(length)?.iter().map(|x| *x != 0).collect())
             }
             code::U32 | code::I32 | code::F32 => {
                 let length = self.length(4)?;
                 let bytes = self.take(length * 4)?;
                 let (words, _) = bytes.as_chunks::<4>();
                 match kind {
-                    code::U32 => Value::U32s(words.iter().map(|w| u32::from_le_bytes(*w)).collect()),
-                    code::I32 => Value::I32s(words.iter().map(|w| i32::from_le_bytes(*w)).collect()),
-                    _ => Value::F32s(words.iter().map(|w| f32::from_le_bytes(*w)).collect()),
+                    code::U32 => MetadataValue::U32s(words.iter().map(|w| u32::from_le_bytes(*w)).collect()),
+                    code::I32 => MetadataValue::I32s(words.iter().map(|w| i32::from_le_bytes(*w)).collect()),
+                    _ => MetadataValue::F32s(words.iter().map(|w| f32::from_le_bytes(*w)).collect()),
                 }
             }
             other => return Err(self.wrong("type of a list is not supported").found(other)),

@@ -1,6 +1,6 @@
 //! Writes a GGUF file, one tensor in memory at a time.
 
-use super::{ALIGNMENT, BlockType, MAGIC, VERSION, Value, code};
+use super::{ALIGNMENT, BlockType, MAGIC, MetadataValue, VERSION, code};
 use ft_base::{Error, Result, files, progress};
 use std::path::Path;
 
@@ -35,7 +35,7 @@ impl TensorEntry {
 /// that cannot be written.
 pub fn write(
     path: &Path,
-    keys: &[(String, Value)],
+    keys: &[(String, MetadataValue)],
     tensors: &[TensorEntry],
     mut fill: impl FnMut(&TensorEntry, &mut dyn FnMut(&[u8]) -> Result<()>) -> Result<()>,
 ) -> Result<u64> {
@@ -95,46 +95,46 @@ fn text(out: &mut Vec<u8>, text: &str) {
     out.extend(text.as_bytes());
 }
 
-fn put(out: &mut Vec<u8>, value: &Value) {
+fn put(out: &mut Vec<u8>, value: &MetadataValue) {
     let mut kind = |code: u32| out.extend(code.to_le_bytes());
     match value {
-        Value::U32(x) => {
+        MetadataValue::U32(x) => {
             kind(code::U32);
             out.extend(x.to_le_bytes());
         }
-        Value::I32(x) => {
+        MetadataValue::I32(x) => {
             kind(code::I32);
             out.extend(x.to_le_bytes());
         }
-        Value::F32(x) => {
+        MetadataValue::F32(x) => {
             kind(code::F32);
             out.extend(x.to_le_bytes());
         }
-        Value::Bool(x) => {
+        MetadataValue::Bool(x) => {
             kind(code::BOOL);
             out.push(u8::from(*x));
         }
-        Value::Text(x) => {
+        MetadataValue::Text(x) => {
             kind(code::TEXT);
             text(out, x);
         }
-        Value::Texts(list) => {
+        MetadataValue::Texts(list) => {
             begin(out, code::TEXT, list.len());
             list.iter().for_each(|x| text(out, x));
         }
-        Value::I32s(list) => {
+        MetadataValue::I32s(list) => {
             begin(out, code::I32, list.len());
             list.iter().for_each(|x| out.extend(x.to_le_bytes()));
         }
-        Value::U32s(list) => {
+        MetadataValue::U32s(list) => {
             begin(out, code::U32, list.len());
             list.iter().for_each(|x| out.extend(x.to_le_bytes()));
         }
-        Value::F32s(list) => {
+        MetadataValue::F32s(list) => {
             begin(out, code::F32, list.len());
             list.iter().for_each(|x| out.extend(x.to_le_bytes()));
         }
-        Value::Bools(list) => {
+        MetadataValue::Bools(list) => {
             begin(out, code::BOOL, list.len());
             list.iter().for_each(|x| out.push(u8::from(*x)));
         }

@@ -1,7 +1,7 @@
 //! Parts of joined tensors: matrices whose rows or columns are not next to each other in the file.
 
 use super::{TensorInfo, Weights};
-use crate::joined::{self, Layout, View};
+use crate::joined::{self, JoinedLayout, JoinedView};
 use serde_json::{Map, Value};
 use std::fs::File;
 use std::io;
@@ -39,9 +39,9 @@ impl Weights {
     }
 
     /// The layout in which a copy of this model is written. `config`: its `config.json`.
-    pub fn experts_layout(&self, config: &Map<String, Value>) -> Option<&'static Layout> {
+    pub fn experts_layout(&self, config: &Map<String, Value>) -> Option<&'static JoinedLayout> {
         let usual = joined::usual(config);
-        let own = |layout: &&Layout| {
+        let own = |layout: &&JoinedLayout| {
             let dense = |(name, info): (&String, &TensorInfo)| info.dtype.is_weight() && layout.is_of_one_expert(name);
             layout.is_optional() && self.tensors.iter().any(dense)
         };
@@ -62,7 +62,7 @@ impl Weights {
 }
 
 /// Reads the bytes of whole elements from byte `at` of a view on.
-fn read(file: &File, info: &TensorInfo, view: View, at: u64, out: &mut [u8]) -> io::Result<()> {
+fn read(file: &File, info: &TensorInfo, view: JoinedView, at: u64, out: &mut [u8]) -> io::Result<()> {
     let size = info.dtype.size();
     let (first, rest) = (at as usize / size, at as usize % size);
     if rest != 0 || !out.len().is_multiple_of(size) {

@@ -4,10 +4,10 @@
 //! that would change nothing is not made. The token goes to the hub's own address only; a server for large files gets the
 //! headers that the hub names.
 
-use super::{Content, LocalFile, Upload, Uploaded};
+use super::{Content, LocalFile, Upload, UploadReport};
 use crate::HubSettings;
 use crate::errors::{RequestedObject, explain};
-use crate::http::{Answer, Client, Fault, encode};
+use crate::http::{Client, HttpFault, HttpResult, encode};
 use ft_base::progress::{self, Phase};
 use ft_base::{Error, Result, files};
 use serde_json::{Value, json};
@@ -33,7 +33,7 @@ struct Planned<'a> {
 }
 
 /// As `upload`, after its checks.
-pub(super) fn send(settings: &HubSettings, upload: &Upload) -> Result<Uploaded> {
+pub(super) fn send(settings: &HubSettings, upload: &Upload) -> Result<UploadReport> {
     let client = Client::new(settings)?;
     Sender {
         settings,
@@ -50,7 +50,7 @@ struct Sender<'a> {
 }
 
 impl Sender<'_> {
-    fn run(&self) -> Result<Uploaded> {
+    fn run(&self) -> Result<UploadReport> {
         let asking = progress::phase(format!("requesting {} from the hub", self.upload.id), 0, "");
         self.create()?;
         let mut planned = Vec::new();
@@ -78,7 +78,7 @@ impl Sender<'_> {
         }
         let url = format!("{}/{}", self.settings.endpoint, self.upload.id);
         if planned.is_empty() {
-            return Ok(Uploaded {
+            return Ok(UploadReport {
                 url,
                 commit: None,
                 sent: 0,
@@ -87,7 +87,7 @@ impl Sender<'_> {
         }
         let sent = self.send_large(&planned)?;
         let commit = self.commit(&planned)?;
-        Ok(Uploaded {
+        Ok(UploadReport {
             url,
             commit: Some(commit),
             sent,
@@ -103,7 +103,7 @@ impl Sender<'_> {
         encode(self.upload.revision).replace('/', "%2F")
     }
 
-    fn fault(&self, e: &Fault, file: Option<&str>) -> Error {
+    fn fault(&self, e: &HttpFault, file: Option<&str>) -> Error {
         let wanted = RequestedObject {
             kind: "model",
             id: self.upload.id,
@@ -117,7 +117,7 @@ impl Sender<'_> {
             ))
             .at(&self.settings.endpoint)
             .hint("HF_TOKEN needs write access to this owner: create such a token in the hub's settings"),
-            None if matches!(e, Fault::Unreachable(_)) => explain(e, wanted, self.settings)
+            None if matches!(e, HttpFault::Unreachable(_)) => explain(e, wanted, self.settings)
                 .hint("check the network and HF_ENDPOINT, then upload again: what arrived is not sent again"),
             Some(500..) => explain(e, wanted, self.settings).hint("try again later: what arrived is not sent again"),
             _ => explain(e, wanted, self.settings),
@@ -125,7 +125,7 @@ impl Sender<'_> {
     }
 
     /// Repeats a request after faults that may pass.
-    fn retry<T>(&self, file: Option<&str>, mut ask: impl FnMut() -> Result<Answer<T>>) -> Result<T> {
+    fn retry<T>(&self, file: Option<&str>, mut ask: impl FnMut() -> Result<HttpResult<T>>) -> Result<T> {
         let mut wait = self.settings.wait;
         for attempt in 1.. {
             match ask()? {
@@ -196,7 +196,7 @@ impl Sender<'_> {
     }
 
     fn odd(&self, text: String) -> Error {
-        self.fault(&Fault::Untrusted(text), None)
+        self.fault(&HttpFault::Untrusted(text), None)
     }
 
     fn sha256(&self, file: &LocalFile, size: u64) -> Result<String> {

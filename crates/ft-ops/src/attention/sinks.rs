@@ -102,12 +102,14 @@ pub fn backward(o: &Tensor, lse: &Tensor, dout: &Tensor, sinks: &Tensor) -> Resu
 
 #[cfg(test)]
 mod tests {
-    use super::super::{AttentionGradInputs, Spec, backward as attention_backward, forward as attention_forward};
+    use super::super::{
+        AttentionGradInputs, AttentionSpec, backward as attention_backward, forward as attention_forward,
+    };
     use super::*;
     use crate::oracle::{assert_close, assert_same_on_any_threads, random};
     use candle_core::{D, Device, Var};
 
-    const SPEC: Spec = Spec {
+    const SPEC: AttentionSpec = AttentionSpec {
         heads: 4,
         kv_heads: 2,
         head_dim: 6,

@@ -5,9 +5,9 @@ use crate::cpu::product::testable;
 use crate::oracle::{assert_close, assert_same_on_any_threads, flat, random};
 use candle_core::{D, Device, Var};
 
-fn spec(heads: usize, kv_heads: usize, head_dim: usize) -> Spec {
+fn spec(heads: usize, kv_heads: usize, head_dim: usize) -> AttentionSpec {
     let scale = 1.0 / (head_dim as f32).sqrt();
-    Spec {
+    AttentionSpec {
         heads,
         kv_heads,
         head_dim,
@@ -35,7 +35,7 @@ fn mask(queries: usize, keys: usize, window: Option<usize>) -> Tensor {
 }
 
 /// Computes full score matrices, head by head: o `[Nq, H·E]` and lse `[Nq, H]`.
-fn composed(q: &Tensor, k: &Tensor, v: &Tensor, spec: &Spec, qd: &[usize], kd: &[usize]) -> (Tensor, Tensor) {
+fn composed(q: &Tensor, k: &Tensor, v: &Tensor, spec: &AttentionSpec, qd: &[usize], kd: &[usize]) -> (Tensor, Tensor) {
     let e = spec.head_dim;
     let (mut outs, mut sums) = (Vec::new(), Vec::new());
     for d in 0..qd.len() - 1 {
@@ -67,22 +67,22 @@ fn composed(q: &Tensor, k: &Tensor, v: &Tensor, spec: &Spec, qd: &[usize], kd: &
     (Tensor::cat(&outs, 0).unwrap(), Tensor::cat(&sums, 0).unwrap())
 }
 
-fn cases() -> Vec<(Spec, Vec<usize>)> {
+fn cases() -> Vec<(AttentionSpec, Vec<usize>)> {
     let plain = spec(2, 2, 16);
     let grouped = spec(6, 2, 8);
-    let window = Spec {
+    let window = AttentionSpec {
         window: Some(5),
         ..spec(4, 1, 12)
     };
-    let wide_window = Spec {
+    let wide_window = AttentionSpec {
         window: Some(70),
         ..spec(2, 1, 8)
     };
-    let capped = Spec {
+    let capped = AttentionSpec {
         softcap: Some(1.5),
         ..spec(4, 2, 16)
     };
-    let both = Spec {
+    let both = AttentionSpec {
         softcap: Some(2.0),
         window: Some(3),
         scale: 0.7,
@@ -102,14 +102,14 @@ fn cases() -> Vec<(Spec, Vec<usize>)> {
         (spec(4, 2, 64), vec![0, 65]),
         (spec(2, 1, 80), vec![0, 100, 133]),
         (
-            Spec {
+            AttentionSpec {
                 window: Some(33),
                 ..spec(2, 1, 96)
             },
             vec![0, 190, 191],
         ),
         (
-            Spec {
+            AttentionSpec {
                 softcap: Some(3.0),
                 ..spec(4, 2, 128)
             },
@@ -117,7 +117,7 @@ fn cases() -> Vec<(Spec, Vec<usize>)> {
         ),
         (spec(2, 1, 256), vec![0, 90]),
         (
-            Spec {
+            AttentionSpec {
                 window: Some(100),
                 ..spec(3, 1, 64)
             },
@@ -127,7 +127,7 @@ fn cases() -> Vec<(Spec, Vec<usize>)> {
 }
 
 /// Returns the allowed error, relative to the largest value: with AMX operands have eight bits.
-fn tolerance(backend: CpuBackend, spec: &Spec) -> f32 {
+fn tolerance(backend: CpuBackend, spec: &AttentionSpec) -> f32 {
     if backend.rounds(spec.rounding()) { 1e-2 } else { 1e-5 }
 }
 
@@ -152,7 +152,7 @@ fn matches_autograd() {
         let (want, want_lse) = composed(&q, &k, &v, &spec, &documents, &documents);
         let grads = (&want * &dout).unwrap().sum_all().unwrap().backward().unwrap();
         for (backend, bf16) in backends() {
-            let spec = Spec { bf16, ..spec.clone() };
+            let spec = AttentionSpec { bf16, ..spec.clone() };
             let tolerance = tolerance(backend, &spec);
             let (o, lse) = forward_on(backend, &q, &k, &v, &spec, &documents, &documents).unwrap();
             assert_close(&o, &want, tolerance);
@@ -183,11 +183,11 @@ fn queries_after_cached_keys_are_aligned_at_the_end() {
     let (qd, kd) = (vec![0, 1, 71, 71, 81], vec![0, 90, 190, 200, 210]);
     for spec in [
         spec(6, 2, 8),
-        Spec {
+        AttentionSpec {
             window: Some(20),
             ..spec(6, 3, 8)
         },
-        Spec {
+        AttentionSpec {
             softcap: Some(1.0),
             window: Some(1),
             ..spec(2, 1, 8)
@@ -200,7 +200,7 @@ fn queries_after_cached_keys_are_aligned_at_the_end() {
         let (want, want_lse) = composed(&q, &k, &v, &spec, &qd, &kd);
         let grads = (&want * &dout).unwrap().sum_all().unwrap().backward().unwrap();
         for (backend, bf16) in backends() {
-            let spec = Spec { bf16, ..spec.clone() };
+            let spec = AttentionSpec { bf16, ..spec.clone() };
             let (o, lse) = forward_on(backend, &q, &k, &v, &spec, &qd, &kd).unwrap();
             assert_close(&o, &want, tolerance(backend, &spec));
             assert_close(&lse, &want_lse, tolerance(backend, &spec));
@@ -236,7 +236,7 @@ fn documents_do_not_see_each_other() {
 
 #[test]
 fn large_scores_stay_finite_and_nan_passes() {
-    let spec = Spec {
+    let spec = AttentionSpec {
         scale: 500.0,
         ..spec(1, 1, 4)
     };
@@ -257,7 +257,7 @@ fn bit_equal_on_any_number_of_threads() {
         let (q, dout) = (random((n, spec.query_width()), 1), random((n, spec.query_width()), 4));
         let (k, v) = (random((n, spec.key_width()), 2), random((n, spec.key_width()), 3));
         for backend in testable() {
-            let spec = Spec {
+            let spec = AttentionSpec {
                 bf16: true,
                 ..spec.clone()
             };
@@ -281,7 +281,7 @@ fn bit_equal_on_any_number_of_threads() {
 fn what_does_not_fit_is_an_error() {
     let good = spec(4, 2, 8);
     let (q, k) = (random((5, 32), 1), random((5, 16), 2));
-    let run = |spec: &Spec, qd: &[usize], kd: &[usize]| forward(&q, &k, &k, spec, qd, kd);
+    let run = |spec: &AttentionSpec, qd: &[usize], kd: &[usize]| forward(&q, &k, &k, spec, qd, kd);
     assert!(run(&good, &[0, 5], &[0, 5]).is_ok());
     assert!(run(&good, &[0, 4], &[0, 5]).is_err());
     assert!(run(&good, &[0, 4, 2, 5], &[0, 2, 4, 5]).is_err());
@@ -289,7 +289,7 @@ fn what_does_not_fit_is_an_error() {
     assert!(run(&good, &[0, 2, 5], &[0, 5]).is_err());
     assert!(
         run(
-            &Spec {
+            &AttentionSpec {
                 window: Some(0),
                 ..good.clone()
             },

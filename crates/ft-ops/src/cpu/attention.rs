@@ -2,10 +2,10 @@
 //! key head, so that keys and values are packed once for all of them.
 
 use super::math::{LANES, exp, fma, max_lanes, sum_lanes, tanh, vectorized};
-use super::product::task_gemm::{OutputTile, Side, TaskGemm, cache_friendly_stride};
+use super::product::task_gemm::{OperandSide, OutputTile, TaskGemm, cache_friendly_stride};
 use super::product::{CpuBackend, Matrix};
 use super::{LINE, Shared, with_scratch};
-use crate::attention::Spec;
+use crate::attention::AttentionSpec;
 use rayon::prelude::*;
 
 /// Queries per block.
@@ -59,7 +59,7 @@ impl QueryBlock {
 
 /// A document of the batch.
 #[derive(Clone, Copy)]
-pub(crate) struct Document {
+pub(crate) struct DocumentRange {
     /// First query and number of queries, then first key and number of keys, counted over all documents.
     pub query: usize,
     pub queries: usize,
@@ -67,7 +67,7 @@ pub(crate) struct Document {
     pub keys: usize,
 }
 
-impl Document {
+impl DocumentRange {
     pub(crate) fn blocks(&self) -> usize {
         self.queries.div_ceil(QUERIES)
     }
@@ -109,18 +109,18 @@ impl<'a> Cutter<'a> {
 
 /// The query heads and the query blocks of one task.
 struct Task {
-    document: Document,
+    document: DocumentRange,
     kv_head: usize,
     heads: std::ops::Range<usize>,
     first: usize,
     blocks: usize,
 }
 
-fn tasks(spec: &Spec, q_documents: &[usize], k_documents: &[usize]) -> Vec<Task> {
+fn tasks(spec: &AttentionSpec, q_documents: &[usize], k_documents: &[usize]) -> Vec<Task> {
     let group = spec.heads / spec.kv_heads;
     let documents = || {
         let offsets = q_documents.windows(2).zip(k_documents.windows(2));
-        offsets.map(|(q, k)| Document {
+        offsets.map(|(q, k)| DocumentRange {
             query: q[0],
             queries: q[1] - q[0],
             key: k[0],
@@ -159,7 +159,7 @@ fn tasks(spec: &Spec, q_documents: &[usize], k_documents: &[usize]) -> Vec<Task>
 #[derive(Clone, Copy)]
 pub(crate) struct ForwardJob<'a> {
     pub backend: CpuBackend,
-    pub spec: &'a Spec,
+    pub spec: &'a AttentionSpec,
     pub q: &'a [f32],
     pub k: &'a [f32],
     pub v: &'a [f32],
@@ -189,24 +189,24 @@ fn run(job: &ForwardJob<'_>, task: &Task, o: Shared, lse: Shared) {
     let (low, keys) = keys_of(blocks.clone());
     let longest = blocks.clone().map(|b| b.keys).max().unwrap_or(0);
     let lens = [
-        gemm.packed_len(Side::B, keys, e),
-        gemm.packed_len(Side::B, e, keys),
-        gemm.packed_len(Side::A, QUERIES, e),
-        gemm.packed_len(Side::ScratchA, QUERIES, longest),
+        gemm.packed_len(OperandSide::B, keys, e),
+        gemm.packed_len(OperandSide::B, e, keys),
+        gemm.packed_len(OperandSide::A, QUERIES, e),
+        gemm.packed_len(OperandSide::ScratchA, QUERIES, longest),
         QUERIES * cache_friendly_stride(longest),
     ];
     with_scratch(lens.iter().sum(), |scratch| {
         let mut scratch = Cutter(scratch);
         let [packed_k, packed_v, packed_q, packed_p, scores] = lens.map(|len| scratch.take(len));
         let at = low * k_width + task.kv_head * e;
-        let k = gemm.pack_operand(Side::B, Matrix::k_inner(&k[at..], k_width), (keys, e), packed_k);
-        let v = gemm.pack_operand(Side::B, Matrix::k_outer(&v[at..], k_width), (e, keys), packed_v);
+        let k = gemm.pack_operand(OperandSide::B, Matrix::k_inner(&k[at..], k_width), (keys, e), packed_k);
+        let v = gemm.pack_operand(OperandSide::B, Matrix::k_outer(&v[at..], k_width), (e, keys), packed_v);
         for b in blocks {
             let stride = cache_friendly_stride(b.keys);
             for head in task.heads.clone() {
                 let at = b.query * q_width + head * e;
                 let rows = Matrix::k_inner(&q[at..], q_width);
-                let q = gemm.pack_operand(Side::A, rows, (b.queries, e), packed_q);
+                let q = gemm.pack_operand(OperandSide::A, rows, (b.queries, e), packed_q);
                 let to = OutputTile {
                     c: Shared::new(scores),
                     at: 0,
@@ -226,7 +226,7 @@ fn run(job: &ForwardJob<'_>, task: &Task, o: Shared, lse: Shared) {
                     unsafe { *lse.at((b.query + i) * spec.heads + head) = max + sum.ln() };
                 }
                 let p = Matrix::k_inner(&*scores, stride);
-                let p = gemm.pack_operand(Side::ScratchA, p, (b.queries, b.keys), packed_p);
+                let p = gemm.pack_operand(OperandSide::ScratchA, p, (b.queries, b.keys), packed_p);
                 let to = OutputTile {
                     c: o,
                     at,

@@ -1,11 +1,11 @@
 //! Attention backward on slices: one task per document and key head, or per part of its query heads.
 
-use super::attention::{BLOCKS, Cutter, Document, QUERIES, QueryBlock, keys_of};
+use super::attention::{BLOCKS, Cutter, DocumentRange, QUERIES, QueryBlock, keys_of};
 use super::math::{add_slice, dot, exp, fma, tanh, vectorized};
-use super::product::task_gemm::{OutputTile, PACK_UNIT, PackedOperand, Side, TaskGemm, cache_friendly_stride};
+use super::product::task_gemm::{OperandSide, OutputTile, PACK_UNIT, PackedOperand, TaskGemm, cache_friendly_stride};
 use super::product::{CpuBackend, Matrix};
 use super::{Shared, with_scratch};
-use crate::attention::{AttentionGradInputs, Spec};
+use crate::attention::{AttentionGradInputs, AttentionSpec};
 use rayon::prelude::*;
 
 /// With fewer tasks than this the query heads of a key head are split into parts, each with its own dk and dv.
@@ -24,7 +24,7 @@ pub(crate) fn parts(heads: usize, kv_heads: usize, documents: usize) -> usize {
 pub(crate) fn backward(
     backend: CpuBackend,
     saved: &AttentionGradInputs<&[f32]>,
-    spec: &Spec,
+    spec: &AttentionSpec,
     q_documents: &[usize],
     k_documents: &[usize],
 ) -> (Vec<f32>, Vec<f32>, Vec<f32>) {
@@ -36,7 +36,7 @@ pub(crate) fn backward(
     let mut tasks = Vec::new();
     let documents = q_documents.windows(2).zip(k_documents.windows(2));
     for (q, k) in documents.filter(|(q, _)| q[1] > q[0]) {
-        let document = Document {
+        let document = DocumentRange {
             query: q[0],
             queries: q[1] - q[0],
             key: k[0],
@@ -92,7 +92,7 @@ struct Keys<'a> {
 struct BackwardJob<'a> {
     gemm: TaskGemm,
     saved: &'a AttentionGradInputs<&'a [f32]>,
-    spec: &'a Spec,
+    spec: &'a AttentionSpec,
     out: Out,
 }
 
@@ -119,9 +119,9 @@ impl BackwardJob<'_> {
             let k_inner = |values| Matrix::k_inner(values, k_width);
             let keys = Keys {
                 low,
-                scores: gemm.pack_operand(Side::B, k_inner(&saved.k[at..]), (keys, e), scores),
-                dq: gemm.pack_operand(Side::B, Matrix::k_outer(&saved.k[at..], k_width), (e, keys), dq),
-                values: gemm.pack_operand(Side::B, k_inner(&saved.v[at..]), (keys, e), values),
+                scores: gemm.pack_operand(OperandSide::B, k_inner(&saved.k[at..]), (keys, e), scores),
+                dq: gemm.pack_operand(OperandSide::B, Matrix::k_outer(&saved.k[at..], k_width), (e, keys), dq),
+                values: gemm.pack_operand(OperandSide::B, k_inner(&saved.v[at..]), (keys, e), values),
             };
             let heads = spec.heads / spec.kv_heads / out.parts;
             for head in part * heads..(part + 1) * heads {
@@ -145,7 +145,7 @@ impl BackwardJob<'_> {
         // Computes `scores [queries, keys]` = rows of a head · packed keys.
         let mut score = |scores: &mut [f32], from: &[f32], keys: PackedOperand| {
             let from = Matrix::k_inner(&from[at_q..], q_width);
-            let a = gemm.pack_operand(Side::A, from, (b.queries, e), rows);
+            let a = gemm.pack_operand(OperandSide::A, from, (b.queries, e), rows);
             let to = OutputTile {
                 c: Shared::new(scores),
                 at: 0,
@@ -171,7 +171,7 @@ impl BackwardJob<'_> {
             softmax_backward(&mut p[seen.clone()], &mut ds[seen], lse, delta, spec.scale, cap);
         }
         let a = gemm.pack_operand(
-            Side::ScratchA,
+            OperandSide::ScratchA,
             Matrix::k_inner(&*ds, stride),
             (b.queries, b.keys),
             &mut *packed,
@@ -187,9 +187,9 @@ impl BackwardJob<'_> {
         // Computes `dst [keys, E] += scores [queries, keys]ᵀ · rows of a head`.
         let mut add = |dst: Shared, scores: &[f32], from: &[f32]| {
             let from = Matrix::k_outer(&from[at_q..], q_width);
-            let rows = gemm.pack_operand(Side::B, from, (e, b.queries), columns);
+            let rows = gemm.pack_operand(OperandSide::B, from, (e, b.queries), columns);
             let transposed = Matrix::k_outer(scores, stride);
-            let a = gemm.pack_operand(Side::ScratchA, transposed, (b.keys, b.queries), &mut *packed);
+            let a = gemm.pack_operand(OperandSide::ScratchA, transposed, (b.keys, b.queries), &mut *packed);
             let to = OutputTile {
                 c: dst,
                 at: at_part,
@@ -211,19 +211,19 @@ pub(crate) fn scratch(gemm: TaskGemm, e: usize, keys: usize, longest: usize) -> 
 
 /// Returns the elements of the packed keys and values, in the order of `Keys`.
 fn key_lens(gemm: TaskGemm, e: usize, keys: usize) -> [usize; 3] {
-    [(keys, e), (e, keys), (keys, e)].map(|(vectors, k)| gemm.packed_len(Side::B, vectors, k))
+    [(keys, e), (e, keys), (keys, e)].map(|(vectors, k)| gemm.packed_len(OperandSide::B, vectors, k))
 }
 
 /// Returns the elements of a block with up to `keys` keys: the rows of q and dout as A and as B, p, ds, and p or ds
 /// packed.
 fn block_lens(gemm: TaskGemm, e: usize, keys: usize) -> [usize; 5] {
     [
-        gemm.packed_len(Side::A, QUERIES, e),
-        gemm.packed_len(Side::B, e, QUERIES),
+        gemm.packed_len(OperandSide::A, QUERIES, e),
+        gemm.packed_len(OperandSide::B, e, QUERIES),
         QUERIES * cache_friendly_stride(keys),
         QUERIES * cache_friendly_stride(keys),
-        gemm.packed_len(Side::ScratchA, QUERIES, keys)
-            .max(gemm.packed_len(Side::ScratchA, keys, QUERIES)),
+        gemm.packed_len(OperandSide::ScratchA, QUERIES, keys)
+            .max(gemm.packed_len(OperandSide::ScratchA, keys, QUERIES)),
     ]
 }
 

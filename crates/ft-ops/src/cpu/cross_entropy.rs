@@ -28,14 +28,14 @@ pub(crate) struct CrossEntropyJob<'a> {
 }
 
 /// The output gradients, initially zero.
-pub(crate) struct Gradients {
+pub(crate) struct CrossEntropyGradients {
     pub scale: f32,
     pub dh: Option<Vec<f32>>,
     pub dw: Option<Vec<f32>>,
 }
 
 /// The result of one token.
-pub(crate) struct Row {
+pub(crate) struct TokenLoss {
     pub loss: f64,
     pub correct: bool,
 }
@@ -129,9 +129,9 @@ impl TokenGroup {
     }
 
     /// Returns the result of every token, after all pieces were processed.
-    fn finish(&mut self) -> Vec<Row> {
+    fn finish(&mut self) -> Vec<TokenLoss> {
         let per = (self.blocks.len() / self.hits.len().max(1)).max(1);
-        let rows: Vec<(Row, End)> = self
+        let rows: Vec<(TokenLoss, End)> = self
             .blocks
             .par_chunks(per)
             .zip(self.hits.par_iter().zip(&self.targets))
@@ -227,8 +227,8 @@ pub(crate) fn run(
     job: &CrossEntropyJob<'_>,
     trained: &[usize],
     chunk: usize,
-    mut gradients: Option<&mut Gradients>,
-    each: &mut impl FnMut(usize, &Row),
+    mut gradients: Option<&mut CrossEntropyGradients>,
+    each: &mut impl FnMut(usize, &TokenLoss),
 ) {
     let (d, v) = job.sizes;
     let chunk = chunk.min(trained.len());
@@ -347,7 +347,7 @@ impl Streamed {
     }
 
     /// Returns the result of every trained token.
-    pub(crate) fn finish(&mut self) -> Vec<Row> {
+    pub(crate) fn finish(&mut self) -> Vec<TokenLoss> {
         self.rows.finish()
     }
 
@@ -390,7 +390,7 @@ impl Streamed {
 }
 
 /// Merges the blocks of a row.
-fn row(blocks: &[BlockSum], hit: TargetLogit, target: usize) -> (Row, End) {
+fn row(blocks: &[BlockSum], hit: TargetLogit, target: usize) -> (TokenLoss, End) {
     let max = blocks
         .iter()
         .fold(f32::NEG_INFINITY, |m, b| if b.max > m { b.max } else { m });
@@ -398,7 +398,7 @@ fn row(blocks: &[BlockSum], hit: TargetLogit, target: usize) -> (Row, End) {
     let before = &blocks[..target / BLOCK];
     let correct = hit.logit == max && !hit.second && before.iter().all(|b| b.max < max);
     let loss = (max as f64 - hit.logit as f64) + sum.ln();
-    (Row { loss, correct }, End { max, sum })
+    (TokenLoss { loss, correct }, End { max, sum })
 }
 
 /// Caps the logits if `cap` is not 0. Returns the largest, and whether all were finite before.

@@ -10,7 +10,7 @@
 
 use super::attention::Cutter;
 use super::math::{dot, exp, fma, vectorized};
-use super::product::task_gemm::{OutputTile, Side, TaskGemm};
+use super::product::task_gemm::{OperandSide, OutputTile, TaskGemm};
 use super::product::{CpuBackend, Matrix, Rounding, Sizes};
 use super::{Shared, with_scratch};
 use crate::delta_rule::DeltaHeads;
@@ -66,8 +66,8 @@ pub(crate) struct Products<'a> {
 /// Lengths of the memory of `Products` for matrices of these sides.
 pub(crate) fn packed_lens(gemm: TaskGemm, widest: usize) -> [usize; 2] {
     [
-        gemm.packed_len(Side::A, widest, widest),
-        gemm.packed_len(Side::B, widest, widest),
+        gemm.packed_len(OperandSide::A, widest, widest),
+        gemm.packed_len(OperandSide::B, widest, widest),
     ]
 }
 
@@ -87,8 +87,8 @@ impl Products<'_> {
         a: Matrix,
         b: Matrix,
     ) {
-        let a = self.gemm.pack_operand(Side::A, a, (m, k), self.a);
-        let b = self.gemm.pack_operand(Side::B, b, (n, k), self.b);
+        let a = self.gemm.pack_operand(OperandSide::A, a, (m, k), self.a);
+        let b = self.gemm.pack_operand(OperandSide::B, b, (n, k), self.b);
         let to = OutputTile { c, at, stride, add };
         // SAFETY: the caller owns these elements of C; both operands were packed for their sides.
         unsafe { self.gemm.multiply((m, n, k), to, &a, &b) }
@@ -278,7 +278,7 @@ impl Work<'_> {
     }
 
     /// Computes A, K S and D from the state `[P, Q]`.
-    pub(crate) fn deltas(&mut self, of: &HeadChunk, (k, kk): (&[f32], &[f32]), state: &[f32], products: &mut Products) {
+    pub(crate) fn deltas(&mut self, of: &HeadChunk, k: &[f32], kk: &[f32], state: &[f32], products: &mut Products) {
         let HeadChunk { x, heads, head, c, d } = *of;
         let (n, p, q) = (c.tokens, heads.key_dim, heads.value_dim);
         products.product(
@@ -393,7 +393,7 @@ fn run(
                 let d = Decays::new(x, heads, head, c);
                 let d = &d;
                 let of = HeadChunk { x, heads, head, c, d };
-                work.deltas(&of, (keys.k, keys.kk), state, &mut products);
+                work.deltas(&of, keys.k, keys.kk, state, &mut products);
                 // e^γ Q S
                 let (stride, at) = (heads.value_heads * q, (c.first * heads.value_heads + head) * q);
                 let rows = Matrix::k_inner(&*keys.q, p);

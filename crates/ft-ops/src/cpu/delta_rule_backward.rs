@@ -168,7 +168,7 @@ fn run(
                 let d = Decays::new(x, heads, head, c);
                 let d = &d;
                 let of = HeadChunk { x, heads, head, c, d };
-                work.deltas(&of, (keys.k, keys.kk), state, &mut products);
+                work.deltas(&of, keys.k, keys.kk, state, &mut products);
                 work.update(&of, keys.k, state, &mut products);
             }
         }
@@ -183,7 +183,7 @@ fn run(
                 let d = Decays::new(x, heads, head, c);
                 let d = &d;
                 let of = HeadChunk { x, heads, head, c, d };
-                work.deltas(&of, (keys.k, keys.kk), state, &mut products);
+                work.deltas(&of, keys.k, keys.kk, state, &mut products);
                 let at = ((c.first * heads.value_heads + head) * q, heads.value_heads * q);
                 let forward = ForwardChunk {
                     of,

@@ -4,7 +4,7 @@
 use super::attention::softmax_body;
 use super::math::{LANES, fma, nearest_bf16, vectorized, widen};
 use super::{Shared, with_scratch};
-use crate::attention::Spec;
+use crate::attention::AttentionSpec;
 use crate::paged::{Document, PAGE, Page, PageData};
 use rayon::prelude::*;
 
@@ -25,7 +25,7 @@ struct Task<'a> {
 }
 
 /// Shapes: q and o `[N, H·E]`, lse `[N, H]`.
-pub(crate) fn attend(q: &[f32], documents: &[Document], spec: &Spec, o: &mut [f32], lse: &mut [f32]) {
+pub(crate) fn attend(q: &[f32], documents: &[Document], spec: &AttentionSpec, o: &mut [f32], lse: &mut [f32]) {
     let step = (ROWS * spec.kv_heads / spec.heads).max(1);
     let mut tasks = Vec::new();
     for d in documents {
@@ -54,7 +54,7 @@ pub(crate) fn attend(q: &[f32], documents: &[Document], spec: &Spec, o: &mut [f3
 
 impl Task<'_> {
     /// Returns the first token that any of the queries attends to.
-    fn low(&self, spec: &Spec) -> usize {
+    fn low(&self, spec: &AttentionSpec) -> usize {
         spec.window.map_or(0, |w| (self.place + 1).saturating_sub(w))
     }
 }
@@ -62,7 +62,7 @@ impl Task<'_> {
 #[inline(always)]
 fn run_body<const FMA: bool>(
     task: &Task<'_>,
-    spec: &Spec,
+    spec: &AttentionSpec,
     q: &[f32],
     sizes: [usize; 4],
     scratch: &mut [f32],
@@ -138,7 +138,17 @@ fn run_body<const FMA: bool>(
         }
     }
 }
-vectorized!(fn run(task: &Task<'_>, spec: &Spec, q: &[f32], sizes: [usize; 4], scratch: &mut [f32], o: Shared, lse: Shared) = run_body);
+vectorized!(
+    fn run(
+        task: &Task<'_>,
+        spec: &AttentionSpec,
+        q: &[f32],
+        sizes: [usize; 4],
+        scratch: &mut [f32],
+        o: Shared,
+        lse: Shared,
+    ) = run_body
+);
 
 /// Returns the pages that hold some of the tokens `low..high`: page, range of these tokens in the page, and
 /// position of the first of them relative to `low`. (An iterator, not a function with a closure: closures are

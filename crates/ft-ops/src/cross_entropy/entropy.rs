@@ -1,7 +1,7 @@
 //! The entropy of the next-token distribution of each token, for metrics; it computes the logits separately from
 //! the loss.
 
-use super::{Options, PIECE, Pieces, check};
+use super::{CrossEntropyOptions, PIECE, Pieces, check};
 use crate::cpu::storage::dims2;
 use crate::{linear, update};
 use candle_core::Tensor;
@@ -31,6 +31,9 @@ pub fn token_entropies(
 }
 
 /// As `token_entropies`, with a streamed head.
+///
+/// # Errors
+/// A target outside the vocabulary (`Argument`); tensors of other shapes, types or devices than described (`Shape`).
 pub fn streamed_entropies(
     h: &Tensor,
     head: &Pieces,
@@ -42,7 +45,7 @@ pub fn streamed_entropies(
         use super::streamed::gpu::{Which, of_each_token};
         of_each_token(h, head, targets, softcap, Which::Entropies)
     });
-    let options = Options::losses(softcap, chunk);
+    let options = CrossEntropyOptions::losses(softcap, chunk);
     let trained = check(h, (head.rows, head.width), targets, options.softcap)?;
     let mut entropies = vec![0f32; targets.len()];
     for rows in trained.chunks(chunk.max(1)) {

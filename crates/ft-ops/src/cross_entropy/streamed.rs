@@ -2,7 +2,7 @@
 //! the gradient. Logits are in memory for one chunk of tokens and one piece of the vocabulary. On a GPU the chunks
 //! are `PIECE_TOKENS` long, and sums have another order than with a whole head.
 
-use super::{Options, Output, PIECE, Sum, check, cpu};
+use super::{CrossEntropyOptions, CrossEntropyOutput, PIECE, Sum, check, cpu};
 use crate::cpu::storage::{expect_dims, floats, tensor};
 use crate::prepacked::Dense;
 use crate::step_stats::StepStats;
@@ -39,7 +39,7 @@ impl Pieces<'_> {
     }
 
     /// Returns the rows that have a target, after all checks.
-    fn trained_rows(&self, h: &Tensor, targets: &[u32], options: &Options) -> Result<Vec<usize>> {
+    fn trained_rows(&self, h: &Tensor, targets: &[u32], options: &CrossEntropyOptions) -> Result<Vec<usize>> {
         if self.rows_of_part == 0 || !self.rows_of_part.is_multiple_of(PIECE) {
             return Err(Error::shape("the parts of the output head have the wrong size")
                 .found(self.rows_of_part)
@@ -58,18 +58,21 @@ impl Pieces<'_> {
 
 /// As `forward_backward`, or as `forward_only` if no gradient is requested; on the CPU with the same bits. The
 /// gradient of the head is not available: a head that trains must be in memory as a whole.
+///
+/// # Errors
+/// A target outside the vocabulary (`Argument`); tensors of other shapes, types or devices than described (`Shape`).
 pub fn streamed(
     h: &Tensor,
     head: &Pieces,
     targets: &[u32],
-    options: &Options,
+    options: &CrossEntropyOptions,
     step_stats: &StepStats,
-) -> Result<Output> {
+) -> Result<CrossEntropyOutput> {
     on_gpu!(h, gpu::streamed(h, head, targets, options, step_stats));
     let mut sum = Sum::default();
     let dh = rows(h, head, targets, options, &mut |_, row| sum.add(row))?;
     step_stats.add(sum.sums());
-    Ok(Output {
+    Ok(CrossEntropyOutput {
         trained: sum.trained,
         dh,
         dw: None,
@@ -77,6 +80,9 @@ pub fn streamed(
 }
 
 /// As `token_log_probs`, with a streamed head.
+///
+/// # Errors
+/// A target outside the vocabulary (`Argument`); tensors of other shapes, types or devices than described (`Shape`).
 pub fn streamed_log_probs(
     h: &Tensor,
     head: &Pieces,
@@ -86,7 +92,7 @@ pub fn streamed_log_probs(
 ) -> Result<Vec<f32>> {
     on_gpu!(h, gpu::of_each_token(h, head, targets, softcap, gpu::Which::LogProbs));
     let mut log_probs = vec![0f32; targets.len()];
-    let options = Options::losses(softcap, chunk);
+    let options = CrossEntropyOptions::losses(softcap, chunk);
     rows(h, head, targets, &options, &mut |n, row| {
         log_probs[n] = -row.loss as f32
     })?;
@@ -98,8 +104,8 @@ fn rows(
     h: &Tensor,
     head: &Pieces,
     targets: &[u32],
-    options: &Options,
-    each: &mut dyn FnMut(usize, &cpu::Row),
+    options: &CrossEntropyOptions,
+    each: &mut dyn FnMut(usize, &cpu::TokenLoss),
 ) -> Result<Option<Tensor>> {
     let (v, d) = (head.rows, head.width);
     let trained = head.trained_rows(h, targets, options)?;
@@ -149,9 +155,9 @@ pub(super) mod gpu {
         h: &Tensor,
         head: &Pieces,
         targets: &[u32],
-        options: &Options,
+        options: &CrossEntropyOptions,
         step_stats: &StepStats,
-    ) -> Result<Output> {
+    ) -> Result<CrossEntropyOutput> {
         let trained = head.trained_rows(h, targets, options)?;
         let totals = step_stats
             .losses()?
@@ -168,7 +174,7 @@ pub(super) mod gpu {
             entropies: None,
         };
         let dh = run(&job, head, options.need_dh.then_some(options.scale as f32))?;
-        Ok(Output {
+        Ok(CrossEntropyOutput {
             trained: trained.len(),
             dh,
             dw: None,
@@ -190,7 +196,7 @@ pub(super) mod gpu {
         softcap: Option<f32>,
         which: Which,
     ) -> Result<Vec<f32>> {
-        let trained = head.trained_rows(h, targets, &Options::losses(softcap, 0))?;
+        let trained = head.trained_rows(h, targets, &CrossEntropyOptions::losses(softcap, 0))?;
         let each = update::zeros(targets.len(), DType::F32, h.device())?;
         let totals = update::zeros(2, DType::F64, h.device())?;
         let job = PieceJob {
@@ -238,7 +244,7 @@ mod tests {
                         part: &part,
                     };
                     let factors = flat(&random(targets.len(), 9));
-                    let mut options = Options {
+                    let mut options = CrossEntropyOptions {
                         softcap,
                         chunk,
                         scale: 0.3,
@@ -280,7 +286,7 @@ mod tests {
             rows_of_part: PIECE,
             part: &part,
         };
-        let mut options = Options {
+        let mut options = CrossEntropyOptions {
             softcap: None,
             chunk: 2,
             scale: 1.0,

@@ -1,7 +1,7 @@
 //! Operations of adapters on a GPU.
 
 use super::elementwise::{cast, grid, row_counts};
-use super::gemm::{Batch, Matrix, gemm_batched};
+use super::gemm::{GpuMatrix, ProductBatch, gemm_batched};
 use super::{Arg, FloatType, Gpu, Grid, address, address_of, columns};
 use crate::adapters::DoraNorm;
 use crate::cpu::storage::expect_dims;
@@ -115,13 +115,13 @@ pub(crate) fn add_blocks(y: &Tensor, x: &Tensor, d: &Tensor, transposed: bool) -
     expect_dims(d, NAME, &[k, size, size])?;
     let (gpu, kind) = (Gpu::of(x, NAME)?, FloatType::of(x, NAME)?);
     let d = cast(d, kind)?;
-    let a = Matrix::new(address(x, NAME)?, kind, features);
-    let b = Matrix {
+    let a = GpuMatrix::new(address(x, NAME)?, kind, features);
+    let b = GpuMatrix {
         transposed,
-        ..Matrix::new(address(&d, NAME)?, kind, size)
+        ..GpuMatrix::new(address(&d, NAME)?, kind, size)
     };
-    let c = Matrix::new(address_of(y, NAME, x.dtype())?, kind, features);
-    let batch = Batch {
+    let c = GpuMatrix::new(address_of(y, NAME, x.dtype())?, kind, features);
+    let batch = ProductBatch {
         count: k,
         steps: [size, size * size, size],
     };
@@ -138,10 +138,10 @@ pub(crate) fn blocks_gradient(x: &Tensor, dy: &Tensor, size: usize) -> Result<Te
         return gpu.zeros((k, size, size), DType::F32);
     }
     let gradient = gpu.empty((k, size, size), DType::F32)?;
-    let a = Matrix::new(address(x, NAME)?, kind, features).t();
-    let b = Matrix::new(address_of(dy, NAME, x.dtype())?, kind, features);
-    let c = Matrix::new(address(&gradient, NAME)?, FloatType::F32, size);
-    let batch = Batch {
+    let a = GpuMatrix::new(address(x, NAME)?, kind, features).t();
+    let b = GpuMatrix::new(address_of(dy, NAME, x.dtype())?, kind, features);
+    let c = GpuMatrix::new(address(&gradient, NAME)?, FloatType::F32, size);
+    let batch = ProductBatch {
         count: k,
         steps: [size, size, size * size],
     };

@@ -4,7 +4,7 @@
 //! f32 kernels, with heads of up to 512. Shapes and letters as in `ops::attention`.
 
 use super::{Arg, FloatType, Gpu, Grid, address, address_of, aligned, elementwise, narrow};
-use crate::attention::{AttentionGradInputs, Spec};
+use crate::attention::{AttentionGradInputs, AttentionSpec};
 use crate::attention_schedule::{AttentionTile, Documents, Visited};
 use candle_core::cuda::DeviceId;
 use candle_core::cuda::cudarc::driver::DeviceRepr;
@@ -31,7 +31,7 @@ pub(super) struct Form {
 unsafe impl DeviceRepr for Form {}
 
 impl Form {
-    pub(super) fn new(spec: &Spec, pack: usize, parts: usize) -> Result<Self> {
+    pub(super) fn new(spec: &AttentionSpec, pack: usize, parts: usize) -> Result<Self> {
         /// No document is longer, and twice this number still fits in 32 bits.
         const NO_WINDOW: usize = 1 << 30;
         Ok(Self {
@@ -106,19 +106,19 @@ pub(super) const FORWARD: &str = "attention_forward";
 const BACKWARD: &str = "attention_backward";
 pub(super) const PLAIN: &str = "attention_f32";
 
-fn too_large(spec: &Spec) -> Error {
+fn too_large(spec: &AttentionSpec) -> Error {
     Error::unsupported("an attention head is too large for the GPU")
         .found(spec.head_dim)
         .expected(format!("at most {LARGEST}"))
 }
 
-fn compiled(spec: &Spec) -> Result<&'static Compiled> {
+fn compiled(spec: &AttentionSpec) -> Result<&'static Compiled> {
     BF16.iter()
         .find(|c| spec.head_dim <= c.size)
         .ok_or_else(|| too_large(spec))
 }
 
-fn plain(spec: &Spec) -> Result<(usize, usize)> {
+fn plain(spec: &AttentionSpec) -> Result<(usize, usize)> {
     F32.into_iter()
         .find(|(size, _)| spec.head_dim <= *size)
         .ok_or_else(|| too_large(spec))
@@ -134,7 +134,7 @@ pub(super) struct CachedKernels {
     pub shared: usize,
 }
 
-pub(super) fn cached_kernels(spec: &Spec, kind: FloatType) -> Result<CachedKernels> {
+pub(super) fn cached_kernels(spec: &AttentionSpec, kind: FloatType) -> Result<CachedKernels> {
     Ok(match kind {
         FloatType::F32 => {
             let (size, rows) = plain(spec)?;
@@ -163,7 +163,7 @@ fn plain_bytes(size: usize, rows: usize) -> usize {
 }
 
 /// True if the tensor-core kernels support these tensors. They move rows in units of 16 bytes.
-pub(super) fn on_tensor_cores(spec: &Spec, kind: FloatType, addresses: &[u64]) -> bool {
+pub(super) fn on_tensor_cores(spec: &AttentionSpec, kind: FloatType, addresses: &[u64]) -> bool {
     kind.is_short() && spec.head_dim.is_multiple_of(8) && spec.head_dim <= LARGEST_BF16 && aligned(addresses)
 }
 
@@ -255,7 +255,7 @@ pub(crate) fn forward(
     q: &Tensor,
     k: &Tensor,
     v: &Tensor,
-    spec: &Spec,
+    spec: &AttentionSpec,
     q_documents: &[usize],
     k_documents: &[usize],
 ) -> Result<(Tensor, Tensor)> {
@@ -317,7 +317,7 @@ pub(crate) fn forward(
 /// offsets.
 pub(crate) fn backward(
     inputs: AttentionGradInputs<&Tensor>,
-    spec: &Spec,
+    spec: &AttentionSpec,
     documents: &[usize],
 ) -> Result<(Tensor, Tensor, Tensor)> {
     let AttentionGradInputs { q, k, v, o, lse, dout } = inputs;

@@ -4,18 +4,24 @@
 use super::attention::{self, FORWARD, PLAIN, on_tensor_cores};
 use super::kv_block::{Tables, stored_name};
 use super::{Arg, FloatType, address, address_of, elementwise};
-use crate::attention::Spec;
+use crate::attention::AttentionSpec;
 use crate::cached_schedule::TileSizes;
 use candle_core::{DType, Tensor};
 use ft_base::{Error, Result};
 
 /// Returns o `[N, H·E]` of the type of q and lse f32 `[N, H]`.
-pub(crate) fn attend(tables: &Tables, layer: usize, q: &Tensor, spec: &Spec) -> Result<(Tensor, Tensor)> {
+pub(crate) fn attend(tables: &Tables, layer: usize, q: &Tensor, spec: &AttentionSpec) -> Result<(Tensor, Tensor)> {
     attend_as(tables, layer, q, spec, FloatType::of(q, "the queries")?)
 }
 
 /// As `attend`; `model`: the type of the activations, which the cache depends on.
-fn attend_as(tables: &Tables, layer: usize, q: &Tensor, spec: &Spec, model: FloatType) -> Result<(Tensor, Tensor)> {
+fn attend_as(
+    tables: &Tables,
+    layer: usize,
+    q: &Tensor,
+    spec: &AttentionSpec,
+    model: FloatType,
+) -> Result<(Tensor, Tensor)> {
     let (form, blocks) = tables.layer(layer)?;
     let kind = FloatType::of(q, "the queries")?;
     let want = [tables.tokens, spec.query_width()];

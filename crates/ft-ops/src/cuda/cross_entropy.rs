@@ -2,13 +2,13 @@
 
 use super::elementwise::cast;
 use super::embedding::{gather_rows, put_rows};
-use super::gemm::{Matrix, gemm};
+use super::gemm::{GpuMatrix, gemm};
 use super::{Arg, FloatType, Gpu, Grid, address, address_of};
 use candle_core::{DType, Tensor};
 use ft_base::{Error, Result};
 
 /// The inputs and outputs.
-pub(crate) struct CrossEntropyJob<'a> {
+pub(crate) struct GpuCrossEntropyJob<'a> {
     /// `[N, D]`
     pub h: &'a Tensor,
     /// `[V, D]`
@@ -37,7 +37,10 @@ pub(crate) struct GradientOptions {
 }
 
 /// Returns dh `[N, D]` of the type of h, and dw `[V, D]` f32, each if requested.
-pub(crate) fn run(job: &CrossEntropyJob, wanted: Option<GradientOptions>) -> Result<(Option<Tensor>, Option<Tensor>)> {
+pub(crate) fn run(
+    job: &GpuCrossEntropyJob,
+    wanted: Option<GradientOptions>,
+) -> Result<(Option<Tensor>, Option<Tensor>)> {
     let gpu = Gpu::of(job.h, "the hidden states")?;
     let kind = FloatType::of(job.h, "the hidden states")?;
     let (n, d) = job.h.dims2()?;
@@ -50,7 +53,7 @@ pub(crate) fn run(job: &CrossEntropyJob, wanted: Option<GradientOptions>) -> Res
         return Ok((dh, dw));
     }
     let head = cast(job.head, kind)?;
-    let head = Matrix::new(address(&head, "the head")?, kind, d);
+    let head = GpuMatrix::new(address(&head, "the head")?, kind, d);
     // Rows without a target stay zero.
     let dh = if !need_dh {
         None
@@ -108,7 +111,7 @@ pub(crate) fn run(job: &CrossEntropyJob, wanted: Option<GradientOptions>) -> Res
             unsafe { gather_rows(&gpu, kind, h, row_numbers, 1.0, d, buffers.gathered)? };
             buffers.gathered
         };
-        let hidden = Matrix::new(hidden, kind, d);
+        let hidden = GpuMatrix::new(hidden, kind, d);
         buffers.losses(
             hidden,
             head,
@@ -122,7 +125,7 @@ pub(crate) fn run(job: &CrossEntropyJob, wanted: Option<GradientOptions>) -> Res
         )?;
         let dlogits = buffers.gradients();
         if let Some(dw) = dw_place {
-            let dw = Matrix::new(dw, FloatType::F32, d);
+            let dw = GpuMatrix::new(dw, FloatType::F32, d);
             // SAFETY: [V, count] · [count, D]; the first chunk overwrites dw.
             unsafe { gemm(&gpu, (v, d, count), dlogits.t(), hidden, dw, start > 0)? };
         }
@@ -131,7 +134,7 @@ pub(crate) fn run(job: &CrossEntropyJob, wanted: Option<GradientOptions>) -> Res
             let to = if together { dh + offset } else { buffers.gathered };
             // SAFETY: [count, V] · [V, D] into rows of dh or a whole chunk.
             unsafe {
-                gemm(&gpu, (count, d, v), dlogits, head, Matrix::new(to, kind, d), false)?;
+                gemm(&gpu, (count, d, v), dlogits, head, GpuMatrix::new(to, kind, d), false)?;
                 if !together {
                     put_rows(&gpu, kind, to, row_numbers, d, dh)?;
                 }
@@ -159,14 +162,14 @@ impl Buffers<'_> {
     /// Computes logits, losses and, if requested, the gradient of the logits of the tokens with these hidden states.
     fn losses(
         &self,
-        hidden: Matrix,
-        head: Matrix,
+        hidden: GpuMatrix,
+        head: GpuMatrix,
         (rows, count): (u64, usize),
         (targets, weights): (u64, u64),
-        job: &CrossEntropyJob,
+        job: &GpuCrossEntropyJob,
         wanted: Option<GradientOptions>,
     ) -> Result<()> {
-        let logits = Matrix::new(self.logits, FloatType::F32, self.stride);
+        let logits = GpuMatrix::new(self.logits, FloatType::F32, self.stride);
         // SAFETY: [count, D] · [D, V] into rows of `stride` elements.
         unsafe { gemm(self.gpu, (count, self.v, self.d), hidden, head.t(), logits, false)? };
         let kernel = match (wanted, self.kind) {
@@ -214,11 +217,11 @@ impl Buffers<'_> {
     }
 
     /// Returns the gradient of the logits, which overwrites the logits; bf16 fills the first half of each row.
-    fn gradients(&self) -> Matrix {
+    fn gradients(&self) -> GpuMatrix {
         let stride = match self.kind {
             FloatType::F32 => self.stride,
             FloatType::Bf16 | FloatType::F16 => 2 * self.stride,
         };
-        Matrix::new(self.logits, self.kind, stride)
+        GpuMatrix::new(self.logits, self.kind, stride)
     }
 }

@@ -3,7 +3,7 @@
 
 use super::elementwise::cast;
 use super::embedding::{gather_rows, put_rows};
-use super::gemm::{Matrix, gemm};
+use super::gemm::{GpuMatrix, gemm};
 use super::{Arg, FloatType, Gpu, Grid, address, address_of};
 use crate::cross_entropy::{PIECE, PIECE_TOKENS, Pieces};
 use candle_core::{DType, Tensor};
@@ -146,15 +146,15 @@ impl ChunkAddresses<'_> {
         })
     }
 
-    fn hidden(&self, start: usize) -> Matrix {
+    fn hidden(&self, start: usize) -> GpuMatrix {
         let offset = start * self.d * self.kind.bytes();
-        Matrix::new(self.hidden + offset as u64, self.kind, self.d)
+        GpuMatrix::new(self.hidden + offset as u64, self.kind, self.d)
     }
 
     /// Computes the logits of some tokens for a piece of the head.
     fn product(&self, start: usize, tokens: usize, (head, width): HeadPart) -> Result<()> {
-        let head = Matrix::new(head, self.kind, self.d).t();
-        let logits = Matrix::new(self.logits, FloatType::F32, self.stride);
+        let head = GpuMatrix::new(head, self.kind, self.d).t();
+        let logits = GpuMatrix::new(self.logits, FloatType::F32, self.stride);
         // SAFETY: [tokens, D] · [D, width] into rows of `stride` elements.
         unsafe {
             gemm(
@@ -273,9 +273,9 @@ impl ChunkAddresses<'_> {
             FloatType::F32 => self.stride,
             FloatType::Bf16 | FloatType::F16 => 2 * self.stride,
         };
-        let dlogits = Matrix::new(self.logits, self.kind, stride);
-        let head = Matrix::new(part.0, self.kind, self.d);
-        let to = Matrix::new(dh + (4 * start * self.d) as u64, FloatType::F32, self.d);
+        let dlogits = GpuMatrix::new(self.logits, self.kind, stride);
+        let head = GpuMatrix::new(part.0, self.kind, self.d);
+        let to = GpuMatrix::new(dh + (4 * start * self.d) as u64, FloatType::F32, self.d);
         // SAFETY: [tokens, width] · [width, D] into rows of dh.
         unsafe { gemm(self.gpu, (tokens, self.d, part.1), dlogits, head, to, first > 0) }
     }

@@ -1,7 +1,7 @@
 //! A GPU: one stream, its own memory pool with a limit, and statistics of the pool. A GPU without memory pools (some
 //! virtual GPUs) allocates synchronously, without a limit.
 
-use crate::device::{DeviceMemory, Gpu};
+use crate::device::{DeviceMemory, GpuProperties};
 use candle_core::cuda::cudarc::cublas::sys::cublasGetVersion_v2;
 use candle_core::cuda::cudarc::driver::{CudaContext, result, sys};
 use candle_core::{CudaDevice, Device};
@@ -183,12 +183,12 @@ pub(crate) fn identities() -> Result<Vec<String>> {
 }
 
 /// Returns every GPU, by ordinal.
-pub(crate) fn all() -> Result<Vec<Gpu>> {
+pub(crate) fn all() -> Result<Vec<GpuProperties>> {
     let count = CudaContext::device_count().map_err(driver("counting the GPUs"))?;
     (0..count.max(0) as usize).map(describe).collect()
 }
 
-fn describe(ordinal: usize) -> Result<Gpu> {
+fn describe(ordinal: usize) -> Result<GpuProperties> {
     let context = CudaContext::new(ordinal).map_err(driver("opening the GPU"))?;
     let (mut driver_version, mut cublas) = (0, 0);
     // SAFETY: both are valid output addresses; the version of cuBLAS needs no handle.
@@ -199,7 +199,7 @@ fn describe(ordinal: usize) -> Result<Gpu> {
         let _ = cublasGetVersion_v2(std::ptr::null_mut(), &mut cublas);
     }
     let (free, total) = context.mem_get_info().map_err(driver("querying free memory"))?;
-    Ok(Gpu {
+    Ok(GpuProperties {
         name: context.name().map_err(driver("querying the GPU name"))?,
         compute: context
             .compute_capability()

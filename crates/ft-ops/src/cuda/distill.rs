@@ -12,23 +12,23 @@ use super::gemm::{self, gemm};
 use super::memory::to_f32_vec;
 use super::{Arg, FloatType, Gpu, Grid, address};
 use crate::cross_entropy::PIECE_TOKENS;
-use crate::distill::{Options, Side, Teacher, TopK};
+use crate::distill::{DistillOptions, DistillSide, DistillTeacher, TopK};
 use candle_core::{DType, Tensor};
 use ft_base::{Error, Result};
 
 const MODULE: &str = "distill";
 
 /// The inputs.
-pub(crate) struct DistillJob<'a> {
-    pub student: &'a Side<'a>,
-    pub teacher: &'a Teacher<'a>,
+pub(crate) struct GpuDistillJob<'a> {
+    pub student: &'a DistillSide<'a>,
+    pub teacher: &'a DistillTeacher<'a>,
     /// `[N]`
     pub targets: &'a [u32],
     /// Rows that have a target, ascending.
     pub trained: &'a [usize],
     /// C
     pub common: usize,
-    pub options: &'a Options,
+    pub options: &'a DistillOptions,
 }
 
 /// The results of the trained tokens, and the gradients that were requested.
@@ -42,12 +42,12 @@ pub(crate) struct DistillResult {
     pub dw: Option<Tensor>,
 }
 
-pub(crate) fn run(job: &DistillJob) -> Result<DistillResult> {
+pub(crate) fn run(job: &GpuDistillJob) -> Result<DistillResult> {
     let (h, options) = (job.student.h, job.options);
     let gpu = Gpu::of(h, "the hidden states")?;
     let kind = FloatType::of(h, "the hidden states")?;
     let ((n, d), v) = (h.dims2()?, job.student.sizes()?.0);
-    let parts = job.student.in_parts() || matches!(job.teacher, Teacher::Live(side) if side.in_parts());
+    let parts = job.student.in_parts() || matches!(job.teacher, DistillTeacher::Live(side) if side.in_parts());
     let mut found = DistillResult {
         dh: options.need_dh.then(|| gpu.zeros((n, d), kind.dtype())).transpose()?,
         dw: options.need_dw.then(|| gpu.zeros((v, d), DType::F32)).transpose()?,
@@ -77,7 +77,7 @@ pub(crate) fn run(job: &DistillJob) -> Result<DistillResult> {
 
 /// Calls `f` with logits `[tokens, width]` f32 on the host, without the softcap: first token, first id, width.
 pub(crate) fn each_logits(
-    side: &Side,
+    side: &DistillSide,
     chosen: &[usize],
     common: usize,
     chunk: usize,
@@ -137,7 +137,7 @@ struct SoftSurvey {
 /// A group of tokens on the way through all pieces.
 struct Group<'a> {
     gpu: &'a Gpu,
-    job: &'a DistillJob<'a>,
+    job: &'a GpuDistillJob<'a>,
     count: usize,
     own: Model<'a>,
     other: Option<Model<'a>>,
@@ -153,10 +153,14 @@ struct Group<'a> {
 }
 
 impl<'a> Group<'a> {
-    fn new(gpu: &'a Gpu, job: &'a DistillJob<'a>, tokens: &[usize], first: usize, parts: bool) -> Result<Self> {
+    fn new(gpu: &'a Gpu, job: &'a GpuDistillJob<'a>, tokens: &[usize], first: usize, parts: bool) -> Result<Self> {
         let count = tokens.len();
         // The logits of two models take as much as those of one.
-        let models = if matches!(job.teacher, Teacher::Live(_)) { 2 } else { 1 };
+        let models = if matches!(job.teacher, DistillTeacher::Live(_)) {
+            2
+        } else {
+            1
+        };
         let step = if parts {
             (PIECE_TOKENS / models).min(count)
         } else {
@@ -165,8 +169,8 @@ impl<'a> Group<'a> {
         let mut numbers: Vec<u32> = tokens.iter().map(|row| *row as u32).collect();
         numbers.extend(tokens.iter().map(|row| job.targets[*row]));
         let (other, stored) = match job.teacher {
-            Teacher::Live(side) => (Some(Model::new(gpu, side, tokens, job.common, step, parts)?), None),
-            Teacher::Stored { top, .. } => (None, Some(Stored::new(gpu, top, first, count)?)),
+            DistillTeacher::Live(side) => (Some(Model::new(gpu, side, tokens, job.common, step, parts)?), None),
+            DistillTeacher::Stored { top, .. } => (None, Some(Stored::new(gpu, top, first, count)?)),
         };
         Ok(Self {
             gpu,
@@ -260,14 +264,14 @@ impl<'a> Group<'a> {
         Self::at(&self.sums, 4 * start)
     }
 
-    fn cap(side: &Side) -> Arg {
+    fn cap(side: &DistillSide) -> Arg {
         Arg::F32(side.softcap.unwrap_or(0.0))
     }
 
     fn their_cap(&self) -> Arg {
         match self.job.teacher {
-            Teacher::Live(side) => Self::cap(side),
-            Teacher::Stored { .. } => Arg::F32(0.0),
+            DistillTeacher::Live(side) => Self::cap(side),
+            DistillTeacher::Stored { .. } => Arg::F32(0.0),
         }
     }
 
@@ -485,16 +489,16 @@ impl<'a> Group<'a> {
         };
         let kernel = ["distill_turn_", kind.name()];
         self.launch(kernel, Self::grid(count, width), &args)?;
-        let dlogits = gemm::Matrix::new(ours, kind, stride);
+        let dlogits = gemm::GpuMatrix::new(ours, kind, stride);
         if let Some(dw) = dw {
             let to = address(dw, "dw")? + (4 * first * d) as u64;
-            let (to, hidden) = (gemm::Matrix::new(to, FloatType::F32, d), self.own.hidden(start)?);
+            let (to, hidden) = (gemm::GpuMatrix::new(to, FloatType::F32, d), self.own.hidden(start)?);
             // SAFETY: [width, count] · [count, D] into rows of dw, which starts as zeros.
             unsafe { gemm(gpu, (width, d, count), dlogits.t(), hidden, to, true)? };
         }
         if let Some(sum) = sum {
             let to = address(sum, "dh")? + (4 * start * d) as u64;
-            let (to, head) = (gemm::Matrix::new(to, FloatType::F32, d), self.own.head(first)?);
+            let (to, head) = (gemm::GpuMatrix::new(to, FloatType::F32, d), self.own.head(first)?);
             // SAFETY: [count, width] · [width, D] into rows of the sum.
             unsafe { gemm(gpu, (count, d, width), dlogits, head, to, first > 0)? };
         }

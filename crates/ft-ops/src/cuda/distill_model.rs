@@ -5,13 +5,13 @@ use super::embedding::gather_rows;
 use super::gemm::{self, gemm};
 use super::{FloatType, Gpu, address};
 use crate::cross_entropy::PIECE;
-use crate::distill::{Matrix, Side};
+use crate::distill::{DistillSide, HeadMatrix};
 use candle_core::{DType, Tensor};
 use ft_base::{Error, Result};
 
 /// One model with the hidden states of a group of tokens.
 pub(super) struct Model<'a> {
-    matrix: Matrix<'a>,
+    matrix: HeadMatrix<'a>,
     pub kind: FloatType,
     pub d: usize,
     /// The rows `[tokens, D]`.
@@ -30,7 +30,7 @@ impl<'a> Model<'a> {
     /// `ids`: V or C. `parts`: logits exist for one piece of the vocabulary.
     pub(super) fn new(
         gpu: &Gpu,
-        side: &Side<'a>,
+        side: &DistillSide<'a>,
         tokens: &[usize],
         ids: usize,
         step: usize,
@@ -72,23 +72,23 @@ impl<'a> Model<'a> {
             .collect()
     }
 
-    pub(super) fn hidden(&self, start: usize) -> Result<gemm::Matrix> {
+    pub(super) fn hidden(&self, start: usize) -> Result<gemm::GpuMatrix> {
         let offset = (start * self.d * self.kind.bytes()) as u64;
         let from = address(&self.hidden, "the hidden states")?;
-        Ok(gemm::Matrix::new(from + offset, self.kind, self.d))
+        Ok(gemm::GpuMatrix::new(from + offset, self.kind, self.d))
     }
 
     /// The head from row `first` on, inside one piece. Memory of a part is freed on this stream, after the work on it.
-    pub(super) fn head(&mut self, first: usize) -> Result<gemm::Matrix> {
+    pub(super) fn head(&mut self, first: usize) -> Result<gemm::GpuMatrix> {
         let start = match self.matrix {
-            Matrix::Whole(_) => 0,
-            Matrix::Parts(parts) => first / parts.rows_of_part * parts.rows_of_part,
+            HeadMatrix::Whole(_) => 0,
+            HeadMatrix::Parts(parts) => first / parts.rows_of_part * parts.rows_of_part,
         };
         if self.rows.as_ref().is_none_or(|(known, _)| *known != start) {
             self.rows = None;
             let rows = match self.matrix {
-                Matrix::Whole(head) => cast(head, self.kind)?,
-                Matrix::Parts(parts) => cast(&parts.checked(start)?, self.kind)?,
+                HeadMatrix::Whole(head) => cast(head, self.kind)?,
+                HeadMatrix::Parts(parts) => cast(&parts.checked(start)?, self.kind)?,
             };
             self.rows = Some((start, rows));
         }
@@ -97,7 +97,7 @@ impl<'a> Model<'a> {
             .as_ref()
             .ok_or_else(|| Error::internal("a part of the output head is missing"))?;
         let offset = ((first - start) * self.d * self.kind.bytes()) as u64;
-        Ok(gemm::Matrix::new(
+        Ok(gemm::GpuMatrix::new(
             address(rows, "the head")? + offset,
             self.kind,
             self.d,
@@ -113,7 +113,7 @@ impl<'a> Model<'a> {
         stride: usize,
     ) -> Result<()> {
         let (hidden, head) = (self.hidden(start)?, self.head(first)?.t());
-        let logits = gemm::Matrix::new(to, FloatType::F32, stride);
+        let logits = gemm::GpuMatrix::new(to, FloatType::F32, stride);
         // SAFETY: [count, D] · [D, width] into rows of `stride` elements.
         unsafe { gemm(gpu, (count, width, self.d), hidden, head, logits, false) }
     }

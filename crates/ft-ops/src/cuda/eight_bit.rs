@@ -1,6 +1,6 @@
 //! Products of 8-bit operands (`quantized/eight_bit`): kernels of `cuda/eight_bit.cu` around one product of cuBLASLt.
 
-use super::gemm::Matrix;
+use super::gemm::GpuMatrix;
 use super::{Arg, FloatType, Gpu, Grid, address, address_of, aligned, narrow};
 use crate::quantized::{FEW, Products, QTensors, part};
 use candle_core::cuda::DeviceId;
@@ -208,7 +208,7 @@ impl ScaledSums<'_> {
     fn write(&self, gpu: &Gpu, to: &Tensor, (first, count): (usize, usize), add: bool) -> Result<()> {
         let (rows, columns) = to.dims2()?;
         let kind = FloatType::of(to, "a product")?;
-        let to = Matrix::new(address(to, "a product")?, kind, columns);
+        let to = GpuMatrix::new(address(to, "a product")?, kind, columns);
         let args = [
             Arg::Address(address(self.sums, "the sums of a product")?),
             Arg::Address(address(&self.rows.scales, "the scales of a product")?),

@@ -56,9 +56,11 @@ pub(crate) fn copy(all: &mut [ExpertPairs], dtype: DType) -> Result<()> {
 /// of rows. `of_a`: `sum` is `[E·R, I]` and the product lowᵀ·wide with `wide` `[M, I]`; else `[E·O, R]` and wideᵀ·low with `wide`
 /// `[M, O / Q]`. Of `low` `[M, P]` the first `rank` columns count.
 pub(crate) fn gradient(
-    (sum, of_a): (&Tensor, bool),
+    sum: &Tensor,
+    of_a: bool,
     groups: &[(usize, usize)],
-    (wide, low): (&Tensor, &Tensor),
+    wide: &Tensor,
+    low: &Tensor,
     rank: usize,
 ) -> Result<()> {
     let (gpu, kind) = (Gpu::of(wide, NAME)?, FloatType::of(wide, NAME)?);

@@ -7,7 +7,7 @@ use std::ffi::c_void;
 
 /// A row-major matrix of a product.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Matrix {
+pub(crate) struct GpuMatrix {
     pub address: u64,
     pub kind: FloatType,
     /// Distance between rows, in elements.
@@ -16,7 +16,7 @@ pub(crate) struct Matrix {
     pub transposed: bool,
 }
 
-impl Matrix {
+impl GpuMatrix {
     pub(crate) fn new(address: u64, kind: FloatType, stride: usize) -> Self {
         Self {
             address,
@@ -57,9 +57,9 @@ impl Matrix {
 pub(crate) unsafe fn gemm(
     gpu: &Gpu,
     sizes: (usize, usize, usize),
-    a: Matrix,
-    b: Matrix,
-    c: Matrix,
+    a: GpuMatrix,
+    b: GpuMatrix,
+    c: GpuMatrix,
     add: bool,
 ) -> Result<()> {
     // SAFETY: promised by the caller.
@@ -73,13 +73,13 @@ pub(crate) unsafe fn gemm(
 pub(crate) unsafe fn gemm_scaled(
     gpu: &Gpu,
     sizes: (usize, usize, usize),
-    a: Matrix,
-    b: Matrix,
-    c: Matrix,
+    a: GpuMatrix,
+    b: GpuMatrix,
+    c: GpuMatrix,
     alpha: f32,
     add: bool,
 ) -> Result<()> {
-    let one = Batch {
+    let one = ProductBatch {
         count: 1,
         steps: [0; 3],
     };
@@ -89,7 +89,7 @@ pub(crate) unsafe fn gemm_scaled(
 
 /// Several products of one shape.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Batch {
+pub(crate) struct ProductBatch {
     pub count: usize,
     /// Elements from one A, B and C to the next.
     pub steps: [usize; 3],
@@ -102,10 +102,10 @@ pub(crate) struct Batch {
 pub(crate) unsafe fn gemm_batched(
     gpu: &Gpu,
     (m, n, k): (usize, usize, usize),
-    [a, b, c]: [Matrix; 3],
+    [a, b, c]: [GpuMatrix; 3],
     alpha: f32,
     add: bool,
-    batch: Batch,
+    batch: ProductBatch,
 ) -> Result<()> {
     if m == 0 || n == 0 || batch.count == 0 {
         return Ok(());

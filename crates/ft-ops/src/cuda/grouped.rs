@@ -80,7 +80,7 @@ pub(crate) fn product(x: &Tensor, groups: &Groups, y: &Tensor, back: bool, add: 
             }
         }
         first = tiles.next;
-        multiply(&gpu, kind, tiles, x, y, (back, add))?;
+        multiply(&gpu, kind, tiles, x, y, back, add)?;
         rest = left;
     }
     Ok(())
@@ -118,7 +118,7 @@ fn decode(gpu: &Gpu, groups: &Groups, buffer: Option<&Tensor>, back: bool) -> Re
         if let (Some(buffer), true) = (buffer, run.first().is_some_and(ends)) {
             let elements = run.iter().map(|w| w.rows * w.columns).sum::<usize>();
             let to = buffer.flatten_all()?.narrow(0, start, elements)?;
-            quantized::decode_all(gpu, run, &to)?;
+            quantized::dequantize_all(gpu, run, &to)?;
             start += elements;
             run.clear();
         }
@@ -185,7 +185,7 @@ impl Tiles {
     }
 }
 
-fn multiply(gpu: &Gpu, kind: FloatType, tiles: Tiles, x: &Tensor, y: &Tensor, (back, add): (bool, bool)) -> Result<()> {
+fn multiply(gpu: &Gpu, kind: FloatType, tiles: Tiles, x: &Tensor, y: &Tensor, back: bool, add: bool) -> Result<()> {
     let ((_, k), (_, n)) = (x.dims2()?, y.dims2()?);
     let places = [
         address(x, ROWS_OF_EXPERTS)?,

@@ -6,7 +6,7 @@ use super::{Arg, FloatType, Gpu, Grid, address, address_of};
 use crate::attention_schedule::AttentionTile;
 use crate::cached_schedule::{CachedDocument, TileSizes, schedule};
 use crate::kv_block::{KvBlock, KvDocument, rounded};
-use crate::paged::{Form, KvDtype};
+use crate::paged::{KvDtype, PageForm};
 use candle_core::{DType, Device, Tensor};
 use ft_base::{Error, Result};
 use std::collections::HashMap;
@@ -45,7 +45,7 @@ pub(crate) struct Tables {
     /// `KvBlock[layers][blocks]`, then `KvPlace[N]`, as in `cuda/kv.cuh`.
     table: Tensor,
     /// Of each layer; `None` without a block.
-    forms: Vec<Option<Form>>,
+    forms: Vec<Option<PageForm>>,
     blocks: usize,
     /// N
     pub(super) tokens: usize,
@@ -171,7 +171,7 @@ impl Tables {
     }
 
     /// The form of a layer and its table of blocks.
-    pub(super) fn layer(&self, layer: usize) -> Result<(Form, Arg)> {
+    pub(super) fn layer(&self, layer: usize) -> Result<(PageForm, Arg)> {
         let form = self.forms.get(layer).copied().flatten();
         let form = form.ok_or_else(|| Error::shape("the KV cache does not have this layer").found(layer))?;
         let at = address(&self.table, NAME)? + (layer * self.blocks * size_of::<[u64; 4]>()) as u64;

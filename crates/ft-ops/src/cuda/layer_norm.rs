@@ -1,7 +1,7 @@
 //! LayerNorm on a GPU.
 
 use super::{Arg, FloatType, Gpu, address, address_of, columns, rms_norm};
-use crate::layer_norm::{Gradients, LayerNorm};
+use crate::layer_norm::{LayerNorm, LayerNormGradients};
 use candle_core::Tensor;
 use ft_base::Result;
 
@@ -47,7 +47,7 @@ pub(crate) fn forward(x: &Tensor, norm: &LayerNorm) -> Result<Tensor> {
 }
 
 /// Computes dx, and the gradients of weight and bias as `need` says.
-pub(crate) fn backward(x: &Tensor, norm: &LayerNorm, dy: &Tensor, need: [bool; 2]) -> Result<Gradients> {
+pub(crate) fn backward(x: &Tensor, norm: &LayerNorm, dy: &Tensor, need: [bool; 2]) -> Result<LayerNormGradients> {
     let gpu = Gpu::of(x, "x of a norm")?;
     let ([x_place, w, _], kinds) = operands(x, norm)?;
     let dy = super::elementwise::cast(dy, kinds.0)?;
@@ -82,5 +82,5 @@ pub(crate) fn backward(x: &Tensor, norm: &LayerNorm, dy: &Tensor, need: [bool; 2
     } else {
         None
     };
-    Ok(Gradients { dx, dw, db })
+    Ok(LayerNormGradients { dx, dw, db })
 }

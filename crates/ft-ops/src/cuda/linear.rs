@@ -1,14 +1,14 @@
 //! Linear layers on a GPU. x, dy and the results are bf16 or f32; a weight of the other type is cast for the call.
 
 use super::elementwise::cast;
-use super::gemm::{Matrix, gemm};
+use super::gemm::{GpuMatrix, gemm};
 use super::{Arg, FloatType, Gpu, Grid, address, address_of, columns};
 use crate::quantized::part_rows;
 use candle_core::{DType, Tensor};
 use ft_base::Result;
 
-fn matrix(t: &Tensor, name: &str, columns: usize) -> Result<Matrix> {
-    Ok(Matrix::new(address(t, name)?, FloatType::of(t, name)?, columns))
+fn matrix(t: &Tensor, name: &str, columns: usize) -> Result<GpuMatrix> {
+    Ok(GpuMatrix::new(address(t, name)?, FloatType::of(t, name)?, columns))
 }
 
 /// Computes `x·wᵀ + bias`, of the type of x; sizes are `(N, O, I)`.
@@ -106,7 +106,7 @@ fn forward_into(
         let count = step.min(outputs - first);
         let part = cast(&w.narrow(0, first, count)?, kind)?;
         let b = matrix(&part, "the weight of a linear", inputs)?.t();
-        let c = Matrix {
+        let c = GpuMatrix {
             address: c.address + (first * c.kind.bytes()) as u64,
             ..c
         };
@@ -180,7 +180,7 @@ pub(crate) fn grad_weight(
     let (dy, x) = (cast(dy, kind)?, cast(x, kind)?);
     let a = matrix(&dy, "dy of a linear", outputs)?.t();
     let b = matrix(&x, "x of a linear", inputs)?;
-    let c = Matrix::new(
+    let c = GpuMatrix::new(
         address_of(&dw, "the gradient of a weight", DType::F32)?,
         FloatType::F32,
         inputs,

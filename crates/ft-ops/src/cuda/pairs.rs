@@ -1,8 +1,8 @@
 //! LoRA pairs on a GPU: copies of their matrices, and products with columns of a matrix.
 
-use super::gemm::{Matrix, gemm_scaled};
+use super::gemm::{GpuMatrix, gemm_scaled};
 use super::{Arg, FloatType, Gpu, Grid, address, address_of, aligned, narrow};
-use crate::pairs::{Columns, Copy};
+use crate::pairs::{ColumnOperand, Copy};
 use candle_core::cuda::cudarc::driver::DeviceRepr;
 use candle_core::{DType, Device, Tensor};
 use ft_base::{Error, Result};
@@ -68,15 +68,15 @@ pub(crate) fn copy(copies: &[Copy<'_>], dtype: DType) -> Result<()> {
 /// Computes C `[m, n]` = alpha · A `[m, k]` · B `[k, n]`, or `C +=` if `add`.
 pub(crate) fn product(
     (m, n, k): (usize, usize, usize),
-    a: Columns<'_>,
-    b: Columns<'_>,
-    c: Columns<'_>,
+    a: ColumnOperand<'_>,
+    b: ColumnOperand<'_>,
+    c: ColumnOperand<'_>,
     alpha: f32,
     add: bool,
 ) -> Result<()> {
     const NAME: &str = "an operand of a LoRA product";
     // Lines in memory, and elements of each that the product uses.
-    let matrix = |of: Columns<'_>, lines: usize, used: usize| -> Result<Matrix> {
+    let matrix = |of: ColumnOperand<'_>, lines: usize, used: usize| -> Result<GpuMatrix> {
         let (kind, stride) = (FloatType::of(of.of, NAME)?, of.of.dim(1)?);
         if used > stride || lines > 0 && of.first + (lines - 1) * stride + used > of.of.elem_count() {
             return Err(Error::shape("the matrices of a LoRA product do not fit")
@@ -84,12 +84,12 @@ pub(crate) fn product(
                 .expected(format!("{lines} rows with {used} columns")));
         }
         let first = address(of.of, NAME)? + (of.first * kind.bytes()) as u64;
-        Ok(Matrix {
+        Ok(GpuMatrix {
             transposed: of.transposed,
-            ..Matrix::new(first, kind, stride)
+            ..GpuMatrix::new(first, kind, stride)
         })
     };
-    let lines = |of: &Columns<'_>, rows: usize, columns: usize| {
+    let lines = |of: &ColumnOperand<'_>, rows: usize, columns: usize| {
         if of.transposed {
             (columns, rows)
         } else {

@@ -3,7 +3,7 @@
 //! `eight_bit`.
 
 use super::elementwise::cast;
-use super::gemm::{Matrix, gemm};
+use super::gemm::{GpuMatrix, gemm};
 use super::linear::bias_rows;
 use super::memory::{to_f32_vec, write};
 use super::{Arg, FloatType, Gpu, Grid, Name, address, address_of, aligned, eight_bit, narrow};
@@ -204,13 +204,13 @@ fn decode(gpu: &Gpu, w: &QTensors, (first, count): Range, (from, width): Range, 
     unsafe { launch(gpu, kernel, Grid::stride(count * width / 8 + 1), &args, &weight) }
 }
 
-/// True if `decode_all` takes these weights in one launch: one format, type and shape.
+/// True if `dequantize_all` takes these weights in one launch: one format, type and shape.
 pub(crate) fn alike(a: &QTensors, b: &QTensors) -> bool {
     (a.rows, a.columns, a.decoded, format(a)) == (b.rows, b.columns, b.decoded, format(b))
 }
 
 /// Dequantizes weights that are alike, each whole, one after the other into the first elements of `to`.
-pub(crate) fn decode_all(gpu: &Gpu, weights: &[&QTensors], to: &Tensor) -> Result<()> {
+pub(crate) fn dequantize_all(gpu: &Gpu, weights: &[&QTensors], to: &Tensor) -> Result<()> {
     let Some(first) = weights.first() else { return Ok(()) };
     let (elements, kind) = (first.rows * first.columns, decoded(first));
     if weights.len() * elements > to.elem_count() || !weights.iter().all(|w| alike(first, w)) {
@@ -279,8 +279,8 @@ pub(super) fn forward_into(gpu: &Gpu, y: &Tensor, x: &Tensor, w: &QTensors, add:
     if eight_bit::applies(x, y, w)? {
         return eight_bit::forward_into(gpu, y, x, w, add);
     }
-    let a = Matrix::new(address(x, "x of a linear")?, kind, inputs);
-    let to = Matrix::new(
+    let a = GpuMatrix::new(address(x, "x of a linear")?, kind, inputs);
+    let to = GpuMatrix::new(
         address(y, "y of a linear")?,
         FloatType::of(y, "y of a linear")?,
         outputs,
@@ -291,8 +291,8 @@ pub(super) fn forward_into(gpu: &Gpu, y: &Tensor, x: &Tensor, w: &QTensors, add:
         let count = step.min(outputs - first);
         decode(gpu, w, (first, count), (0, inputs), &tile)?;
         let part = cast(&tile.narrow(0, 0, count * inputs)?, kind)?;
-        let b = Matrix::new(address(&part, "a dequantized weight")?, kind, inputs).t();
-        let c = Matrix {
+        let b = GpuMatrix::new(address(&part, "a dequantized weight")?, kind, inputs).t();
+        let c = GpuMatrix {
             address: to.address + (first * to.kind.bytes()) as u64,
             ..to
         };
@@ -361,8 +361,8 @@ fn backward_into(gpu: &Gpu, dx: &Tensor, dy: &Tensor, w: &QTensors, add: bool) -
         return eight_bit::backward_into(gpu, dx, dy, w, add);
     }
     let kind = FloatType::of(dy, "dy of a linear")?;
-    let a = Matrix::new(address(dy, "dy of a linear")?, kind, outputs);
-    let to = Matrix::new(
+    let a = GpuMatrix::new(address(dy, "dy of a linear")?, kind, outputs);
+    let to = GpuMatrix::new(
         address(dx, "dx of a linear")?,
         FloatType::of(dx, "dx of a linear")?,
         inputs,
@@ -373,8 +373,8 @@ fn backward_into(gpu: &Gpu, dx: &Tensor, dy: &Tensor, w: &QTensors, add: bool) -
         let width = step.min(inputs - from);
         decode(gpu, w, (0, outputs), (from, width), &tile)?;
         let part = cast(&tile.narrow(0, 0, outputs * width)?, kind)?;
-        let b = Matrix::new(address(&part, "a dequantized weight")?, kind, width);
-        let c = Matrix {
+        let b = GpuMatrix::new(address(&part, "a dequantized weight")?, kind, width);
+        let c = GpuMatrix {
             address: to.address + (from * to.kind.bytes()) as u64,
             ..to
         };

@@ -31,15 +31,15 @@ type Pinned = PinnedHostSlice<u8>;
 type Ring = VecDeque<(Pinned, CudaEvent)>;
 
 /// A copy that reads host memory.
-pub(crate) type HostRead = Arc<CudaEvent>;
+pub(crate) type GpuHostRead = Arc<CudaEvent>;
 
 /// Waits for the copy.
-pub(crate) fn wait(read: &HostRead) -> Result<()> {
+pub(crate) fn wait(read: &GpuHostRead) -> Result<()> {
     read.synchronize().map_err(failed)
 }
 
 /// A tensor during its copy to the GPU.
-pub(crate) struct Arriving {
+pub(crate) struct GpuArriving {
     /// None after `receive`.
     tensor: Option<(Tensor, CudaEvent, Arc<CudaEvent>)>,
     computing: Arc<CudaStream>,
@@ -47,15 +47,15 @@ pub(crate) struct Arriving {
     in_place: bool,
 }
 
-impl Arriving {
+impl GpuArriving {
     /// The copy, if it reads the memory of the host tensor.
-    pub(crate) fn read(&self) -> Option<HostRead> {
+    pub(crate) fn read(&self) -> Option<GpuHostRead> {
         let tensor = self.tensor.as_ref().filter(|_| self.in_place);
         tensor.map(|(_, _, arrived)| arrived.clone())
     }
 }
 
-impl Drop for Arriving {
+impl Drop for GpuArriving {
     fn drop(&mut self) {
         // The tensor is not received, but its memory must not be reused while the copy writes to it.
         if let Some((_, _, arrived)) = &self.tensor
@@ -67,7 +67,7 @@ impl Drop for Arriving {
 }
 
 /// A tensor that is offloaded to the host, or on the way there.
-pub(crate) struct Offloaded {
+pub(crate) struct GpuOffloaded {
     host: Option<Pinned>,
     shape: Vec<usize>,
     dtype: DType,
@@ -76,7 +76,7 @@ pub(crate) struct Offloaded {
     done: CudaEvent,
 }
 
-impl Drop for Offloaded {
+impl Drop for GpuOffloaded {
     fn drop(&mut self) {
         // The copy must not write to pinned memory that is freed.
         if self.host.is_some() {
@@ -86,7 +86,7 @@ impl Drop for Offloaded {
 }
 
 /// The copy stream of one GPU.
-pub(crate) struct Copier {
+pub(crate) struct GpuCopier {
     gpu: Gpu,
     stream: Arc<CudaStream>,
     /// Page-locked host tensors, by address; each is kept alive while it is locked.
@@ -102,7 +102,7 @@ pub(crate) struct Copier {
     staging: [Mutex<Ring>; 2],
 }
 
-impl Drop for Copier {
+impl Drop for GpuCopier {
     fn drop(&mut self) {
         let _ = self.stream.synchronize();
         for address in std::mem::take(&mut *lock(&self.locked)).keys() {
@@ -112,7 +112,7 @@ impl Drop for Copier {
     }
 }
 
-impl Copier {
+impl GpuCopier {
     pub(crate) fn new(device: &Device) -> Result<Self> {
         let gpu = Gpu::on(device)?;
         let stream = gpu.device().cuda_stream().context().new_stream().map_err(failed)?;
@@ -128,7 +128,7 @@ impl Copier {
     }
 
     /// Starts the upload of a contiguous host tensor; see `ops::transfer`.
-    pub(crate) fn send(&self, host: &Tensor, memory: HostMemory) -> Result<Arriving> {
+    pub(crate) fn send(&self, host: &Tensor, memory: HostMemory) -> Result<GpuArriving> {
         let (from, len) = host_bytes(host)?;
         let in_place = memory != HostMemory::Temporary && len >= LEAST_LOCKED && self.lock_in_memory(host)?;
         // SAFETY: the tensor holds this number of bytes. Page-locked memory stays alive and unchanged by the promise of
@@ -139,7 +139,7 @@ impl Copier {
     }
 
     /// Starts the copy of the bytes to a new tensor. `locked`: they are page-locked.
-    fn copy_to(&self, tensor: Tensor, bytes: &[u8], locked: bool) -> Result<Arriving> {
+    fn copy_to(&self, tensor: Tensor, bytes: &[u8], locked: bool) -> Result<GpuArriving> {
         let to = address(&tensor, "a tensor that is sent")?;
         let computing = self.gpu.device().cuda_stream();
         // Earlier work that is still queued may read the memory of this allocation.
@@ -152,7 +152,7 @@ impl Copier {
             unsafe { result::memcpy_htod_async(to, bytes, self.stream.cu_stream()) }.map_err(failed)?;
         }
         let arrived = self.stream.record_event(TIMED).map_err(failed)?;
-        Ok(Arriving {
+        Ok(GpuArriving {
             tensor: Some((tensor, started, Arc::new(arrived))),
             computing,
             in_place: locked,
@@ -230,7 +230,7 @@ impl Copier {
     }
 
     /// Returns the tensor, for work that is queued from now on.
-    pub(crate) fn receive(&self, mut arriving: Arriving) -> Result<Tensor> {
+    pub(crate) fn receive(&self, mut arriving: GpuArriving) -> Result<Tensor> {
         let stood = arriving.computing.record_event(TIMED).map_err(failed)?;
         if let Some((_, _, arrived)) = &arriving.tensor {
             arriving.computing.wait(arrived).map_err(failed)?;
@@ -246,7 +246,7 @@ impl Copier {
     }
 
     /// Starts the offload of a tensor to the host.
-    pub(crate) fn offload(&self, tensor: Tensor) -> Result<Offloaded> {
+    pub(crate) fn offload(&self, tensor: Tensor) -> Result<GpuOffloaded> {
         let from = address(&tensor, "a tensor that is offloaded")?;
         let len = tensor.elem_count() * tensor.dtype().size_in_bytes();
         let mut host = self.pinned(len)?;
@@ -256,7 +256,7 @@ impl Copier {
         // SAFETY: `to` has space for the bytes of the tensor; both live until `done`.
         unsafe { result::memcpy_dtoh_async(&mut to[..len], from, self.stream.cu_stream()) }.map_err(failed)?;
         let done = self.stream.record_event(None).map_err(failed)?;
-        Ok(Offloaded {
+        Ok(GpuOffloaded {
             host: Some(host),
             shape: tensor.dims().to_vec(),
             dtype: tensor.dtype(),
@@ -265,7 +265,7 @@ impl Copier {
         })
     }
 
-    pub(crate) fn release(&self, offloaded: &mut Offloaded) -> Result<()> {
+    pub(crate) fn release(&self, offloaded: &mut GpuOffloaded) -> Result<()> {
         if let Some(tensor) = offloaded.leaving.take() {
             self.gpu.device().cuda_stream().wait(&offloaded.done).map_err(failed)?;
             drop(tensor);
@@ -274,7 +274,7 @@ impl Copier {
     }
 
     /// Waits for an offloaded f32 tensor, and adds its elements to the list.
-    pub(crate) fn read(&self, mut offloaded: Offloaded, list: &mut Vec<f32>) -> Result<()> {
+    pub(crate) fn read(&self, mut offloaded: GpuOffloaded, list: &mut Vec<f32>) -> Result<()> {
         offloaded.done.synchronize().map_err(failed)?;
         let len = offloaded.shape.iter().product::<usize>() * offloaded.dtype.size_in_bytes();
         if offloaded.dtype != DType::F32 {
@@ -290,7 +290,7 @@ impl Copier {
     }
 
     /// Starts the copy of an offloaded tensor back to the GPU.
-    pub(crate) fn fetch(&self, mut offloaded: Offloaded) -> Result<Arriving> {
+    pub(crate) fn fetch(&self, mut offloaded: GpuOffloaded) -> Result<GpuArriving> {
         self.release(&mut offloaded)?;
         let Some(host) = offloaded.host.take() else {
             return Err(Error::internal("an offloaded tensor was fetched twice"));

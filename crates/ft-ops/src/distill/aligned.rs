@@ -16,7 +16,7 @@
 //! A span counts as many times as it has tokens of the student, so that the loss stays a mean over tokens. Logits are
 //! computed on the device, and compared on the host: a distribution is sorted as a whole.
 
-use super::{Matrix, Options, Output, Side, check_temperature, trained};
+use super::{DistillOptions, DistillOutput, DistillSide, HeadMatrix, check_temperature, trained};
 use crate::linear;
 use crate::step_stats::{StepStats, StepSums};
 use crate::update::to_f32_vec;
@@ -30,7 +30,7 @@ const LEAST: f32 = 1e-8;
 
 /// Rows of hidden states of both models whose next tokens cover the same bytes.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Span {
+pub struct AlignedSpan {
     /// Rows of the student.
     pub student: Range<usize>,
     /// Rows of the teacher.
@@ -60,7 +60,7 @@ pub struct AlignedOptions<'a> {
     pub comparison: Comparison<'a>,
     /// As for teachers with the same tokens. `beta` is that of the divergence of `Comparison::Matched`, `alpha` weighs the
     /// cross-entropy against the distance, and `chunk` counts tokens of the student.
-    pub common: Options,
+    pub common: DistillOptions,
 }
 
 /// A span, or a trained token outside of all spans.
@@ -83,14 +83,14 @@ struct Masks<'a> {
 /// # Errors
 /// Shapes that do not fit, spans outside of the trained tokens, settings out of range.
 pub fn forward_backward(
-    student: &Side,
-    teacher: &Side,
+    student: &DistillSide,
+    teacher: &DistillSide,
     targets: &[u32],
     teacher_targets: &[u32],
-    spans: &[Span],
+    spans: &[AlignedSpan],
     options: &AlignedOptions,
     step_stats: &StepStats,
-) -> Result<Output> {
+) -> Result<DistillOutput> {
     let n = targets.len();
     let (v, d) = student.check(n, "student")?;
     let (vt, _) = teacher.check(teacher_targets.len(), "teacher")?;
@@ -112,13 +112,13 @@ pub fn forward_backward(
     let units = units(spans, targets, teacher_targets, &chosen)?;
     let masks = masks(options.comparison, v, vt)?;
     let device = student.h.device();
-    let mut out = Output {
+    let mut out = DistillOutput {
         trained: chosen.len(),
         divergence: 0.0,
         cross_entropy: 0.0,
         dh: None,
         dw: match (options.common.need_dw, &student.head) {
-            (true, Matrix::Whole(_)) => Some(Tensor::zeros((v, d), DType::F32, device)?),
+            (true, HeadMatrix::Whole(_)) => Some(Tensor::zeros((v, d), DType::F32, device)?),
             _ => None,
         },
     };
@@ -170,13 +170,13 @@ pub fn forward_backward(
             continue;
         }
         let g = Tensor::from_vec(z, (own.len(), v), device)?.to_dtype(h.dtype())?;
-        if let (Some(dw), Matrix::Whole(head)) = (&out.dw, student.head) {
+        if let (Some(dw), HeadMatrix::Whole(head)) = (&out.dw, student.head) {
             linear::grad_weight_add(dw, &g, &h, head.dtype())?;
         }
         if options.common.need_dh {
             gradients.push(match student.head {
-                Matrix::Whole(head) => linear::backward_input(&g, head)?,
-                Matrix::Parts(parts) => {
+                HeadMatrix::Whole(head) => linear::backward_input(&g, head)?,
+                HeadMatrix::Parts(parts) => {
                     let mut dh: Option<Tensor> = None;
                     parts.each(|first, part| {
                         let g = g.narrow(1, first, part.dim(0)?)?.contiguous()?;
@@ -208,7 +208,12 @@ pub fn forward_backward(
 /// The spans, and the trained tokens between them.
 ///
 /// Errors: a span contains a token that is not trained; spans overlap or are not in order.
-fn units(spans: &[Span], targets: &[u32], teacher_targets: &[u32], chosen: &[usize]) -> Result<Vec<AlignedUnit>> {
+fn units(
+    spans: &[AlignedSpan],
+    targets: &[u32],
+    teacher_targets: &[u32],
+    chosen: &[usize],
+) -> Result<Vec<AlignedUnit>> {
     let (mut out, mut next, mut after): (Vec<AlignedUnit>, usize, usize) = (Vec::new(), 0, 0);
     let single = |n: usize| AlignedUnit {
         student: n..n + 1,
@@ -269,7 +274,7 @@ fn pick(h: &Tensor, rows: &[u32]) -> Result<Tensor> {
 }
 
 /// The logits with softcap on the host, `[c, V]`.
-fn logits(h: &Tensor, side: &Side, v: usize) -> Result<Vec<f32>> {
+fn logits(h: &Tensor, side: &DistillSide, v: usize) -> Result<Vec<f32>> {
     let product = |head: &Tensor| -> Result<Tensor> {
         #[cfg(feature = "cuda")]
         if h.device().is_cuda() && h.dtype() != DType::F32 {
@@ -278,8 +283,8 @@ fn logits(h: &Tensor, side: &Side, v: usize) -> Result<Vec<f32>> {
         linear::forward(h, head, None)
     };
     let mut z = match side.head {
-        Matrix::Whole(head) => to_f32_vec(&product(head)?)?,
-        Matrix::Parts(parts) => {
+        HeadMatrix::Whole(head) => to_f32_vec(&product(head)?)?,
+        HeadMatrix::Parts(parts) => {
             let c = h.dim(0)?;
             let mut z = vec![0f32; c * v];
             parts.each(|first, part| {

@@ -27,7 +27,7 @@ use std::cell::RefCell;
 
 /// An output projection `[rows, D]`.
 #[derive(Clone, Copy)]
-pub enum Matrix<'a> {
+pub enum HeadMatrix<'a> {
     /// A head in memory.
     Whole(&'a Tensor),
     /// A streamed head; each part is a multiple of `cross_entropy::PIECE` rows.
@@ -36,11 +36,11 @@ pub enum Matrix<'a> {
 
 /// One model: hidden states after the final norm, `[N, D]`, and its head.
 #[derive(Clone, Copy)]
-pub struct Side<'a> {
+pub struct DistillSide<'a> {
     /// Hidden states after the final norm, `[N, D]`.
     pub h: &'a Tensor,
     /// The output projection.
-    pub head: Matrix<'a>,
+    pub head: HeadMatrix<'a>,
     /// Logits z become cap · tanh(z / cap).
     pub softcap: Option<f32>,
 }
@@ -74,7 +74,7 @@ impl TopK {
 }
 
 /// The teacher. S: how a model is given.
-pub enum Teacher<'a, S = Side<'a>> {
+pub enum DistillTeacher<'a, S = DistillSide<'a>> {
     /// A model: its logits are computed.
     Live(S),
     /// Stored distributions over the first `common` ids.
@@ -88,7 +88,7 @@ pub enum Teacher<'a, S = Side<'a>> {
 
 /// What is computed: the divergence, its mix with the cross-entropy, the gradients.
 #[derive(Debug, Clone)]
-pub struct Options {
+pub struct DistillOptions {
     /// 0: KL(teacher, student); 1: KL(student, teacher); between: generalized Jensen-Shannon.
     pub beta: f32,
     /// Divides the logits of both models; positive.
@@ -107,7 +107,7 @@ pub struct Options {
 
 /// The sums of the loss, and the requested gradients.
 #[derive(Debug)]
-pub struct Output {
+pub struct DistillOutput {
     /// Number of tokens with a target.
     pub trained: usize,
     /// Sums over the trained tokens, in nats.
@@ -120,17 +120,20 @@ pub struct Output {
     pub dw: Option<Tensor>,
 }
 
-impl Side<'_> {
+impl DistillSide<'_> {
     /// Returns (rows, width) of the head.
+    ///
+    /// # Errors
+    /// The head is not a matrix (`Shape`).
     pub fn sizes(&self) -> Result<(usize, usize)> {
         match self.head {
-            Matrix::Whole(w) => dims2(w, "the head"),
-            Matrix::Parts(parts) => Ok((parts.rows, parts.width)),
+            HeadMatrix::Whole(w) => dims2(w, "the head"),
+            HeadMatrix::Parts(parts) => Ok((parts.rows, parts.width)),
         }
     }
 
     pub(crate) fn in_parts(&self) -> bool {
-        matches!(self.head, Matrix::Parts(_))
+        matches!(self.head, HeadMatrix::Parts(_))
     }
 
     /// Checks that hidden states, head and softcap fit together for `n` tokens; returns the sizes of the head.
@@ -140,7 +143,7 @@ impl Side<'_> {
         if self.softcap.is_some_and(|cap| cap.is_nan() || cap <= 0.0) {
             return Err(Error::argument("the soft cap of the logits must be positive"));
         }
-        if let Matrix::Parts(parts) = self.head
+        if let HeadMatrix::Parts(parts) = self.head
             && (parts.rows_of_part == 0 || !parts.rows_of_part.is_multiple_of(PIECE))
         {
             return Err(Error::shape("the parts of the output head have the wrong size")
@@ -158,8 +161,8 @@ impl Side<'_> {
         let held: RefCell<Option<(usize, Tensor)>> = RefCell::new(None);
         let piece = |first: usize, count: usize| -> Result<Tensor> {
             let parts = match self.head {
-                Matrix::Whole(w) => return Ok(w.narrow(0, first, count)?),
-                Matrix::Parts(parts) => parts,
+                HeadMatrix::Whole(w) => return Ok(w.narrow(0, first, count)?),
+                HeadMatrix::Parts(parts) => parts,
             };
             let start = first / parts.rows_of_part * parts.rows_of_part;
             let known = held.borrow().as_ref().map(|(at, _)| *at);
@@ -192,12 +195,12 @@ impl Side<'_> {
 /// Shapes that do not fit, targets outside the vocabulary, settings out of range, stored rows that do not match the
 /// trained tokens.
 pub fn forward_backward(
-    student: &Side,
-    teacher: &Teacher,
+    student: &DistillSide,
+    teacher: &DistillTeacher,
     targets: &[u32],
-    options: &Options,
+    options: &DistillOptions,
     step_stats: &StepStats,
-) -> Result<Output> {
+) -> Result<DistillOutput> {
     let n = targets.len();
     let (v, d) = student.check(n, "student")?;
     let trained = trained(targets, v)?;
@@ -208,8 +211,8 @@ pub fn forward_backward(
         ));
     }
     let common = match teacher {
-        Teacher::Live(side) => side.check(n, "teacher")?.0.min(v),
-        Teacher::Stored { top, common } => {
+        DistillTeacher::Live(side) => side.check(n, "teacher")?.0.min(v),
+        DistillTeacher::Stored { top, common } => {
             check_stored(top, *common, trained.len(), v)?;
             *common
         }
@@ -218,23 +221,23 @@ pub fn forward_backward(
         student.h,
         on_gpu::forward_backward(student, teacher, targets, &trained, common, options, step_stats)
     );
-    let terms = cpu::Terms {
+    let terms = cpu::DivergenceTerms {
         beta: options.beta,
         temperature: options.temperature,
         alpha: options.alpha,
         common,
     };
-    let mut gradients = cpu::Gradients {
+    let mut gradients = cpu::DistillGradients {
         scale: options.scale as f32,
         dh: options.need_dh.then(|| vec![0f32; n * d]),
         dw: options.need_dw.then(|| vec![0f32; v * d]),
     };
-    let parts = student.in_parts() || matches!(teacher, Teacher::Live(side) if side.in_parts());
+    let parts = student.in_parts() || matches!(teacher, DistillTeacher::Live(side) if side.in_parts());
     let mut sum = Sum::default();
     {
         let wanted = (options.need_dh || options.need_dw).then_some(&mut gradients);
-        let each = &mut |row: &cpu::Row| sum.add(row, options.alpha as f64);
-        let run = |student: &cpu::SideSlices, teacher: Teacher<cpu::SideSlices>| {
+        let each = &mut |row: &cpu::TokenDivergence| sum.add(row, options.alpha as f64);
+        let run = |student: &cpu::SideSlices, teacher: DistillTeacher<cpu::SideSlices>| {
             let job = cpu::DistillJob {
                 student,
                 teacher: &teacher,
@@ -247,12 +250,12 @@ pub fn forward_backward(
             cpu::run(&job, wanted, each)
         };
         student.on_cpu("student", |own| match teacher {
-            Teacher::Live(side) => side.on_cpu("teacher", |side| run(own, Teacher::Live(*side))),
-            Teacher::Stored { top, common } => run(own, Teacher::Stored { top, common: *common }),
+            DistillTeacher::Live(side) => side.on_cpu("teacher", |side| run(own, DistillTeacher::Live(*side))),
+            DistillTeacher::Stored { top, common } => run(own, DistillTeacher::Stored { top, common: *common }),
         })?;
     }
     step_stats.add(sum.sums);
-    Ok(Output {
+    Ok(DistillOutput {
         trained: trained.len(),
         divergence: sum.divergence,
         cross_entropy: sum.cross_entropy,
@@ -263,8 +266,11 @@ pub fn forward_backward(
 
 /// Returns the `k` most likely of the first `common` ids at each trained position, with their log-probabilities at
 /// `temperature`; fewer if there are fewer ids. NaN if a logit is not finite.
+///
+/// # Errors
+/// `k` or `common` is out of range, or the temperature is not positive (`Argument`); tensors of other shapes (`Shape`).
 pub fn likeliest(
-    side: &Side,
+    side: &DistillSide,
     targets: &[u32],
     common: usize,
     k: usize,
@@ -288,18 +294,18 @@ pub fn likeliest(
 #[cfg(feature = "cuda")]
 mod on_gpu {
     use super::*;
-    use crate::cuda::distill::{DistillJob, each_logits, run};
+    use crate::cuda::distill::{GpuDistillJob, each_logits, run};
 
     pub(super) fn forward_backward(
-        student: &Side,
-        teacher: &Teacher,
+        student: &DistillSide,
+        teacher: &DistillTeacher,
         targets: &[u32],
         trained: &[usize],
         common: usize,
-        options: &Options,
+        options: &DistillOptions,
         step_stats: &StepStats,
-    ) -> Result<Output> {
-        let found = run(&DistillJob {
+    ) -> Result<DistillOutput> {
+        let found = run(&GpuDistillJob {
             student,
             teacher,
             targets,
@@ -309,7 +315,7 @@ mod on_gpu {
         })?;
         let mut sum = Sum::default();
         for (i, divergence) in found.divergence.iter().enumerate() {
-            let row = cpu::Row {
+            let row = cpu::TokenDivergence {
                 divergence: f64::from(*divergence),
                 cross_entropy: f64::from(found.cross_entropy[i]),
                 correct: found.correct[i] != 0.0,
@@ -317,7 +323,7 @@ mod on_gpu {
             sum.add(&row, options.alpha as f64);
         }
         step_stats.add(sum.sums);
-        Ok(Output {
+        Ok(DistillOutput {
             trained: trained.len(),
             divergence: sum.divergence,
             cross_entropy: sum.cross_entropy,
@@ -328,7 +334,7 @@ mod on_gpu {
 
     /// The host selects from the logits.
     pub(super) fn likeliest(
-        side: &Side,
+        side: &DistillSide,
         chosen: &[usize],
         common: usize,
         k: usize,
@@ -352,7 +358,7 @@ struct Sum {
 }
 
 impl Sum {
-    fn add(&mut self, row: &cpu::Row, alpha: f64) {
+    fn add(&mut self, row: &cpu::TokenDivergence, alpha: f64) {
         self.sums.loss += alpha * row.cross_entropy + (1.0 - alpha) * row.divergence;
         self.sums.correct += f64::from(row.correct);
         self.divergence += row.divergence;
@@ -379,7 +385,7 @@ fn check_temperature(temperature: f32) -> Result<()> {
     }
 }
 
-fn check_terms(options: &Options) -> Result<()> {
+fn check_terms(options: &DistillOptions) -> Result<()> {
     check_temperature(options.temperature)?;
     for (what, value) in [("beta", options.beta), ("alpha", options.alpha)] {
         if !(0.0..=1.0).contains(&value) {

@@ -10,8 +10,8 @@ fn targets(n: usize, v: usize) -> Vec<u32> {
     (0..n).map(id).collect()
 }
 
-fn options(beta: f32, temperature: f32, alpha: f32, chunk: usize) -> Options {
-    Options {
+fn options(beta: f32, temperature: f32, alpha: f32, chunk: usize) -> DistillOptions {
+    DistillOptions {
         beta,
         temperature,
         alpha,
@@ -26,10 +26,10 @@ fn step_stats() -> StepStats {
     StepStats::new(&Device::Cpu).unwrap()
 }
 
-fn side<'a>(h: &'a Tensor, head: &'a Tensor, softcap: Option<f32>) -> Side<'a> {
-    Side {
+fn side<'a>(h: &'a Tensor, head: &'a Tensor, softcap: Option<f32>) -> DistillSide<'a> {
+    DistillSide {
         h,
-        head: Matrix::Whole(head),
+        head: HeadMatrix::Whole(head),
         softcap,
     }
 }
@@ -60,7 +60,7 @@ fn kl(p: &Tensor, q: &Tensor) -> Tensor {
 }
 
 /// Returns the divergence by its definition, and the cross-entropy.
-fn composed(z: &Tensor, t: &Tensor, targets: &[u32], o: &Options) -> (Tensor, Tensor) {
+fn composed(z: &Tensor, t: &Tensor, targets: &[u32], o: &DistillOptions) -> (Tensor, Tensor) {
     let common = z.dim(1).unwrap().min(t.dim(1).unwrap());
     let soft = |x: &Tensor| {
         let x = x.narrow(1, 0, common).unwrap().contiguous().unwrap();
@@ -109,7 +109,7 @@ fn matches_autograd() {
                 let loss = ((&divergence * (1.0 - alpha as f64)).unwrap() + (&hard * alpha as f64).unwrap()).unwrap();
                 let grads = (&loss * 0.25).unwrap().backward().unwrap();
                 let own = side(&h, &head, cap);
-                let other = Teacher::Live(side(&teacher[0], &teacher[1], Some(3.0)));
+                let other = DistillTeacher::Live(side(&teacher[0], &teacher[1], Some(3.0)));
                 let sums = step_stats();
                 let out = forward_backward(&own, &other, &targets, &o, &sums).unwrap();
                 let read = |t: &Tensor| t.to_scalar::<f32>().unwrap() as f64;
@@ -135,13 +135,13 @@ fn with_alpha_one_it_is_the_cross_entropy() {
     let (a, b) = (step_stats(), step_stats());
     let out = forward_backward(
         &side(&h, &head, None),
-        &Teacher::Live(side(&h, &head, None)),
+        &DistillTeacher::Live(side(&h, &head, None)),
         &targets,
         &options(0.5, 1.0, 1.0, 6),
         &a,
     )
     .unwrap();
-    let plain = cross_entropy::Options {
+    let plain = cross_entropy::CrossEntropyOptions {
         smoothing: 0.0,
         softcap: None,
         chunk: 6,
@@ -170,7 +170,7 @@ fn all_stored_ids_are_the_whole_teacher_and_fewer_say_less() {
         let o = options(beta, 1.5, 0.25, 5);
         let whole = forward_backward(
             &side(&h, &head, None),
-            &Teacher::Live(teacher),
+            &DistillTeacher::Live(teacher),
             &targets,
             &o,
             &step_stats(),
@@ -179,7 +179,7 @@ fn all_stored_ids_are_the_whole_teacher_and_fewer_say_less() {
         let mut last = 0.0;
         for k in [1, 40, 4149, vt] {
             let top = likeliest(&teacher, &targets, vt, k, 1.5, 3).unwrap();
-            let other = Teacher::Stored { top: &top, common: vt };
+            let other = DistillTeacher::Stored { top: &top, common: vt };
             let out = forward_backward(&side(&h, &head, None), &other, &targets, &o, &step_stats()).unwrap();
             assert!(
                 out.divergence >= last - 1e-5 && out.divergence <= whole.divergence + 1e-4,
@@ -206,7 +206,7 @@ fn stored_rows_have_the_gradient_of_their_loss() {
         for cap in [None, Some(3.0)] {
             let mut o = options(beta, 2.0, 0.25, 5);
             o.scale = 1.0;
-            let other = Teacher::Stored { top: &top, common: v };
+            let other = DistillTeacher::Stored { top: &top, common: v };
             let loss = |h: &Tensor| {
                 let sums = step_stats();
                 forward_backward(&side(h, &head, cap), &other, &targets, &o, &sums)?;
@@ -275,14 +275,14 @@ fn heads_in_parts_give_the_bits_of_whole_heads() {
             let own_pieces = pieces(v, d, own_part, &own);
             let other_pieces = pieces(vt, dt, other_part, &other);
             let matrix = |w, pieces, size: Option<usize>| match size {
-                Some(_) => Matrix::Parts(pieces),
-                None => Matrix::Whole(w),
+                Some(_) => HeadMatrix::Parts(pieces),
+                None => HeadMatrix::Whole(w),
             };
-            let student = Side {
+            let student = DistillSide {
                 head: matrix(&head, &own_pieces, own_part),
                 ..side(&h, &head, Some(3.0))
             };
-            let teacher = Side {
+            let teacher = DistillSide {
                 head: matrix(&thead, &other_pieces, other_part),
                 ..side(&th, &thead, None)
             };
@@ -290,15 +290,18 @@ fn heads_in_parts_give_the_bits_of_whole_heads() {
                 let mut o = options(beta, 1.3, 0.4, 5);
                 o.need_dw = own_part.is_none();
                 let (a, b) = (step_stats(), step_stats());
-                let whole = (side(&h, &head, Some(3.0)), Teacher::Live(side(&th, &thead, None)));
+                let whole = (
+                    side(&h, &head, Some(3.0)),
+                    DistillTeacher::Live(side(&th, &thead, None)),
+                );
                 let want = forward_backward(&whole.0, &whole.1, &targets, &o, &a).unwrap();
-                let got = forward_backward(&student, &Teacher::Live(teacher), &targets, &o, &b).unwrap();
+                let got = forward_backward(&student, &DistillTeacher::Live(teacher), &targets, &o, &b).unwrap();
                 assert_eq!(a.read().unwrap(), b.read().unwrap());
                 assert_eq!(flat(&want.dh.unwrap()), flat(&got.dh.unwrap()));
                 assert_eq!(want.dw.map(|w| flat(&w)), got.dw.map(|w| flat(&w)));
                 let k = likeliest(&teacher, &targets, vt, 9, 1.3, 4).unwrap();
                 assert_eq!(k, likeliest(&side(&th, &thead, None), &targets, vt, 9, 1.3, 4).unwrap());
-                let stored = Teacher::Stored { top: &k, common: vt };
+                let stored = DistillTeacher::Stored { top: &k, common: vt };
                 let want = forward_backward(&whole.0, &stored, &targets, &o, &a).unwrap();
                 let got = forward_backward(&student, &stored, &targets, &o, &b).unwrap();
                 assert_eq!(a.read().unwrap(), b.read().unwrap());
@@ -317,7 +320,10 @@ fn same_bits_on_any_threads() {
         let teacher = side(&th, &thead, None);
         let top = likeliest(&teacher, &targets, v, 20, 1.0, 9).unwrap();
         let mut out = vec![Tensor::new(&top.log_probs[..], &Device::Cpu).unwrap()];
-        for other in [Teacher::Live(teacher), Teacher::Stored { top: &top, common: v }] {
+        for other in [
+            DistillTeacher::Live(teacher),
+            DistillTeacher::Stored { top: &top, common: v },
+        ] {
             let got = forward_backward(
                 &side(&h, &head, None),
                 &other,
@@ -345,7 +351,7 @@ fn a_logit_that_is_not_finite_shows_in_the_loss() {
             let sums = step_stats();
             forward_backward(
                 &side(h, &head, None),
-                &Teacher::Live(side(t, &head, None)),
+                &DistillTeacher::Live(side(t, &head, None)),
                 targets,
                 &o,
                 &sums,
@@ -361,8 +367,8 @@ fn a_logit_that_is_not_finite_shows_in_the_loss() {
 #[test]
 fn what_is_wrong_is_refused() {
     let (h, head) = (random((3, 4), 1), random((9, 4), 2));
-    let (own, other) = (side(&h, &head, None), Teacher::Live(side(&h, &head, None)));
-    let run = |own: &Side, other: &Teacher, targets: &[u32], o: Options| {
+    let (own, other) = (side(&h, &head, None), DistillTeacher::Live(side(&h, &head, None)));
+    let run = |own: &DistillSide, other: &DistillTeacher, targets: &[u32], o: DistillOptions| {
         forward_backward(own, other, targets, &o, &step_stats()).map(|out| out.trained)
     };
     assert_eq!(run(&own, &other, &[IGNORE; 3], options(0.5, 1.0, 0.5, 2)).unwrap(), 0);
@@ -383,7 +389,7 @@ fn what_is_wrong_is_refused() {
     assert!(
         run(
             &own,
-            &Teacher::Live(side(&short, &head, None)),
+            &DistillTeacher::Live(side(&short, &head, None)),
             &[1, 2, 3],
             options(0.0, 1.0, 0.0, 2)
         )
@@ -393,7 +399,7 @@ fn what_is_wrong_is_refused() {
     let stored = |top: &TopK| {
         run(
             &own,
-            &Teacher::Stored { top, common: 9 },
+            &DistillTeacher::Stored { top, common: 9 },
             &[1, 2, 3],
             options(0.0, 1.0, 0.0, 2),
         )

@@ -141,7 +141,7 @@ mod tests {
             let q = heads
                 .queries(&numbers(4, (n, 3 * (plain + rotary))), (&cos, &sin))
                 .unwrap();
-            let spec = attention::Spec {
+            let spec = attention::AttentionSpec {
                 heads: 3,
                 kv_heads: 3,
                 head_dim: heads.width(),
@@ -158,7 +158,7 @@ mod tests {
 
             let rows = heads.cached_rows(&c, &low, (&cos, &sin)).unwrap();
             assert_eq!(rows.dims(), [n, rotary + rank]);
-            let one = attention::Spec {
+            let one = attention::AttentionSpec {
                 kv_heads: 1,
                 head_dim: rotary + rank,
                 ..spec

@@ -4,7 +4,7 @@
 //! An element is a sum over the keys of its document in their order, so a result does not depend on how the prompt is cut
 //! into steps or pages, nor on other documents. It is not bit-equal to `attend`, whose sums have another order.
 
-use super::{Document, PAGE, Page, PageData, Spec, check_documents, floats, tensor};
+use super::{AttentionSpec, Document, PAGE, Page, PageData, check_documents, floats, tensor};
 use crate::cpu::attention as cpu;
 use crate::cpu::product::CpuBackend;
 use crate::cpu::product::task_gemm::TaskGemm;
@@ -29,7 +29,7 @@ struct Seen<'a, 'b> {
 }
 
 impl<'a, 'b> Seen<'a, 'b> {
-    fn new(document: &'a Document<'b>, spec: &Spec) -> Self {
+    fn new(document: &'a Document<'b>, spec: &AttentionSpec) -> Self {
         let tokens = document.tokens();
         let place = tokens - document.queries.len();
         let unit = TaskGemm::new(CpuBackend::current(), spec.rounding()).k_unit();
@@ -57,7 +57,7 @@ impl<'a, 'b> Seen<'a, 'b> {
 ///
 /// # Errors
 /// As `attend`.
-pub fn attend_in_blocks(q: &Tensor, documents: &[Document], spec: &Spec) -> Result<(Tensor, Tensor)> {
+pub fn attend_in_blocks(q: &Tensor, documents: &[Document], spec: &AttentionSpec) -> Result<(Tensor, Tensor)> {
     let n = check_documents(q, documents, spec)?;
     let (width, k_width) = (spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim);
     let mut o = vec![0f32; n * width];
@@ -110,7 +110,7 @@ fn offsets(lengths: impl Iterator<Item = usize>) -> Vec<usize> {
 }
 
 /// Copies the tokens of `group` to `keys` and `values`, `[tokens, K·E]`.
-fn gather(group: &[Seen], spec: &Spec, keys: &mut [f32], values: &mut [f32]) {
+fn gather(group: &[Seen], spec: &AttentionSpec, keys: &mut [f32], values: &mut [f32]) {
     let width = spec.kv_heads * spec.head_dim;
     let mut parts = Vec::new();
     let (mut keys, mut values) = (keys, values);

@@ -5,8 +5,8 @@ use crate::CpuBackend;
 use crate::attention;
 use crate::oracle::{assert_close, assert_same_on_any_threads, flat, random, read_back};
 
-fn specs() -> Vec<Spec> {
-    let plain = Spec {
+fn specs() -> Vec<AttentionSpec> {
+    let plain = AttentionSpec {
         heads: 6,
         kv_heads: 2,
         head_dim: 8,
@@ -17,12 +17,12 @@ fn specs() -> Vec<Spec> {
     };
     let exact = [
         plain.clone(),
-        Spec {
+        AttentionSpec {
             head_dim: 48,
             window: Some(70),
             ..plain.clone()
         },
-        Spec {
+        AttentionSpec {
             heads: 7,
             kv_heads: 1,
             head_dim: 64,
@@ -31,21 +31,21 @@ fn specs() -> Vec<Spec> {
             ..plain.clone()
         },
         // More heads than rows per task.
-        Spec {
+        AttentionSpec {
             heads: 40,
             kv_heads: 1,
             ..plain
         },
     ];
-    let narrow = exact.iter().map(|spec| Spec {
+    let narrow = exact.iter().map(|spec| AttentionSpec {
         bf16: true,
         ..spec.clone()
     });
     narrow.chain(exact.iter().cloned()).collect()
 }
 
-fn form(spec: &Spec, stored: KvDtype) -> Form {
-    Form {
+fn form(spec: &AttentionSpec, stored: KvDtype) -> PageForm {
+    PageForm {
         stored,
         kv_heads: spec.kv_heads,
         head_dim: spec.head_dim,
@@ -53,7 +53,7 @@ fn form(spec: &Spec, stored: KvDtype) -> Form {
 }
 
 /// Stores the tokens of `k` and `v` in pages; a page ends early before each of `cuts`.
-fn pages(spec: &Spec, stored: KvDtype, k: &Tensor, v: &Tensor, cuts: &[usize]) -> Vec<Page> {
+fn pages(spec: &AttentionSpec, stored: KvDtype, k: &Tensor, v: &Tensor, cuts: &[usize]) -> Vec<Page> {
     let form = form(spec, stored);
     let (k, v) = (k.to_vec2::<f32>().unwrap(), v.to_vec2::<f32>().unwrap());
     let mut pages: Vec<Page> = Vec::new();
@@ -66,7 +66,7 @@ fn pages(spec: &Spec, stored: KvDtype, k: &Tensor, v: &Tensor, cuts: &[usize]) -
     pages
 }
 
-fn keys(spec: &Spec, n: usize, seed: u64) -> (Tensor, Tensor) {
+fn keys(spec: &AttentionSpec, n: usize, seed: u64) -> (Tensor, Tensor) {
     let width = spec.kv_heads * spec.head_dim;
     (random((n, width), seed), random((n, width), seed + 1))
 }
@@ -277,6 +277,6 @@ fn a_page_can_be_cut_and_what_does_not_fit_is_an_error() {
     assert!(run(&[], 0..1).is_err());
     assert!(run(&short, 0..2).is_err());
     assert!(run(&short, 1..1).is_err());
-    let other = Page::new(Form { head_dim: 4, ..form });
+    let other = Page::new(PageForm { head_dim: 4, ..form });
     assert!(run(&[other], 0..1).is_err());
 }

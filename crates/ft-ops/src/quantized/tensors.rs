@@ -259,6 +259,9 @@ impl QTensors {
     }
 
     /// Returns dequantized rows `first..first + n` in f32 on the host, `[n · I]`.
+    ///
+    /// # Errors
+    /// The rows are outside of the weight (`Shape`).
     pub fn rows(&self, first: usize, n: usize) -> Result<Vec<f32>> {
         if first + n > self.rows {
             return Err(Error::shape("a row range is outside of its weight").found(first + n));
@@ -274,6 +277,9 @@ impl QTensors {
     }
 
     /// Computes `x·wᵀ + bias`, `[N, O]`, from `x [N, I]` and `bias [O]`.
+    ///
+    /// # Errors
+    /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
     pub fn forward(&self, x: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
         let (rows, _) = dims2(x, "x of a linear")?;
         expect_dims(x, "x of a linear", &[rows, self.columns])?;
@@ -285,6 +291,9 @@ impl QTensors {
     }
 
     /// Computes `y [N, O] += x·wᵀ`. `y` must not share storage with `x`.
+    ///
+    /// # Errors
+    /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
     pub fn forward_add(&self, y: &Tensor, x: &Tensor) -> Result<()> {
         let (rows, _) = dims2(x, "x of a linear")?;
         expect_dims(x, "x of a linear", &[rows, self.columns])?;
@@ -294,6 +303,9 @@ impl QTensors {
     }
 
     /// Computes `dx = dy·w`, `[N, I]`, from `dy [N, O]`.
+    ///
+    /// # Errors
+    /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
     pub fn backward_input(&self, dy: &Tensor) -> Result<Tensor> {
         let (rows, _) = dims2(dy, "dy of a linear")?;
         expect_dims(dy, "dy of a linear", &[rows, self.rows])?;
@@ -302,6 +314,9 @@ impl QTensors {
     }
 
     /// Computes `dx [N, I] += dy·w`. `dx` must not share storage with `dy`.
+    ///
+    /// # Errors
+    /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
     pub fn backward_input_add(&self, dx: &Tensor, dy: &Tensor) -> Result<()> {
         let (rows, _) = dims2(dy, "dy of a linear")?;
         expect_dims(dy, "dy of a linear", &[rows, self.rows])?;

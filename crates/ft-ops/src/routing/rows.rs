@@ -205,7 +205,7 @@ pub fn scale_rows(t: &Tensor, factors: &Tensor) -> Result<()> {
 pub fn row_products(a: &Tensor, b: &Tensor, to: &Tensor) -> Result<()> {
     let (n, d) = dims2(a, "the gradient of an expert")?;
     expect_dims(b, "the output of an activation", &[n, d])?;
-    products(a, (b, d), to, false)
+    products(a, b, d, to, false)
 }
 
 /// Adds the product of each row of `a [n, D]` with `b` `[1, D]`, f32 or bf16, to `to`, f32 `[n]`.
@@ -215,11 +215,11 @@ pub fn row_products(a: &Tensor, b: &Tensor, to: &Tensor) -> Result<()> {
 pub fn row_products_add(a: &Tensor, b: &Tensor, to: &Tensor) -> Result<()> {
     let (_, d) = dims2(a, "the gradient of an expert")?;
     expect_dims(b, "the bias of an expert", &[1, d])?;
-    products(a, (b, 0), to, true)
+    products(a, b, 0, to, true)
 }
 
 /// `step`: the distance of the rows of b.
-fn products(a: &Tensor, (b, step): (&Tensor, usize), to: &Tensor, add: bool) -> Result<()> {
+fn products(a: &Tensor, b: &Tensor, step: usize, to: &Tensor, add: bool) -> Result<()> {
     let (n, d) = dims2(a, "the gradient of an expert")?;
     expect_dims(to, "the products of rows", &[n])?;
     on_gpu!(a, super::super::cuda::experts::row_products(a, b, to, add));

@@ -13,8 +13,8 @@ const PLAIN: RouterSpec = RouterSpec {
     groups: None,
 };
 
-fn grouped(score: GroupScore) -> Option<Groups> {
-    Some(Groups {
+fn grouped(score: GroupScore) -> Option<ExpertGroups> {
+    Some(ExpertGroups {
         count: 3,
         chosen: 2,
         score,
@@ -122,7 +122,7 @@ fn groups_are_rated_by_one_or_two_scores() {
         let spec = RouterSpec {
             score: Score::Sigmoid,
             top_k: 1,
-            groups: Some(Groups {
+            groups: Some(ExpertGroups {
                 count: 2,
                 chosen: 1,
                 score,

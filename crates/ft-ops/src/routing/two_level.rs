@@ -133,7 +133,7 @@ impl HostRouting {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{GroupScore, Groups, LogitLoss, RouterSpec};
+    use super::super::{ExpertGroups, GroupScore, LogitLoss, RouterSpec};
     use super::*;
     use crate::oracle::random;
     use crate::update::to_f32_vec;
@@ -148,7 +148,7 @@ mod tests {
             top_k,
             renormalize,
             scale: 1.5,
-            groups: Some(Groups {
+            groups: Some(ExpertGroups {
                 count: GROUPS,
                 chosen,
                 score: GroupScore::Sum,

@@ -21,7 +21,7 @@ pub(in crate::model) struct SavedAttentionMemory {
 
 impl SavedAttentionMemory {
     /// Moves the tensors to the kind of saved activations.
-    pub fn relabel(self, l: &mut Ledger) -> Self {
+    pub(in crate::model) fn relabel(self, l: &mut Ledger) -> Self {
         let mut to = |tensor| l.relabel(tensor, Activations);
         Self {
             raw: self.raw.into_iter().map(&mut to).collect(),
@@ -34,7 +34,7 @@ impl SavedAttentionMemory {
         }
     }
 
-    pub fn free(self, l: &mut Ledger) {
+    pub(in crate::model) fn free(self, l: &mut Ledger) {
         l.free_all(self.raw);
         l.free_all(self.gate);
         l.free_all(self.qkv);
@@ -159,7 +159,8 @@ impl LayerMemory<'_> {
         &self,
         l: &mut Ledger,
         saved: SavedAttentionMemory,
-        (dx1, d_shared): (Allocation, Option<Allocation>),
+        dx1: Allocation,
+        d_shared: Option<Allocation>,
         need_dx: bool,
         sink: &mut dyn GradSinkMemory,
     ) -> Option<Allocation> {

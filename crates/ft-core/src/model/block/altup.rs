@@ -13,13 +13,13 @@
 
 mod memory;
 
-use super::{Block, SavedActivations};
+use super::{Block, MixerGradient, SavedActivations};
 use crate::base::{Error, Result};
 use crate::model::contracts::{Context, GradSink, KvStore, Param};
 use crate::model::linear::{Dx, Linear};
 use crate::model::named_sums::NamedSums;
 use crate::model::norm::Norm;
-use crate::model::spec::StreamSpec;
+use crate::model::spec::AltUpSpec;
 use crate::ops::{altup, linear, update};
 use candle_core::Tensor;
 
@@ -29,7 +29,7 @@ const SECOND: usize = 1 << 31;
 /// The weights of AltUp in a layer.
 pub struct AltUp {
     /// A, and the active stream.
-    pub streams: StreamSpec,
+    pub streams: AltUpSpec,
     /// `[A, D]`
     pub router: Linear,
     /// The norm before the router, with the factor 1 / D.
@@ -136,7 +136,8 @@ impl Block {
         &self,
         altup: &AltUp,
         x: &Tensor,
-        (r, dr): (&Tensor, &Tensor),
+        r: &Tensor,
+        dr: &Tensor,
         ctx: &Context,
         sums: &mut RouterSums,
     ) -> Result<Tensor> {
@@ -176,7 +177,7 @@ impl Block {
         cache: Option<&mut dyn KvStore>,
         keep: bool,
     ) -> Result<(Tensor, Option<SavedActivations>)> {
-        let StreamSpec { count, active, .. } = altup.streams;
+        let AltUpSpec { count, active, .. } = altup.streams;
         let c = self.coefficients(altup, x, ctx)?.2;
         let own = altup::predict_one(x, &c, count, active)?;
         let decodes = cache.is_some();
@@ -216,7 +217,7 @@ impl Block {
         sums: &mut RouterSums,
         sink: &mut dyn GradSink,
     ) -> Result<Tensor> {
-        let StreamSpec { count, active, .. } = altup.streams;
+        let AltUpSpec { count, active, .. } = altup.streams;
         let (r, f) = self.factors(altup, x2, ctx)?;
         if let Some(p) = &self.per_layer {
             let corrected = altup::corrected(own, x2, &f, active)?;
@@ -234,7 +235,7 @@ impl Block {
         let (dx2, df) = altup::correct_backward(dy, own, x2, &f, active)?;
         let ctx = altup.second(ctx);
         let dr = input_gradient(&altup.correction, Some(&r), &df, &ctx, sink)?;
-        update::add_assign(&dx2, &self.router_backward(altup, x2, (&r, &dr), &ctx, sums)?)?;
+        update::add_assign(&dx2, &self.router_backward(altup, x2, &r, &dr, &ctx, sums)?)?;
         Ok(dx2)
     }
 
@@ -249,7 +250,7 @@ impl Block {
         sink: &mut dyn GradSink,
     ) -> Result<Option<Tensor>> {
         altup.check_clip()?;
-        let StreamSpec { count, active, .. } = altup.streams;
+        let AltUpSpec { count, active, .. } = altup.streams;
         let (read, r, c) = self.coefficients(altup, x, ctx)?;
         let own = altup::predict_one(x, &c, count, active)?;
         let SavedActivations { mixer, x1, parts, x2 } = match saved {
@@ -278,7 +279,14 @@ impl Block {
         if let (Some(mixer), Some(dx1)) = (mixer, dx1) {
             let need_dh = need_own || self.input_norm.as_ref().is_some_and(|norm| norm.wanted(sink));
             let d_shared = self.laurel_backward(&own, &dx1, ctx, need_dh, sink)?;
-            d_own = self.mixer_backward(&own, mixer, (dx1, d_shared), ctx, need_own, sink)?;
+            let gradient = MixerGradient {
+                x: &own,
+                dx1,
+                d_shared,
+                ctx,
+                need_dx: need_own,
+            };
+            d_own = self.mixer_backward(mixer, gradient, sink)?;
         }
         drop(own);
         let Some(d_own) = d_own else {
@@ -289,7 +297,7 @@ impl Block {
         drop(d_own);
         let dc = altup::predict_backward(x, &c, &dy, count)?;
         let dr = input_gradient(&altup.prediction, Some(&r), &dc, ctx, sink)?;
-        let d_read = self.router_backward(altup, &read, (&r, &dr), ctx, &mut sums)?;
+        let d_read = self.router_backward(altup, &read, &r, &dr, ctx, &mut sums)?;
         altup::add_to(&dy, &d_read, altup.active())?;
         sums.finish(sink)?;
         Ok(need_dx.then_some(dy))

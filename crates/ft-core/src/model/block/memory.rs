@@ -336,12 +336,13 @@ impl<'a> LayerMemory<'a> {
         &self,
         l: &mut Ledger,
         kept: SavedMixerMemory,
-        (dx1, d_shared): (Allocation, Option<Allocation>),
+        dx1: Allocation,
+        d_shared: Option<Allocation>,
         need_dx: bool,
         sink: &mut dyn GradSinkMemory,
     ) -> Option<Allocation> {
         match kept {
-            SavedMixerMemory::Attention(kept) => self.attention_backward(l, kept, (dx1, d_shared), need_dx, sink),
+            SavedMixerMemory::Attention(kept) => self.attention_backward(l, kept, dx1, d_shared, need_dx, sink),
             SavedMixerMemory::DeltaNet(kept) => self.delta_net_backward(l, kept, dx1, need_dx, sink),
             SavedMixerMemory::Latent(kept) => self.latent_backward(l, *kept, dx1, need_dx, sink),
             SavedMixerMemory::ShortConv(kept) => self.short_conv_backward(l, kept, dx1, need_dx, sink),
@@ -428,7 +429,7 @@ impl<'a> LayerMemory<'a> {
             (d_shared, _) => (dy, d_shared),
         };
         let dx = match kept {
-            Some(kept) => self.mixer_backward(l, kept, (dx1, d_shared), need_dx, sink),
+            Some(kept) => self.mixer_backward(l, kept, dx1, d_shared, need_dx, sink),
             None => {
                 l.free(dx1);
                 l.free_all(d_shared);

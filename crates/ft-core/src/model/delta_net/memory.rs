@@ -17,7 +17,7 @@ pub(in crate::model) struct SavedDeltaNetMemory {
 
 impl SavedDeltaNetMemory {
     /// Moves the tensors to the kind of saved activations.
-    pub fn relabel(self, l: &mut Ledger) -> Self {
+    pub(in crate::model) fn relabel(self, l: &mut Ledger) -> Self {
         let mut to = |tensor| l.relabel(tensor, Activations);
         Self {
             sizes: self.sizes,
@@ -27,7 +27,7 @@ impl SavedDeltaNetMemory {
         }
     }
 
-    pub fn free(self, l: &mut Ledger) {
+    pub(in crate::model) fn free(self, l: &mut Ledger) {
         l.free_all(self.parts);
         l.free(self.o);
         l.free_all(self.low);

@@ -13,7 +13,7 @@ use super::super::mlp::SavedPiece;
 use super::super::spec::ExpertsSpec;
 use super::adapters::PairsTogether;
 use super::reader::Expert;
-use super::{Experts, Needs, bias, zero_gradients};
+use super::{ExpertTokens, Experts, Needs, bias, zero_gradients};
 use crate::base::{Error, Result};
 use crate::ops::expert_pairs::Members;
 use crate::ops::grouped::{self, GroupWeight};
@@ -29,7 +29,7 @@ pub(super) struct JoinedExperts<'a> {
 
 /// Successive experts that are computed together.
 #[derive(Clone, Copy)]
-pub(super) struct Group<'a> {
+pub(super) struct ExpertUnit<'a> {
     experts: &'a [Expert],
     /// The first of them.
     first: usize,
@@ -37,8 +37,8 @@ pub(super) struct Group<'a> {
 }
 
 impl JoinedExperts<'_> {
-    pub(super) fn group(&self, unit: Range<usize>) -> Group<'_> {
-        Group {
+    pub(super) fn group(&self, unit: Range<usize>) -> ExpertUnit<'_> {
+        ExpertUnit {
             first: unit.start,
             experts: &self.experts[unit],
             pairs: &self.pairs,
@@ -99,7 +99,7 @@ impl Experts {
     }
 }
 
-impl<'a> Group<'a> {
+impl<'a> ExpertUnit<'a> {
     /// The pairs of the projections from `p` on, and the rows of their experts.
     fn pairs(&self, p: usize, of: &'a Assigned) -> Option<(&'a PairsTogether<'a>, Members<'a>)> {
         let members = Members {
@@ -194,7 +194,7 @@ impl Block {
     /// As `expert_forward`, for the experts of a group: rows `[R, D]` to `[R, D]`.
     pub(super) fn group_forward(
         &self,
-        group: Group<'_>,
+        group: ExpertUnit<'_>,
         of: &Assigned,
         rows: &Tensor,
         keep: bool,
@@ -211,13 +211,16 @@ impl Block {
     /// As `expert_backward`, for the experts of a group: from `dy` `[R, D]` to the gradient of the rows `[R, D]`, if it is needed.
     pub(super) fn group_backward(
         &self,
-        all: Group<'_>,
-        (of, rows, d_weights): (&Assigned, &Tensor, Option<&Tensor>),
+        all: ExpertUnit<'_>,
+        of: &Assigned,
+        tokens: ExpertTokens<'_>,
         saved: Option<SavedPiece>,
-        dy: &Tensor,
         needs: Needs<'_>,
         sink: &mut dyn GradSink,
     ) -> Result<Option<Tensor>> {
+        let ExpertTokens {
+            rows, d_weights, dy, ..
+        } = tokens;
         let group = all.experts;
         for (expert, _) in group.iter().zip(&of.counts).filter(|(_, rows)| **rows == 0) {
             zero_gradients(expert, sink)?;
@@ -242,7 +245,7 @@ impl Block {
         let scaled = down_wanted.then(|| m.copy()).transpose()?;
         if let Some(scaled) = &scaled {
             routing::scale_rows(scaled, &of.weights)?;
-            own_gradients(group, of, 2, (scaled, dy), sink)?;
+            own_gradients(group, of, 2, scaled, dy, sink)?;
         }
         let dys = std::slice::from_ref(dy);
         all.pairs_backward((of, 2), (scaled.as_ref(), None), dys, dm.as_ref(), sink)?;
@@ -273,14 +276,14 @@ impl Block {
         }
         all.pairs_backward((of, 0), (Some(rows), u), &d_parts, dx.as_ref(), sink)?;
         for (p, d) in d_parts.iter().enumerate() {
-            own_gradients(group, of, p, (rows, d), sink)?;
+            own_gradients(group, of, p, rows, d, sink)?;
         }
         Ok(dx)
     }
 }
 
 /// gate and up of the rows, `[R, I]` each, and u of their pairs, `[R, P]`.
-fn group_parts(group: Group<'_>, of: &Assigned, rows: &Tensor) -> Result<(Vec<Tensor>, Option<Tensor>)> {
+fn group_parts(group: ExpertUnit<'_>, of: &Assigned, rows: &Tensor) -> Result<(Vec<Tensor>, Option<Tensor>)> {
     let one = |p| project(group.experts, of, p, rows, None);
     let parts = [0, 1].into_iter().map(one).collect::<Result<Vec<_>>>()?;
     let u = group.add_pairs(of, 0, rows, &parts)?;
@@ -292,7 +295,8 @@ fn own_gradients(
     group: &[Expert],
     of: &Assigned,
     p: usize,
-    (x, dy): (&Tensor, &Tensor),
+    x: &Tensor,
+    dy: &Tensor,
     sink: &mut dyn GradSink,
 ) -> Result<()> {
     let mut first = 0;

@@ -17,7 +17,7 @@ pub(super) struct InOrder<'a> {
 }
 
 impl<'a> InOrder<'a> {
-    pub fn new(experts: &[Expert], inner: &'a mut dyn GradSink) -> Self {
+    pub(super) fn new(experts: &[Expert], inner: &'a mut dyn GradSink) -> Self {
         // As `expert_backward` and `zero_gradients`.
         let mut names = Vec::new();
         for expert in experts {
@@ -35,7 +35,7 @@ impl<'a> InOrder<'a> {
     }
 
     /// Passes the gradients on.
-    pub fn finish(self) -> Result<()> {
+    pub(super) fn finish(self) -> Result<()> {
         let all = self.gradients.into_values();
         for (param, gradient) in all {
             self.inner.take(&param, gradient)?;

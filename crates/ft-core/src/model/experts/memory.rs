@@ -51,12 +51,12 @@ impl LayerMemory<'_> {
     }
 
     /// A product with projection `p` of an expert.
-    fn decode_expert(&self, l: &mut Ledger, sizes: &ExpertsSpec, p: usize) {
+    fn dequantize_expert(&self, l: &mut Ledger, sizes: &ExpertsSpec, p: usize) {
         let (d, i) = (self.settings.spec.hidden, sizes.intermediate);
         let (input, output) = if p == 2 { (i, d) } else { (d, i) };
         let name = sizes.linear_name(0, p);
         if !self.together() || output * input > TILE {
-            return self.decode(l, (&name, input, output));
+            return self.dequantize(l, (&name, input, output));
         }
         let (storage, weight) = (&self.settings.storage, self.name(&format!("{name}.weight")));
         if storage.quantized().contains_key(weight.as_str()) && !(self.settings.active)(&weight) {
@@ -192,11 +192,11 @@ impl LayerMemory<'_> {
         );
         let [gate_up, down] = EXPERT_PARAMETERS.map(|name| self.low_bytes(sizes, name));
         l.touch(LayerWork, gate_up);
-        self.decode_expert(l, sizes, 0);
+        self.dequantize_expert(l, sizes, 0);
         let m = l.alloc(LayerWork, width);
         l.touch(LayerWork, self.nd + down);
         let part = l.alloc(LayerWork, self.nd);
-        self.decode_expert(l, sizes, 2);
+        self.dequantize_expert(l, sizes, 2);
         l.free(part);
         l.free_all([work, m, copies].into_iter().chain(rows));
         let saved = saved.into_iter().map(|s| l.relabel(s, Activations)).collect();
@@ -387,9 +387,9 @@ impl LayerMemory<'_> {
         let scaled = l.alloc(LayerWork, if down { width } else { 0 });
         let dm = l.alloc(LayerWork, width);
         if busy {
-            self.decode_expert(l, sizes, 2);
+            self.dequantize_expert(l, sizes, 2);
         }
-        self.pair_backward(l, sizes, (1, busy, adapters[1]));
+        self.pair_backward(l, sizes, 1, busy, adapters[1]);
         self.give_weight(l, &sizes.linear_name(expert, 2), sink);
         self.give_bias(l, sizes, &sizes.linear_name(expert, 2), sink);
         l.free_all([scaled, m]);
@@ -397,10 +397,10 @@ impl LayerMemory<'_> {
         l.free(dm);
         let dh = l.alloc(LayerWork, if need_dh { nd } else { 0 });
         if busy {
-            self.decode_expert(l, sizes, 0);
+            self.dequantize_expert(l, sizes, 0);
         }
         for projection in [0, 1] {
-            self.pair_backward(l, sizes, (0, busy, adapters[0]));
+            self.pair_backward(l, sizes, 0, busy, adapters[0]);
             self.give_weight(l, &sizes.linear_name(expert, projection), sink);
             self.give_bias(l, sizes, &sizes.linear_name(expert, projection), sink);
         }
@@ -410,7 +410,7 @@ impl LayerMemory<'_> {
 
     /// The pair of one expert on a projection of parameter `which`: ∂u and u, and the gradients of its views, which experts that are
     /// computed together do not have; on a GPU one that most tokens choose is computed alone.
-    fn pair_backward(&self, l: &mut Ledger, sizes: &ExpertsSpec, (which, busy, wanted): (usize, bool, bool)) {
+    fn pair_backward(&self, l: &mut Ledger, sizes: &ExpertsSpec, which: usize, busy: bool, wanted: bool) {
         let Some(cost) = self.joined(sizes, EXPERT_PARAMETERS[which]).filter(|_| busy) else {
             return;
         };

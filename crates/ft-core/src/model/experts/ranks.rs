@@ -18,7 +18,7 @@ mod traffic;
 pub use traffic::expert_words;
 
 use super::reader::Expert;
-use super::{Experts, Needs, bias, zero_gradients};
+use super::{ExpertTokens, Experts, Needs, bias, zero_gradients};
 use crate::base::{Error, Result};
 use crate::model::block::Block;
 use crate::model::contracts::{Context, GradSink, Param};
@@ -176,7 +176,8 @@ impl<'a> Travel<'a> {
     /// Sends rows of `tensors` `[N, D]` to the ranks of their experts, and receives those of the own experts.
     fn start(
         ranks: &'a ExpertRanks,
-        (layer, pass): (usize, u64),
+        layer: usize,
+        pass: u64,
         assignment: &Assignment,
         tensors: &[&Tensor],
         adds: bool,
@@ -369,17 +370,32 @@ impl Experts {
     }
 }
 
+/// What the backward pass of experts on several ranks gets.
+pub(super) struct OverRanks<'a> {
+    pub ranks: &'a ExpertRanks,
+    pub assignment: &'a Assignment,
+    /// The input of the forward pass, `[N, D]`.
+    pub h: &'a Tensor,
+    /// The gradient of the output, `[N, D]`.
+    pub dy: &'a Tensor,
+    /// The gradient of h is added to it, `[N, D]`.
+    pub dh: Option<&'a Tensor>,
+    /// Receives the gradients of the weights of all tokens, f32 `[N·K]`.
+    pub d_weights: Option<&'a Tensor>,
+}
+
 impl Block {
     /// Adds the routed experts of the rows of h `[N, D]` to y `[N, D]`.
     pub(super) fn forward_over_ranks(
         &self,
         experts: &Experts,
         ranks: &ExpertRanks,
-        (h, y): (&Tensor, &Tensor),
+        h: &Tensor,
+        y: &Tensor,
         assignment: &Assignment,
         ctx: &Context,
     ) -> Result<()> {
-        let mut travel = Travel::start(ranks, (self.index, 0), assignment, &[h], experts.adds())?;
+        let mut travel = Travel::start(ranks, self.index, 0, assignment, &[h], experts.adds())?;
         let d = travel.d;
         experts.each(&mut travel, |expert, of, results| {
             let [rows] = &of.rows[..] else { return Err(lost()) };
@@ -393,23 +409,28 @@ impl Block {
         travel.finish(Some(y), None)
     }
 
-    /// The backward pass of `forward_over_ranks`: adds to dh `[N, D]`, and writes the gradients of the weights of all tokens,
-    /// f32 `[N·K]`.
+    /// The backward pass of `forward_over_ranks`.
     pub(super) fn backward_over_ranks(
         &self,
-        (experts, ranks): (&Experts, &ExpertRanks),
-        (h, dy): (&Tensor, &Tensor),
-        assignment: &Assignment,
-        (dh, d_weights): (Option<&Tensor>, Option<&Tensor>),
+        experts: &Experts,
+        of: OverRanks<'_>,
         needs: Needs<'_>,
         sink: &mut dyn GradSink,
     ) -> Result<()> {
+        let OverRanks {
+            ranks,
+            assignment,
+            h,
+            dy,
+            dh,
+            d_weights,
+        } = of;
         let reader = &experts.reader;
         let wanted = |e: usize, sink: &dyn GradSink| reader.wanted(e, sink);
         if dh.is_none() && d_weights.is_none() && !(0..experts.sizes.count).any(|e| wanted(e, sink)) {
             return Ok(());
         }
-        let mut travel = Travel::start(ranks, (self.index, 1), assignment, &[h, dy], experts.adds())?;
+        let mut travel = Travel::start(ranks, self.index, 1, assignment, &[h, dy], experts.adds())?;
         let (d, size) = (travel.d, travel.received.len());
         for e in 0..experts.sizes.count {
             let trained = wanted(e, sink);
@@ -436,7 +457,7 @@ impl Block {
                     continue;
                 };
                 let sink: &mut dyn GradSink = if counts { &mut *sink } else { &mut Frozen };
-                let part = self.one_backward(expert, &of, (needs, d_weights.is_some()), sink)?;
+                let part = self.one_backward(expert, &of, needs, d_weights.is_some(), sink)?;
                 let results = &mut travel.received[rank].results;
                 results.d_weights.extend(part.1);
                 if let Some(part) = part.0 {
@@ -455,14 +476,20 @@ impl Block {
         &self,
         expert: &Expert,
         of: &ExpertRows,
-        (needs, weighs): (Needs<'_>, bool),
+        needs: Needs<'_>,
+        weighs: bool,
         sink: &mut dyn GradSink,
     ) -> Result<(Option<Tensor>, Vec<f32>)> {
         let [rows, dy] = &of.rows[..] else { return Err(lost()) };
         let zeros = || update::zeros(of.weights.shape(), of.weights.dtype(), &Device::Cpu);
         let own = weighs.then(zeros).transpose()?;
-        let tokens = (rows, Some(&of.weights), own.as_ref());
-        let part = self.expert_backward((&expert.inputs, &expert.down), tokens, None, dy, needs, sink)?;
+        let tokens = ExpertTokens {
+            rows,
+            weights: Some(&of.weights),
+            d_weights: own.as_ref(),
+            dy,
+        };
+        let part = self.expert_backward(&expert.inputs, &expert.down, tokens, None, needs, sink)?;
         if let Some(b) = &expert.down_bias {
             bias::backward(b, dy, &of.weights, own.as_ref(), sink)?;
         }

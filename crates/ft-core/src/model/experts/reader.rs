@@ -49,22 +49,22 @@ impl ExpertReader {
         let down_bias = bias.then(|| param(&weights, &format!("{}.bias", self.module(e, 2))));
         Ok(Expert {
             inputs: Projections::separate(vec![
-                self.linear(&weights, (e, 0), bias)?,
-                self.linear(&weights, (e, 1), bias)?,
+                self.linear(&weights, e, 0, bias)?,
+                self.linear(&weights, e, 1, bias)?,
             ]),
-            down: Projections::separate(vec![self.linear(&weights, (e, 2), false)?]),
+            down: Projections::separate(vec![self.linear(&weights, e, 2, false)?]),
             down_bias: down_bias.transpose()?,
             _weights: weights,
         })
     }
 
     /// The linears of expert `e`, each with its module name.
-    pub fn linears(&self, e: usize) -> Result<Vec<(String, Linear)>> {
+    pub(in crate::model) fn linears(&self, e: usize) -> Result<Vec<(String, Linear)>> {
         let weights = self.source.fetch_expert(self.index, e)?;
         let one = |p| {
             Ok::<_, Error>((
                 self.module(e, p),
-                self.linear(&weights, (e, p), self.sizes.bias && p < 2)?,
+                self.linear(&weights, e, p, self.sizes.bias && p < 2)?,
             ))
         };
         (0..3).map(one).collect()
@@ -75,7 +75,7 @@ impl ExpertReader {
         format!("model.layers.{}.{}", self.index, self.sizes.linear_name(e, projection))
     }
 
-    fn linear(&self, weights: &GroupWeights, (e, projection): (usize, usize), bias: bool) -> Result<Linear> {
+    fn linear(&self, weights: &GroupWeights, e: usize, projection: usize, bias: bool) -> Result<Linear> {
         let module = self.module(e, projection);
         let bias = bias.then(|| param(weights, &format!("{module}.bias"))).transpose()?;
         let adapter = self.adapters.get(&module).cloned();

@@ -2,7 +2,7 @@
 
 use super::{Config, Result, Spec};
 
-pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
+pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     spec.norm_eps = config.opt_f64("rms_norm_eps")?.unwrap_or(1e-5);
     spec.plain_mlp = Some(["mlp.up_proj", "mlp.down_proj"]);
     spec.activation = super::activation(config, "hidden_act", "relu2")?;

@@ -4,7 +4,7 @@
 use super::{Config, LayerNormParams, NormNames, QkNorm, Result, Spec};
 use crate::ops::rope::Pairing;
 
-pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
+pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     shared(config, spec)?;
     if config.bool_or("use_qk_norm", false)? {
         spec.qk_norm = Some(QkNorm::OWN_WEIGHTS);
@@ -14,7 +14,7 @@ pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
 }
 
 /// Options that Cohere 1 and 2 share.
-pub fn shared(config: &Config, spec: &mut Spec) -> Result<()> {
+pub(super) fn shared(config: &Config, spec: &mut Spec) -> Result<()> {
     let params = LayerNormParams {
         weight: true,
         bias: false,

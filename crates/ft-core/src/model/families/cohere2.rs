@@ -3,7 +3,7 @@
 use super::{Config, Result, Spec};
 use crate::model::rope::Rope;
 
-pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
+pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     super::cohere::shared(config, spec)?;
     let window = config.opt_usize("sliding_window")?.or(Some(4096));
     let pattern = config.opt_usize("sliding_window_pattern")?.unwrap_or(4).max(1);

@@ -3,7 +3,7 @@
 use super::{Config, Result, Spec};
 use serde_json::{Value, json};
 
-pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
+pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     spec.norm_eps = config.opt_f64("rms_norm_eps")?.unwrap_or(1e-5);
     spec.mlp_bias = config.bool_or("mlp_bias", false)?;
     super::default_head_dim(config, spec, 128)?;

@@ -5,7 +5,7 @@ use super::{Config, ExpertsSpec, Result, SharedExpertSpec, Spec, place};
 use crate::base::Error;
 use crate::model::spec::{ExpertNames, LatentSpec};
 use crate::ops::rope::Pairing;
-use crate::ops::routing::{GroupScore, Groups, RouterSpec, Score};
+use crate::ops::routing::{ExpertGroups, GroupScore, RouterSpec, Score};
 use serde_json::Value;
 
 /// The sizes of DeepSeek-V2 and -V3.
@@ -18,7 +18,7 @@ const SIZES: LatentSpec = LatentSpec {
 };
 
 /// `deepseek_v2`: softmax scores, optionally the best groups only.
-pub fn apply_v2(config: &Config, spec: &mut Spec) -> Result<()> {
+pub(super) fn apply_v2(config: &Config, spec: &mut Spec) -> Result<()> {
     spec.pairing = Pairing::Neighbors;
     spec.mlp_bias = config.bool_or("mlp_bias", false)?;
     super::latent::apply(config, spec, SIZES)?;
@@ -51,14 +51,14 @@ pub fn apply_v2(config: &Config, spec: &mut Spec) -> Result<()> {
 }
 
 /// `deepseek_v3`: sigmoid scores with a correction.
-pub fn apply_v3(config: &Config, spec: &mut Spec) -> Result<()> {
-    let router = sigmoid(config, spec, SIZES, ([8, 4], 8, 2.5))?;
+pub(super) fn apply_v3(config: &Config, spec: &mut Spec) -> Result<()> {
+    let router = sigmoid(config, spec, SIZES, RouterDefaults::new([8, 4], 8, 2.5))?;
     let experts = experts(config, router, [256, 2048, 1])?;
     after_first(config, spec, experts, 3)
 }
 
 /// `glm4_moe_lite`: as DeepSeek-V3; a list says which layers have experts.
-pub fn apply_glm(config: &Config, spec: &mut Spec) -> Result<()> {
+pub(super) fn apply_glm(config: &Config, spec: &mut Spec) -> Result<()> {
     spec.norm_eps = config.opt_f64("rms_norm_eps")?.unwrap_or(1e-5);
     let sizes = LatentSpec {
         q_rank: Some(768),
@@ -66,7 +66,7 @@ pub fn apply_glm(config: &Config, spec: &mut Spec) -> Result<()> {
         value: 256,
         ..SIZES
     };
-    let router = sigmoid(config, spec, sizes, ([1, 1], 4, 1.8))?;
+    let router = sigmoid(config, spec, sizes, RouterDefaults::new([1, 1], 4, 1.8))?;
     let experts = experts(config, router, [64, 1536, 1])?;
     if config.get("mlp_layer_types").is_none_or(Value::is_null)
         && config
@@ -83,47 +83,57 @@ pub fn apply_glm(config: &Config, spec: &mut Spec) -> Result<()> {
 }
 
 /// `dots1`: the experts of DeepSeek-V3, in groups or not.
-pub fn apply_dots(config: &Config, spec: &mut Spec) -> Result<()> {
+pub(super) fn apply_dots(config: &Config, spec: &mut Spec) -> Result<()> {
     only(config, "scoring_func", &["sigmoid", "noaux_tc"])?;
     let router = RouterSpec {
         renormalize: config.bool_or("norm_topk_prob", false)?,
-        ..chosen(config, ([1, 1], 0, 1.0))?
+        ..chosen(config, RouterDefaults::new([1, 1], 0, 1.0))?
     };
     let experts = experts(config, router, [0, 1408, 0])?;
     after_first(config, spec, experts, 0)
 }
 
-/// What DeepSeek-V3 and its successors share. The last argument has the values of keys that a config leaves out: groups of
-/// experts, groups that a token may use, experts of a token, factor of their outputs.
-fn sigmoid(
-    config: &Config,
-    spec: &mut Spec,
-    sizes: LatentSpec,
-    (in_groups, top_k, scale): ([usize; 2], usize, f64),
-) -> Result<RouterSpec> {
+/// The values of the keys of a router that a config leaves out.
+struct RouterDefaults {
+    /// Groups of experts, and groups that a token may use.
+    groups: [usize; 2],
+    /// Experts of a token.
+    top_k: usize,
+    /// The factor of their outputs.
+    scale: f64,
+}
+
+impl RouterDefaults {
+    fn new(groups: [usize; 2], top_k: usize, scale: f64) -> Self {
+        Self { groups, top_k, scale }
+    }
+}
+
+/// What DeepSeek-V3 and its successors share.
+fn sigmoid(config: &Config, spec: &mut Spec, sizes: LatentSpec, defaults: RouterDefaults) -> Result<RouterSpec> {
     if config.bool_or("rope_interleave", true)? {
         spec.pairing = Pairing::Neighbors;
     }
     super::latent::apply(config, spec, sizes)?;
     only(config, "scoring_func", &["sigmoid"])?;
-    chosen(config, (in_groups, top_k, scale))
+    chosen(config, defaults)
 }
 
 /// The router of sigmoid scores with their correction.
-fn chosen(config: &Config, (in_groups, top_k, scale): ([usize; 2], usize, f64)) -> Result<RouterSpec> {
+fn chosen(config: &Config, defaults: RouterDefaults) -> Result<RouterSpec> {
     only(config, "topk_method", &["noaux_tc"])?;
     Ok(RouterSpec {
         score: Score::Sigmoid,
-        top_k: size(config, "num_experts_per_tok", top_k)?,
+        top_k: size(config, "num_experts_per_tok", defaults.top_k)?,
         renormalize: config.bool_or("norm_topk_prob", true)?,
-        scale: super::factor(config, "routed_scaling_factor", scale)?,
-        groups: Some(groups(config, GroupScore::TwoLargest, Some(in_groups))?),
+        scale: super::factor(config, "routed_scaling_factor", defaults.scale)?,
+        groups: Some(groups(config, GroupScore::TwoLargest, Some(defaults.groups))?),
     })
 }
 
-fn groups(config: &Config, score: GroupScore, defaults: Option<[usize; 2]>) -> Result<Groups> {
+fn groups(config: &Config, score: GroupScore, defaults: Option<[usize; 2]>) -> Result<ExpertGroups> {
     let [count, chosen] = defaults.unwrap_or([0, 0]);
-    Ok(Groups {
+    Ok(ExpertGroups {
         count: size(config, "n_group", count)?,
         chosen: size(config, "topk_group", chosen)?,
         score,

@@ -2,7 +2,7 @@
 
 use super::{Config, QkNorm, Result, Spec};
 
-pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
+pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     spec.qk_norm = Some(QkNorm::HEADS);
     super::attention_biases(config, spec, false)?;
     let window = if config.raw.contains_key("sliding_window") {

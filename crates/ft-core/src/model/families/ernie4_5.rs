@@ -3,7 +3,7 @@
 use super::{Config, Result, Spec};
 use crate::ops::rope::Pairing;
 
-pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
+pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     spec.pairing = Pairing::Neighbors;
     spec.norm_eps = config.opt_f64("rms_norm_eps")?.unwrap_or(1e-5);
     spec.tied = config.bool_or("tie_word_embeddings", true)?;

@@ -5,7 +5,7 @@ use super::{Config, ExpertsSpec, Result, SharedExpertSpec, Spec, place};
 use crate::base::Error;
 use crate::model::spec::ExpertNames;
 
-pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
+pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     super::ernie4_5::apply(config, spec)?;
     if !config.raw.contains_key("num_key_value_heads") {
         spec.kv_heads = 4;

@@ -4,7 +4,7 @@
 use super::{Config, NormNames, QkNorm, Result, Spec};
 use crate::model::rope::Rope;
 
-pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
+pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     spec.norms = NormNames::AFTER;
     spec.qk_norm = Some(QkNorm::HEADS);
     spec.norm_eps = config.opt_f64("rms_norm_eps")?.unwrap_or(1e-5);

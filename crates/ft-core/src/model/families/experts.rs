@@ -6,7 +6,7 @@ use crate::ops::routing::{RouterSpec, Score};
 use serde_json::Value;
 
 /// A positive size of the config.
-pub fn size(config: &Config, key: &str, default: usize) -> Result<usize> {
+pub(super) fn size(config: &Config, key: &str, default: usize) -> Result<usize> {
     let most = LARGEST
         .iter()
         .find(|(k, _)| *k == "intermediate_size")
@@ -18,7 +18,7 @@ pub fn size(config: &Config, key: &str, default: usize) -> Result<usize> {
 }
 
 /// The softmax router of most families.
-pub fn softmax(top_k: usize, renormalize: bool) -> RouterSpec {
+pub(super) fn softmax(top_k: usize, renormalize: bool) -> RouterSpec {
     RouterSpec {
         score: Score::Softmax,
         top_k,
@@ -29,7 +29,7 @@ pub fn softmax(top_k: usize, renormalize: bool) -> RouterSpec {
 }
 
 /// The shared expert of Qwen's families.
-pub fn qwen_shared(config: &Config, default: usize) -> Result<SharedExpertSpec> {
+pub(super) fn qwen_shared(config: &Config, default: usize) -> Result<SharedExpertSpec> {
     Ok(SharedExpertSpec {
         intermediate: size(config, "shared_expert_intermediate_size", default)?,
         names: [
@@ -42,7 +42,7 @@ pub fn qwen_shared(config: &Config, default: usize) -> Result<SharedExpertSpec> 
 }
 
 /// Gives experts to the layers that have them: every `decoder_sparse_step`-th, except `mlp_only_layers`.
-pub fn of_layers(config: &Config, spec: &mut Spec, experts: ExpertsSpec) -> Result<()> {
+pub(super) fn of_layers(config: &Config, spec: &mut Spec, experts: ExpertsSpec) -> Result<()> {
     let step = config.opt_usize("decoder_sparse_step")?.unwrap_or(1);
     if step == 0 {
         return Err(Error::format("`decoder_sparse_step` is 0").at(config.path.display()));
@@ -64,7 +64,12 @@ pub fn of_layers(config: &Config, spec: &mut Spec, experts: ExpertsSpec) -> Resu
 }
 
 /// Gives experts to the layers that `mlp_layer_types` names, or to those for which `default` is true.
-pub fn of_list(config: &Config, spec: &mut Spec, experts: ExpertsSpec, default: impl Fn(usize) -> bool) -> Result<()> {
+pub(super) fn of_list(
+    config: &Config,
+    spec: &mut Spec,
+    experts: ExpertsSpec,
+    default: impl Fn(usize) -> bool,
+) -> Result<()> {
     let list = match config.get("mlp_layer_types") {
         None | Some(Value::Null) => None,
         Some(Value::Array(list)) if list.len() == spec.layers.len() => Some(list),
@@ -93,7 +98,7 @@ pub fn of_list(config: &Config, spec: &mut Spec, experts: ExpertsSpec, default: 
 }
 
 /// Checks the numbers of a router.
-pub fn check(config: &Config, experts: &ExpertsSpec) -> Result<()> {
+pub(super) fn check(config: &Config, experts: &ExpertsSpec) -> Result<()> {
     let router = &experts.router;
     if router.top_k > router.available(experts.count) {
         return Err(

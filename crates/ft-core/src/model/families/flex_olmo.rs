@@ -3,7 +3,7 @@
 use super::experts::check;
 use super::{Config, ExpertsSpec, Result, Spec};
 
-pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
+pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     super::olmo2::shared(config, spec)?;
     spec.norm_eps = config.opt_f64("rms_norm_eps")?.unwrap_or(1e-6);
     spec.ropes = vec![super::rope(config, spec, 500_000.0)?];

@@ -3,7 +3,7 @@
 use super::{Config, Result, Spec};
 use crate::ops::glu::Activation;
 
-pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
+pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     spec.norm_plus_one = true;
     spec.tied = config.bool_or("tie_word_embeddings", true)?;
     // The published configs have `gelu`; the models use the tanh approximation, as transformers does.

@@ -3,7 +3,7 @@
 use super::{Config, NormNames, Result, Spec};
 use crate::base::Error;
 
-pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
+pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     shared(config, spec)?;
     spec.attention_softcap = softcap(config, "attn_logit_softcapping", Some(50.0))?;
     spec.logit_softcap = softcap(config, "final_logit_softcapping", Some(30.0))?;
@@ -14,7 +14,7 @@ pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
 }
 
 /// Options that Gemma 2 and 3 share.
-pub fn shared(config: &Config, spec: &mut Spec) -> Result<()> {
+pub(super) fn shared(config: &Config, spec: &mut Spec) -> Result<()> {
     spec.norm_plus_one = true;
     spec.norms = NormNames::SANDWICH;
     spec.tied = config.bool_or("tie_word_embeddings", true)?;
@@ -34,7 +34,7 @@ pub fn shared(config: &Config, spec: &mut Spec) -> Result<()> {
 }
 
 /// Reads a soft cap; null disables it.
-pub fn softcap(config: &Config, key: &str, default: Option<f32>) -> Result<Option<f32>> {
+pub(super) fn softcap(config: &Config, key: &str, default: Option<f32>) -> Result<Option<f32>> {
     if !config.raw.contains_key(key) {
         return Ok(default);
     }

@@ -6,7 +6,7 @@ use crate::base::Error;
 use crate::model::rope::Rope;
 use serde_json::{Map, Value, json};
 
-pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
+pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     super::gemma2::shared(config, spec)?;
     spec.qk_norm = Some(QkNorm::HEADS);
     // transformers reads this key and never applies it; ft does the same. An invalid value is still refused.

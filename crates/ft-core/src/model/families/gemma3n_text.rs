@@ -4,14 +4,14 @@
 use super::{Config, NormNames, PerLayerSpec, QkNorm, Result, Spec};
 use crate::base::Error;
 use crate::model::rope::Rope;
-use crate::model::spec::StreamSpec;
+use crate::model::spec::AltUpSpec;
 use serde_json::{Map, Value, json};
 
 /// Most streams: published models have 4.
 const MOST_STREAMS: usize = 16;
 
 /// The config with one number for the intermediate size, and the size of each layer.
-pub fn sizes(config: &Config) -> Result<(Config, Vec<usize>)> {
+pub(super) fn sizes(config: &Config) -> Result<(Config, Vec<usize>)> {
     let mut one = Config {
         raw: config.raw.clone(),
         path: config.path.clone(),
@@ -33,7 +33,7 @@ pub fn sizes(config: &Config) -> Result<(Config, Vec<usize>)> {
     Ok((one, sizes))
 }
 
-pub fn apply(config: &Config, spec: &mut Spec, sizes: &[usize]) -> Result<()> {
+pub(super) fn apply(config: &Config, spec: &mut Spec, sizes: &[usize]) -> Result<()> {
     spec.norms = NormNames::SANDWICH;
     spec.qk_norm = Some(QkNorm::HEADS);
     spec.value_norm = true;
@@ -74,7 +74,7 @@ pub fn apply(config: &Config, spec: &mut Spec, sizes: &[usize]) -> Result<()> {
     Ok(())
 }
 
-fn streams(config: &Config) -> Result<StreamSpec> {
+fn streams(config: &Config) -> Result<AltUpSpec> {
     let count = config.opt_usize("altup_num_inputs")?.unwrap_or(4);
     let active = config.opt_usize0("altup_active_idx")?.unwrap_or(0);
     let range = |key: &str, found: usize, expected: String| {
@@ -105,7 +105,7 @@ fn streams(config: &Config) -> Result<StreamSpec> {
         Some(found) => Err(Error::format("`altup_coef_clip` must be positive")
             .at(super::place(config, "altup_coef_clip"))
             .found(found)),
-        None => Ok(StreamSpec { count, active, clip }),
+        None => Ok(AltUpSpec { count, active, clip }),
     }
 }
 

@@ -8,7 +8,7 @@ use crate::model::rope::Rope;
 use crate::model::spec::{KeySource, PerLayerSpec};
 use serde_json::{Map, Value, json};
 
-pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
+pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     if config.bool_or("enable_moe_block", false)? {
         return Err(
             Error::unsupported("config option `enable_moe_block` changes the model and is not supported")
@@ -126,7 +126,7 @@ fn sizes(config: &Config, spec: &mut Spec, keys_only: bool) -> Result<()> {
 }
 
 /// The last layers read the keys and values of the last layer before them with the same kind of attention.
-pub fn shared_keys(config: &Config, spec: &mut Spec, default: usize) -> Result<()> {
+pub(super) fn shared_keys(config: &Config, spec: &mut Spec, default: usize) -> Result<()> {
     let count = config.opt_usize0("num_kv_shared_layers")?.unwrap_or(default);
     let place = super::place(config, "num_kv_shared_layers");
     let wide = config.bool_or("use_double_wide_mlp", false)?;

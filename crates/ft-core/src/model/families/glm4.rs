@@ -4,7 +4,7 @@
 use super::{Config, NormNames, Result, Spec};
 use crate::ops::rope::Pairing;
 
-pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
+pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     spec.norms = NormNames::SANDWICH_GLM4;
     spec.pairing = Pairing::Neighbors;
     spec.fused_gate_up = true;

@@ -4,9 +4,9 @@
 use super::experts::{check, size};
 use super::{Config, ExpertsSpec, QkNorm, Result, SharedExpertSpec, Spec};
 use crate::model::spec::ExpertNames;
-use crate::ops::routing::{GroupScore, Groups, RouterSpec, Score};
+use crate::ops::routing::{ExpertGroups, GroupScore, RouterSpec, Score};
 
-pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
+pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     spec.norm_eps = config.opt_f64("rms_norm_eps")?.unwrap_or(1e-5);
     spec.qkv_bias = config.bool_or("attention_bias", false)?;
     if config.bool_or("use_qk_norm", false)? {
@@ -22,7 +22,7 @@ pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
 }
 
 /// The experts of GLM-4.5; `width`: the default of their size.
-pub fn experts(config: &Config, width: usize) -> Result<ExpertsSpec> {
+pub(super) fn experts(config: &Config, width: usize) -> Result<ExpertsSpec> {
     let intermediate = size(config, "moe_intermediate_size", width)?;
     Ok(ExpertsSpec {
         count: size(config, "n_routed_experts", 128)?,
@@ -32,7 +32,7 @@ pub fn experts(config: &Config, width: usize) -> Result<ExpertsSpec> {
             top_k: size(config, "num_experts_per_tok", 8)?,
             renormalize: config.bool_or("norm_topk_prob", true)?,
             scale: super::factor(config, "routed_scaling_factor", 1.0)?,
-            groups: Some(Groups {
+            groups: Some(ExpertGroups {
                 count: size(config, "n_group", 1)?,
                 chosen: size(config, "topk_group", 1)?,
                 score: GroupScore::TwoLargest,

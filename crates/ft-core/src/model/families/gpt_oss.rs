@@ -7,7 +7,7 @@ use crate::model::spec::ExpertNames;
 use crate::ops::clamped_glu::ClampedGlu;
 use serde_json::{Value, json};
 
-pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
+pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     spec.norm_eps = config.opt_f64("rms_norm_eps")?.unwrap_or(1e-5);
     super::default_head_dim(config, spec, 64)?;
     super::attention_biases(config, spec, true)?;

@@ -2,7 +2,7 @@
 
 use super::{Config, Result, Spec};
 
-pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
+pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     super::attention_biases(config, spec, false)?;
     spec.mlp_bias = config.bool_or("mlp_bias", false)?;
     spec.embedding_scale = super::factor(config, "embedding_multiplier", 1.0)?;

@@ -5,7 +5,7 @@ use crate::base::Error;
 use crate::model::rope::Rope;
 use serde_json::{Value, json};
 
-pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
+pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     super::granite::apply(config, spec)?;
     spec.norm_eps = config.opt_f64("rms_norm_eps")?.unwrap_or(1e-5);
     spec.tied = config.bool_or("tie_word_embeddings", true)?;

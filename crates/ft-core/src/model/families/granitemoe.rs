@@ -4,7 +4,7 @@ use super::experts::{check, size, softmax};
 use super::{Config, ExpertsSpec, Result, Spec};
 use crate::model::spec::ExpertNames;
 
-pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
+pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     super::granite::apply(config, spec)?;
     // transformers has no biases of experts.
     spec.mlp_bias = false;

@@ -3,7 +3,7 @@
 use super::experts::size;
 use super::{Config, Result, SharedExpertSpec, Spec};
 
-pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
+pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     super::granitemoe::apply(config, spec)?;
     // 0: it has none.
     if config.opt_usize0("shared_intermediate_size")?.unwrap_or(0) == 0 {

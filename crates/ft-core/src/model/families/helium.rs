@@ -4,7 +4,7 @@ use super::{Config, Result, Spec};
 use crate::base::Error;
 use crate::ops::rope::Pairing;
 
-pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
+pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     spec.pairing = Pairing::Neighbors;
     spec.norm_eps = config.opt_f64("rms_norm_eps")?.unwrap_or(1e-8);
     super::default_head_dim(config, spec, 128)?;

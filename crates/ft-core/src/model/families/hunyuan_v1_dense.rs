@@ -4,7 +4,7 @@ use super::{Config, QkNorm, Result, Spec};
 use crate::base::Error;
 use serde_json::json;
 
-pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
+pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     spec.qk_norm = Some(QkNorm::ROTATED);
     spec.norm_eps = config.opt_f64("rms_norm_eps")?.unwrap_or(1e-5);
     super::attention_biases(config, spec, false)?;

@@ -4,7 +4,7 @@ use super::experts::{check, size, softmax};
 use super::{Config, ExpertsSpec, Result, SharedExpertSpec, Spec};
 use crate::model::spec::ExpertNames;
 
-pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
+pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     super::hunyuan_v1_dense::apply(config, spec)?;
     // transformers writes the number of experts of a token under either name. Lists by layer are an error of `size`.
     let top_k = if config.raw.contains_key("num_experts_per_tok") {

@@ -3,7 +3,7 @@
 use super::{Config, NormNames, Result, Spec, place};
 use crate::base::Error;
 
-pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
+pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     super::granite::apply(config, spec)?;
     spec.logit_scale = super::factor(config, "logits_scaling", 1.0)?;
     if config.opt_f64("attention_multiplier")?.is_none() {

@@ -2,7 +2,7 @@
 
 use super::{Config, LayerNormParams, Result, Spec};
 
-pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
+pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     super::layer_norms(config, spec, "layer_norm_eps", LayerNormParams::BOTH)?;
     spec.plain_mlp = Some(["mlp.up_proj", "mlp.down_proj"]);
     spec.activation = super::activation(config, "hidden_act", "relu2")?;

@@ -8,10 +8,10 @@ use crate::model::spec::{LatentSpec, Mixer};
 use serde_json::Value;
 
 /// The families with latent attention.
-pub const FAMILIES: [&str; 5] = ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu"];
+pub(super) const FAMILIES: [&str; 5] = ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu"];
 
 /// Sets latent attention in every layer. `defaults`: the sizes that a config may leave out.
-pub fn apply(config: &Config, spec: &mut Spec, defaults: LatentSpec) -> Result<()> {
+pub(super) fn apply(config: &Config, spec: &mut Spec, defaults: LatentSpec) -> Result<()> {
     let head = |key: &str, default: usize| match config.opt_usize(key)?.unwrap_or(default) {
         n if (1..=largest()).contains(&n) => Ok(n),
         n => Err(out_of_range(key, n, largest(), &config.path.display().to_string())),

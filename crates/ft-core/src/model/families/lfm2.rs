@@ -16,7 +16,7 @@ const DEFAULTS: [(&str, usize); 6] = [
 ];
 
 /// The config with the keys that all families share: older files have other names for some, and the width of the MLP is computed.
-pub fn sizes(config: &Config) -> Result<Config> {
+pub(super) fn sizes(config: &Config) -> Result<Config> {
     let mut own = config.clone();
     for (key, size) in DEFAULTS {
         own.raw.entry(key).or_insert(json!(size));
@@ -61,7 +61,7 @@ fn intermediate(config: &Config) -> Result<usize> {
         .saturating_mul(multiple))
 }
 
-pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
+pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     (spec.norms, spec.qk_norm, spec.modules) = (NormNames::LFM2, Some(QkNorm::LFM2), ModuleNames::LFM2);
     spec.activation = Activation::Silu;
     spec.ropes = vec![super::rope(config, spec, 1e6)?];

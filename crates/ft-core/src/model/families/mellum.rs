@@ -4,7 +4,7 @@ use super::{Config, QkNorm, Result, Spec, place};
 use crate::base::Error;
 use serde_json::Value;
 
-pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
+pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     super::default_head_dim(config, spec, 128)?;
     spec.qk_norm = Some(QkNorm::HEADS);
     super::attention_biases(config, spec, false)?;

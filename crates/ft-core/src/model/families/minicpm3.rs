@@ -4,7 +4,7 @@ use super::{Config, Result, Spec};
 use crate::model::spec::LatentSpec;
 use serde_json::Value;
 
-pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
+pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     spec.norm_eps = config.opt_f64("rms_norm_eps")?.unwrap_or(1e-5);
     spec.tied = config.bool_or("tie_word_embeddings", true)?;
     spec.mlp_bias = config.bool_or("mlp_bias", false)?;

@@ -7,7 +7,7 @@ use crate::model::spec::ExpertNames;
 use crate::ops::routing::{RouterSpec, Score};
 use serde_json::json;
 
-pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
+pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     super::default_head_dim(config, spec, 128)?;
     spec.qk_norm = Some(QkNorm::WHOLE);
     super::mixtral::no_noise(config)?;

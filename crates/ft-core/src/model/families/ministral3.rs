@@ -5,7 +5,7 @@ use crate::base::Error;
 use crate::model::rope::{Growth, Rope};
 use serde_json::{Value, json};
 
-pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
+pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     spec.norm_eps = config.opt_f64("rms_norm_eps")?.unwrap_or(1e-5);
     super::default_head_dim(config, spec, 128)?;
     let window = config.opt_usize("sliding_window")?;

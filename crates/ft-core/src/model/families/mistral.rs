@@ -2,7 +2,7 @@
 
 use super::{Config, Result, Spec};
 
-pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
+pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     // transformers' default if the key is missing; null disables the window.
     let window = if config.raw.contains_key("sliding_window") {
         config.opt_usize("sliding_window")?

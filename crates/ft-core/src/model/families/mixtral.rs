@@ -5,7 +5,7 @@ use super::{Config, ExpertsSpec, Result, Spec};
 use crate::base::Error;
 use crate::model::spec::ExpertNames;
 
-pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
+pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     let window = config.opt_usize("sliding_window")?;
     spec.ropes = vec![super::rope(config, spec, 1e6)?];
     spec.norm_eps = config.opt_f64("rms_norm_eps")?.unwrap_or(1e-5);
@@ -26,7 +26,7 @@ pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
 }
 
 /// Refuses noise on the input of the router.
-pub fn no_noise(config: &Config) -> Result<()> {
+pub(super) fn no_noise(config: &Config) -> Result<()> {
     let noise = config.opt_f64("router_jitter_noise")?.unwrap_or(0.0);
     if noise != 0.0 {
         return Err(Error::unsupported("noise on the input of the router is not supported")

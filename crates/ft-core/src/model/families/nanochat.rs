@@ -3,7 +3,7 @@
 
 use super::{Config, QkNorm, Result, Spec};
 
-pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
+pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     spec.plain_norms = true;
     spec.qk_norm = Some(QkNorm::ROTATED);
     spec.activation = super::activation(config, "hidden_act", "relu2")?;

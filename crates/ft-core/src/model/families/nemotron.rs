@@ -3,7 +3,7 @@
 
 use super::{Config, LayerNormParams, Result, Spec};
 
-pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
+pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     super::layer_norms(config, spec, "norm_eps", LayerNormParams::BOTH)?;
     spec.norm_plus_one = true;
     spec.plain_mlp = Some(["mlp.up_proj", "mlp.down_proj"]);

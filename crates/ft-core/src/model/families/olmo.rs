@@ -2,7 +2,7 @@
 
 use super::{Config, LayerNormParams, Result, Spec};
 
-pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
+pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     spec.layer_norm = Some(LayerNormParams {
         weight: false,
         bias: false,

@@ -6,7 +6,7 @@ use serde_json::{Map, Value, json};
 
 const THETA: f64 = 500_000.0;
 
-pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
+pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     super::olmo2::shared(config, spec)?;
     let window = if config.raw.contains_key("sliding_window") {
         config.opt_usize("sliding_window")?

@@ -3,7 +3,7 @@
 use super::experts::check;
 use super::{Config, ExpertsSpec, QkNorm, Result, Spec};
 
-pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
+pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     spec.qk_norm = Some(QkNorm::WHOLE);
     spec.norm_eps = config.opt_f64("rms_norm_eps")?.unwrap_or(1e-5);
     super::attention_biases(config, spec, false)?;

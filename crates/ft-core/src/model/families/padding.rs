@@ -4,7 +4,7 @@ use super::{Config, Error, Result, place};
 use serde_json::Value;
 
 /// `pad_token_id`, or transformers' default of the family. Negative ids count from the end of the table.
-pub fn token(config: &Config, model_type: &str) -> Result<Option<u32>> {
+pub(super) fn token(config: &Config, model_type: &str) -> Result<Option<u32>> {
     let id = match (config.raw.get("pad_token_id"), model_type) {
         (Some(Value::Null), _) => return Ok(None),
         (Some(id), _) => id.as_i64().ok_or_else(|| {

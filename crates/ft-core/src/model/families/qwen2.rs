@@ -4,7 +4,7 @@ use super::{Config, Result, Spec};
 use crate::base::Error;
 use serde_json::Value;
 
-pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
+pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     spec.qkv_bias = true;
     sliding(config, spec)?;
     spec.ropes = vec![super::rope(config, spec, 10_000.0)?];
@@ -12,12 +12,12 @@ pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
 }
 
 /// Qwen's sliding windows: off unless `use_sliding_window`, then from layer `max_window_layers` on.
-pub fn sliding(config: &Config, spec: &mut Spec) -> Result<()> {
+pub(super) fn sliding(config: &Config, spec: &mut Spec) -> Result<()> {
     sliding_where(config, spec, |l, first| l >= first)
 }
 
 /// The windows of Qwen2-MoE: in every second layer below `max_window_layers`.
-pub fn sliding_experts(config: &Config, spec: &mut Spec) -> Result<()> {
+pub(super) fn sliding_experts(config: &Config, spec: &mut Spec) -> Result<()> {
     let slides = |kinds: &Vec<Value>| kinds.iter().any(|kind| kind == "sliding_attention");
     let listed = config.get("layer_types").and_then(Value::as_array).is_some_and(slides);
     if listed && !config.bool_or("use_sliding_window", false)? {
@@ -50,7 +50,7 @@ fn window(config: &Config) -> Result<Option<usize>> {
 }
 
 /// The windows of Qwen3-MoE: in every layer, if `use_sliding_window` is on. transformers reads no list of layers here.
-pub fn sliding_everywhere(config: &Config, spec: &mut Spec) -> Result<()> {
+pub(super) fn sliding_everywhere(config: &Config, spec: &mut Spec) -> Result<()> {
     if config.bool_or("use_sliding_window", false)? {
         let window = window(config)?;
         spec.layers.iter_mut().for_each(|layer| layer.window = window);

@@ -2,14 +2,14 @@
 
 use super::{Config, QkNorm, Result, Spec};
 
-pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
+pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     super::default_head_dim(config, spec, 128)?;
     super::qwen2::sliding(config, spec)?;
     shared(config, spec)
 }
 
 /// What Qwen3-MoE shares; its heads have hidden / heads elements if the config has no `head_dim`.
-pub fn shared(config: &Config, spec: &mut Spec) -> Result<()> {
+pub(super) fn shared(config: &Config, spec: &mut Spec) -> Result<()> {
     spec.qk_norm = Some(QkNorm::HEADS);
     super::attention_biases(config, spec, false)?;
     spec.ropes = vec![super::rope(config, spec, 10_000.0)?];

@@ -6,7 +6,7 @@ use crate::model::rope::Rope;
 use crate::ops::glu::Activation;
 use serde_json::{Value, json};
 
-pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
+pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     read(config, spec, false)
 }
 
@@ -79,7 +79,7 @@ fn read(config: &Config, spec: &mut Spec, by_key_head: bool) -> Result<()> {
 }
 
 /// Qwen3-Next: the same layers with other projections, and experts.
-pub fn apply_next(config: &Config, spec: &mut Spec) -> Result<()> {
+pub(super) fn apply_next(config: &Config, spec: &mut Spec) -> Result<()> {
     read(config, spec, true)?;
     if config.opt_usize0("num_experts")? == Some(0) {
         return Ok(());
@@ -96,7 +96,7 @@ pub fn apply_next(config: &Config, spec: &mut Spec) -> Result<()> {
 }
 
 /// Qwen3.5 with experts: experts in every layer; the weights of the chosen ones always add up to 1.
-pub fn apply_moe(config: &Config, spec: &mut Spec) -> Result<()> {
+pub(super) fn apply_moe(config: &Config, spec: &mut Spec) -> Result<()> {
     read(config, spec, false)?;
     let top_k = experts::size(config, "num_experts_per_tok", 8)?;
     let experts = ExpertsSpec {

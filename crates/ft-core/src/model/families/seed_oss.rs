@@ -2,7 +2,7 @@
 
 use super::{Config, Result, Spec};
 
-pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
+pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     spec.qkv_bias = config.bool_or("attention_bias", true)?;
     spec.o_bias = config.bool_or("attention_out_bias", false)?;
     spec.mlp_bias = config.bool_or("mlp_bias", false)?;
@@ -15,4 +15,4 @@ pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
 }
 
 /// Dropout of the published config, which ft does not apply.
-pub const DROPOUT: [&str; 2] = ["attention_dropout", "residual_dropout"];
+pub(super) const DROPOUT: [&str; 2] = ["attention_dropout", "residual_dropout"];

@@ -5,7 +5,7 @@ use crate::base::Error;
 use crate::model::rope::Rope;
 use serde_json::Value;
 
-pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
+pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     super::attention_biases(config, spec, false)?;
     spec.mlp_bias = config.bool_or("mlp_bias", false)?;
     spec.tied = config.bool_or("tie_word_embeddings", true)?;

@@ -4,7 +4,7 @@ use super::{Config, Result, Spec, place};
 use crate::base::Error;
 use serde_json::json;
 
-pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
+pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     // transformers has no such options in this family, and reads over them.
     for (key, value) in [("first_k_dense_replace", json!(0)), ("use_qk_norm", json!(false))] {
         if config.get(key).is_some_and(|v| !v.is_null() && *v != value) {

@@ -4,7 +4,7 @@
 use super::{Config, LayerNormParams, NormNames, Result, Spec};
 use crate::base::Error;
 
-pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
+pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     super::layer_norms(config, spec, "layer_norm_eps", LayerNormParams::BOTH)?;
     spec.qkv_bias = config.bool_or("use_qkv_bias", false)?;
     if config.bool_or("use_parallel_residual", false)? {

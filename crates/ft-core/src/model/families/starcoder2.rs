@@ -2,7 +2,7 @@
 
 use super::{Config, LayerNormParams, Result, Spec};
 
-pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
+pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     super::layer_norms(config, spec, "norm_epsilon", LayerNormParams::BOTH)?;
     spec.plain_mlp = Some(["mlp.c_fc", "mlp.c_proj"]);
     spec.activation = super::activation(config, "hidden_act", "gelu_pytorch_tanh")?;
@@ -21,4 +21,4 @@ pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
 }
 
 /// Dropout of the published config, which ft does not apply.
-pub const DROPOUT: [&str; 3] = ["attention_dropout", "residual_dropout", "embedding_dropout"];
+pub(super) const DROPOUT: [&str; 3] = ["attention_dropout", "residual_dropout", "embedding_dropout"];

@@ -2,7 +2,7 @@
 
 use super::{Config, NormNames, Result, Spec};
 
-pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
+pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     super::gemma2::apply(config, spec)?;
     spec.norms = NormNames {
         after_attention: None,

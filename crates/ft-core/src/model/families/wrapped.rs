@@ -25,7 +25,7 @@ fn inner_types(model_type: &str) -> &'static [&'static str] {
 ///
 /// # Errors
 /// A language model that is not supported inside this type.
-pub fn language_model(config: &Config, model_type: &str) -> Result<Option<Config>> {
+pub(super) fn language_model(config: &Config, model_type: &str) -> Result<Option<Config>> {
     let types = inner_types(model_type);
     let Some(first) = types.first() else { return Ok(None) };
     let Some(mut text) = config.language_model() else {

@@ -4,7 +4,7 @@ use super::{Config, Result, Spec};
 use crate::model::spec::LatentSpec;
 use crate::ops::rope::Pairing;
 
-pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
+pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     spec.tied = config.bool_or("tie_word_embeddings", true)?;
     if config.bool_or("rope_interleave", true)? {
         spec.pairing = Pairing::Neighbors;

@@ -19,7 +19,7 @@ pub(in crate::model) struct SavedLatentMemory {
 
 impl SavedLatentMemory {
     /// Moves the tensors to the kind of saved activations.
-    pub fn relabel(self, l: &mut Ledger) -> Self {
+    pub(in crate::model) fn relabel(self, l: &mut Ledger) -> Self {
         let mut to = |tensor| l.relabel(tensor, Activations);
         Self {
             sizes: self.sizes,
@@ -30,7 +30,7 @@ impl SavedLatentMemory {
         }
     }
 
-    pub fn free(self, l: &mut Ledger) {
+    pub(in crate::model) fn free(self, l: &mut Ledger) {
         l.free_all(self.low_q);
         l.free(self.low_kv);
         l.free_all(self.heads);
@@ -179,13 +179,13 @@ impl LayerMemory<'_> {
         let rows = l.alloc(LayerWork, self.bytes(sizes.kv_rank));
         l.free(low_kv);
         let need_rows = need_in || self.norm_wanted(sink, LATENT_NORM);
-        let d_rows = self.normed_linear_backward(l, (linears.expand, LATENT_NORM), d_kv, need_rows, sink);
+        let d_rows = self.normed_linear_backward(l, linears.expand, LATENT_NORM, d_kv, need_rows, sink);
         l.free(low_expand);
         l.free(rows);
         let d_first = match (linears.query, low_q) {
             (Some(query), Some(low_q)) => {
                 let need = need_in || self.norm_wanted(sink, LATENT_QUERY_NORM);
-                let d = self.normed_linear_backward(l, (query, LATENT_QUERY_NORM), d_queries, need, sink);
+                let d = self.normed_linear_backward(l, query, LATENT_QUERY_NORM, d_queries, need, sink);
                 l.free(low_q);
                 d
             }
@@ -217,7 +217,8 @@ impl LayerMemory<'_> {
     fn normed_linear_backward(
         &self,
         l: &mut Ledger,
-        (linear, norm): (LinearShape, &str),
+        linear: LinearShape,
+        norm: &str,
         dy: Allocation,
         need: bool,
         sink: &mut dyn GradSinkMemory,

@@ -38,8 +38,10 @@ impl LayerMemorySettings<'_> {
     pub fn adapter_backward(
         &self,
         l: &mut Ledger,
-        (cost, input): (&Cost, usize),
-        (need_dx, temporary): (bool, bool),
+        cost: &Cost,
+        input: usize,
+        need_dx: bool,
+        temporary: bool,
         sink: &mut dyn GradSinkMemory,
     ) {
         let wanted = cost.trained.iter().any(|(part, _)| sink.wants(part));
@@ -124,7 +126,7 @@ impl LayerMemory<'_> {
 
     /// A product with a weight of another type than the activation. On a GPU the weight is dequantized, or widened from
     /// bf16 to f32, block by block; on the CPU both happen during packing.
-    pub(in crate::model) fn decode(&self, l: &mut Ledger, (name, input, output): (&str, usize, usize)) {
+    pub(in crate::model) fn dequantize(&self, l: &mut Ledger, (name, input, output): (&str, usize, usize)) {
         let weight = self.name(&format!("{name}.weight"));
         let quantized = self.settings.storage.quantized().contains_key(weight.as_str());
         let decoded = self.settings.storage.dtype();
@@ -150,7 +152,7 @@ impl LayerMemory<'_> {
         let (_, _, output) = linear;
         l.touch(LayerWork, 4 * (rank * (2 * output + rank)) as u64);
         let sum = l.alloc(LayerWork, 4 * (self.settings.tokens * output) as u64);
-        self.decode(l, linear);
+        self.dequantize(l, linear);
         l.free(sum);
     }
 
@@ -162,7 +164,7 @@ impl LayerMemory<'_> {
             return l.alloc(LayerWork, 0);
         }
         let y = l.alloc(LayerWork, self.bytes(output));
-        self.decode(l, linear);
+        self.dequantize(l, linear);
         if let Some(cost) = self.adapter(linear) {
             self.settings.adapter_forward(l, cost, input);
         }
@@ -207,11 +209,11 @@ impl LayerMemory<'_> {
     ) {
         let (name, input, _) = linear;
         if need_dx {
-            self.decode(l, linear);
+            self.dequantize(l, linear);
         }
         if let Some(cost) = self.adapter(linear) {
-            let how = (need_dx, !self.output_in_low(linear));
-            self.settings.adapter_backward(l, (cost, input), how, sink);
+            let temporary = !self.output_in_low(linear);
+            self.settings.adapter_backward(l, cost, input, need_dx, temporary, sink);
         }
         sink.give(l, &self.name(&format!("{name}.weight")));
         sink.give(l, &self.name(&format!("{name}.bias")));

@@ -27,7 +27,7 @@ impl GradSink for All {
 fn storages(w: &Tensor) -> Vec<(String, Weight, f32)> {
     let values = update::to_f32_vec(w).unwrap();
     let quantized = |format: Format| {
-        let codes = quant::encode(&values, (O, I), format, Dtype::F32).unwrap();
+        let codes = quant::quantize(&values, (O, I), format, Dtype::F32).unwrap();
         (format.to_string(), Weight::from(codes), 1e-5)
     };
     vec![

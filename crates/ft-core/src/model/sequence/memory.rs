@@ -5,7 +5,7 @@ use crate::base::ledger::MemoryKind::LayerWork;
 use crate::base::ledger::{Allocation, Ledger};
 use crate::model::block::memory::LayerMemory;
 use crate::model::spec::{Mixer, Spec};
-use crate::ops::attention::{self, Spec as Heads};
+use crate::ops::attention::{self, AttentionSpec as Heads};
 
 /// The attention of layer `index`, as far as sizes depend on it.
 fn heads(spec: &Spec, index: usize) -> Heads {
@@ -45,7 +45,7 @@ fn sent(config: SequenceConfig, tokens: &Tokens, spec: &Heads, index: usize) -> 
 }
 
 /// As `sent`, around a convolution over `taps` tokens.
-fn sent_rows(config: SequenceConfig, tokens: &Tokens, (taps, width): (usize, usize), index: usize) -> [usize; 2] {
+fn sent_rows(config: SequenceConfig, tokens: &Tokens, taps: usize, width: usize, index: usize) -> [usize; 2] {
     let (own, read) = (tokens.of(index), tokens.inputs_of(index, taps));
     let others = (0..config.ranks).filter(|rank| *rank != index);
     let given = |rank| width * common(&own, &tokens.inputs_of(rank, taps), 0).len();
@@ -61,7 +61,8 @@ pub fn sequence_bytes(
     spec: &Spec,
     config: SequenceConfig,
     documents: &[usize],
-    (lowest, saved): (usize, usize),
+    lowest: usize,
+    saved: usize,
     rank: usize,
 ) -> u64 {
     if config.ranks < 2 {
@@ -70,7 +71,7 @@ pub fn sequence_bytes(
     let tokens = Tokens::new(documents.last().copied().unwrap_or(0), config.ranks, documents);
     let of_layer = |index: usize| {
         let [forward, backward] = match spec.layers[index].mixer {
-            Mixer::ShortConv { kernel, .. } => sent_rows(config, &tokens, (kernel, spec.hidden), rank % config.ranks),
+            Mixer::ShortConv { kernel, .. } => sent_rows(config, &tokens, kernel, spec.hidden, rank % config.ranks),
             _ => sent(config, &tokens, &heads(spec, index), rank % config.ranks),
         };
         let again = index >= lowest && index + saved < spec.layers.len();

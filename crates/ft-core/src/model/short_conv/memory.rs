@@ -15,7 +15,7 @@ pub(in crate::model) struct SavedShortConvMemory {
 
 impl SavedShortConvMemory {
     /// Moves the tensors to the kind of saved activations.
-    pub fn relabel(self, l: &mut Ledger) -> Self {
+    pub(in crate::model) fn relabel(self, l: &mut Ledger) -> Self {
         let mut to = |tensor| l.relabel(tensor, Activations);
         Self {
             parts: self.parts.into_iter().map(&mut to).collect(),
@@ -23,7 +23,7 @@ impl SavedShortConvMemory {
         }
     }
 
-    pub fn free(self, l: &mut Ledger) {
+    pub(in crate::model) fn free(self, l: &mut Ledger) {
         l.free_all(self.parts);
         l.free_all(self.low);
     }

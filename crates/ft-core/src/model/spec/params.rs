@@ -1,6 +1,6 @@
 //! The parameters of a model: their names and shapes, layer by layer.
 
-use super::{ExpertsSpec, KeySource, Mixer, PerLayerSpec, QkNorm, Spec, StreamSpec};
+use super::{AltUpSpec, ExpertsSpec, KeySource, Mixer, PerLayerSpec, QkNorm, Spec};
 use crate::formats::adapter::EXPERT_PARAMETERS;
 use crate::peft::ExpertSite;
 use crate::peft::targets::Site;
@@ -237,7 +237,7 @@ impl Spec {
 
     /// The linears of AltUp in a layer: small matrices that are never quantized, as routers.
     pub fn altup_linears(&self) -> Vec<LinearSpec> {
-        let Some(StreamSpec { count, .. }) = self.streams else {
+        let Some(AltUpSpec { count, .. }) = self.streams else {
             return Vec::new();
         };
         let parts = [

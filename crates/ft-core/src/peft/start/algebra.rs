@@ -82,6 +82,9 @@ pub fn leading_svd(m: MatRef<'_, f64>, r: usize, seed: u64, site: u64) -> Result
 
 /// The largest R singular values by power iterations on a random basis (Halko, Martinsson, Tropp 2011, "Finding
 /// structure with randomness", algorithm 4.4), with `OVERSAMPLING` extra columns.
+///
+/// # Errors
+/// As `svd`.
 pub fn fast_svd(m: MatRef<'_, f64>, r: usize, iterations: usize, seed: u64, site: u64) -> Result<Svd> {
     const OVERSAMPLING: usize = 8;
     let width = (r + OVERSAMPLING).min(m.nrows()).min(m.ncols());
@@ -111,6 +114,9 @@ pub fn qr(m: MatRef<'_, f64>) -> (Mat<f64>, Mat<f64>) {
 }
 
 /// The eigenvectors of a symmetric matrix as columns, and the eigenvalues, both in descending order.
+///
+/// # Errors
+/// No convergence.
 pub fn eigen(m: MatRef<'_, f64>) -> Result<(Mat<f64>, Vec<f64>)> {
     let fault = |what: String| Error::new("a covariance cannot be decomposed").cause(what);
     let found = m.self_adjoint_eigen(Side::Lower).map_err(|e| fault(format!("{e:?}")))?;
@@ -129,6 +135,9 @@ pub fn solve(c: MatRef<'_, f64>, b: MatRef<'_, f64>) -> Option<Mat<f64>> {
 
 /// The pair of rank `r` nearest to s·(B·A - B₀·A₀), for the scale `scale`: A `[R, I]`, B `[O, R]`; and the relative
 /// error (ratio of Frobenius norms).
+///
+/// # Errors
+/// As `svd`.
 pub fn compressed(lora: &Lora, r: usize, scale: f32) -> Result<(Vec<f32>, Vec<f32>, f64)> {
     let (a, b) = lora.plain()?;
     let ((wide, inputs), (outputs, _)) = (a.dims2()?, b.dims2()?);

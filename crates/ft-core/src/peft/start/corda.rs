@@ -7,7 +7,7 @@
 //!
 //! Letters: I input features, O output features, R rank, K = min(O, I).
 
-use super::pairs::{Pair, check_rank};
+use super::pairs::{InitPair, check_rank};
 use super::{algebra, krylov, tiles};
 use crate::base::{Error, Result};
 use crate::peft::config::CordaMethod;
@@ -150,7 +150,7 @@ fn few(w: MatRef<'_, f64>, c: MatRef<'_, f64>, method: CordaMethod, candidates: 
         return Ok(None);
     }
     let found = match method {
-        CordaMethod::Ipm => krylov::largest(&krylov::Weighted { w, c }, candidates, 0, 0)?,
+        CordaMethod::Ipm => krylov::largest(&krylov::WeightedMatrix { w, c }, candidates, 0, 0)?,
         CordaMethod::Kpm => krylov::smallest(tiles::product(w, c), candidates, 0, 0)?,
     };
     let Some(found) = found else { return Ok(None) };
@@ -171,7 +171,7 @@ fn error(c: MatRef<'_, f64>, x: MatRef<'_, f64>, v: MatRef<'_, f64>) -> f64 {
 }
 
 /// The pair of the first `r` components, for this scale.
-pub fn pair_of(found: &Component, method: CordaMethod, r: usize, scale: f32) -> Pair {
+pub fn pair_of(found: &Component, method: CordaMethod, r: usize, scale: f32) -> InitPair {
     // In kpm the last columns are the smallest.
     let first = match method {
         CordaMethod::Ipm => 0,
@@ -180,7 +180,7 @@ pub fn pair_of(found: &Component, method: CordaMethod, r: usize, scale: f32) -> 
     let root = |k: usize| (found.s[first + k] / f64::from(scale)).sqrt();
     let a = Mat::from_fn(r, found.v.nrows(), |k, i| root(k) * found.v[(i, first + k)]);
     let b = Mat::from_fn(found.u.nrows(), r, |o, k| root(k) * found.u[(o, first + k)]);
-    Pair {
+    InitPair {
         a: algebra::values(a.as_ref()),
         b: algebra::values(b.as_ref()),
     }

@@ -20,7 +20,7 @@ const ERROR: f64 = 1e-6;
 const MOST: usize = 1536;
 
 /// A matrix `[M, N]` that is only multiplied.
-pub trait Operator: Sync {
+pub(crate) trait Operator: Sync {
     /// (M, N)
     fn dims(&self) -> (usize, usize);
     /// M·X for X `[N, B]`.
@@ -44,14 +44,14 @@ impl Operator for MatRef<'_, f64> {
 }
 
 /// W·C, which is never formed.
-pub struct Weighted<'a> {
+pub(crate) struct WeightedMatrix<'a> {
     /// `[O, I]`
     pub w: MatRef<'a, f64>,
     /// `[I, I]`, symmetric.
     pub c: MatRef<'a, f64>,
 }
 
-impl Operator for Weighted<'_> {
+impl Operator for WeightedMatrix<'_> {
     fn dims(&self) -> (usize, usize) {
         (self.w.nrows(), self.c.ncols())
     }
@@ -83,12 +83,12 @@ impl Operator for Inverse<'_> {
 }
 
 /// True if a few triplets of a matrix of this size are found faster than all.
-pub fn pays(m: usize, n: usize, count: usize) -> bool {
+pub(crate) fn pays(m: usize, n: usize, count: usize) -> bool {
     m.min(n) >= 512 && 8 * (count + MORE) <= m.min(n)
 }
 
 /// Most bytes that `largest` takes beside the operator.
-pub fn bytes(m: usize, n: usize, count: usize) -> u64 {
+pub(crate) fn bytes(m: usize, n: usize, count: usize) -> u64 {
     let size = most(m, n, count) + count + MORE;
     (8 * (size * (m + n) + 4 * size * size + 6 * (m + n) * (count + MORE))) as u64
 }
@@ -102,7 +102,7 @@ fn most(m: usize, n: usize, count: usize) -> usize {
 ///
 /// # Errors
 /// Values that are not finite.
-pub fn largest(m: &dyn Operator, count: usize, seed: u64, site: u64) -> Result<Option<Svd>> {
+pub(crate) fn largest(m: &dyn Operator, count: usize, seed: u64, site: u64) -> Result<Option<Svd>> {
     let (rows, columns) = m.dims();
     let (width, most) = (count + MORE, most(rows, columns, count));
     let rng = Rng::new(seed, Stream::Init, &[u64::MAX, site, 11]);
@@ -151,7 +151,7 @@ pub fn largest(m: &dyn Operator, count: usize, seed: u64, site: u64) -> Result<O
 ///
 /// # Errors
 /// As `largest`.
-pub fn smallest(m: Mat<f64>, count: usize, seed: u64, site: u64) -> Result<Option<Svd>> {
+pub(crate) fn smallest(m: Mat<f64>, count: usize, seed: u64, site: u64) -> Result<Option<Svd>> {
     if m.nrows() < m.ncols() {
         let found = smallest(m.transpose().to_owned(), count, seed, site)?;
         return Ok(found.map(|f| Svd { u: f.v, s: f.s, v: f.u }));
@@ -273,7 +273,7 @@ mod tests {
         let ((w, _), (c, _)) = (example(240, 300), example(300, 300));
         let c = &c * c.transpose();
         let plain = &w * &c;
-        let operator = Weighted {
+        let operator = WeightedMatrix {
             w: w.as_ref(),
             c: c.as_ref(),
         };

@@ -11,7 +11,7 @@ mod pairs;
 mod tiles;
 
 pub use corda::{Component, Covariance, allocate, components, pair_of};
-pub use pairs::{Pair, eva, eva_ranks, lora_ga, olora, pissa};
+pub use pairs::{InitPair, eva, eva_ranks, lora_ga, olora, pissa};
 
 #[cfg(test)]
 mod tests;

@@ -10,7 +10,7 @@ use faer::{Mat, MatRef};
 
 /// A `[R, I]` and B `[O, R]`, row-major.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Pair {
+pub struct InitPair {
     /// `[R, I]`
     pub a: Vec<f32>,
     /// `[O, R]`
@@ -32,7 +32,10 @@ pub(super) fn check_rank(r: usize, rows: usize, columns: usize) -> Result<()> {
 
 /// PiSSA (Meng et al. 2024, arXiv 2404.02948, section 3): the R largest components of W `[O, I]`,
 /// A = √(S/s)·Vᵀ and B = U·√(S/s). Uses the fast SVD if `iterations` > 0.
-pub fn pissa(w: MatRef<'_, f64>, r: usize, scale: f32, iterations: usize, seed: u64, site: u64) -> Result<Pair> {
+///
+/// # Errors
+/// A rank larger than the matrix allows (`Argument`); as `algebra::svd`.
+pub fn pissa(w: MatRef<'_, f64>, r: usize, scale: f32, iterations: usize, seed: u64, site: u64) -> Result<InitPair> {
     check_rank(r, w.nrows(), w.ncols())?;
     let found = match iterations {
         0 => algebra::leading_svd(w, r, seed, site)?,
@@ -41,18 +44,21 @@ pub fn pissa(w: MatRef<'_, f64>, r: usize, scale: f32, iterations: usize, seed: 
     let root = |k: usize| (found.s[k] / f64::from(scale)).sqrt();
     let a = Mat::from_fn(r, w.ncols(), |k, i| root(k) * found.v[(i, k)]);
     let b = Mat::from_fn(w.nrows(), r, |o, k| root(k) * found.u[(o, k)]);
-    Ok(Pair {
+    Ok(InitPair {
         a: algebra::values(a.as_ref()),
         b: algebra::values(b.as_ref()),
     })
 }
 
 /// OLoRA (Büyükakyüz 2024, arXiv 2406.01775, section 3): W = Q·R; B the first R columns of Q, A the first rows of R.
-pub fn olora(w: MatRef<'_, f64>, r: usize) -> Result<Pair> {
+///
+/// # Errors
+/// A rank larger than the matrix allows (`Argument`).
+pub fn olora(w: MatRef<'_, f64>, r: usize) -> Result<InitPair> {
     check_rank(r, w.nrows(), w.ncols())?;
     // The first R reflections are those of the first R columns.
     let (q, _) = algebra::qr(w.get(.., ..r));
-    Ok(Pair {
+    Ok(InitPair {
         a: algebra::values(tiles::product(q.transpose(), w).as_ref()),
         b: algebra::values(q.as_ref()),
     })
@@ -110,13 +116,16 @@ pub fn eva_ranks(explained: &[Vec<f64>], first_of: &[usize], budget: usize) -> V
 
 /// LoRA-GA (Wang et al. 2024, arXiv 2407.05000, section 3.2), with PEFT's defaults: from the gradient `[O, I]`, A takes
 /// the R largest right singular vectors, B the next R left ones times their singular values and O^¼ / √16.
-pub fn lora_ga(gradient: MatRef<'_, f64>, r: usize) -> Result<Pair> {
+///
+/// # Errors
+/// Twice the rank is larger than the matrix allows (`Argument`); as `algebra::svd`.
+pub fn lora_ga(gradient: MatRef<'_, f64>, r: usize) -> Result<InitPair> {
     check_rank(2 * r, gradient.nrows(), gradient.ncols())?;
     let found = algebra::leading_svd(gradient, 2 * r, 0, 0)?;
     let outputs = gradient.nrows();
     let stable = (outputs as f64).powf(0.25) / 16f64.sqrt();
     let b = Mat::from_fn(outputs, r, |o, k| found.u[(o, r + k)] * found.s[r + k] * stable);
-    Ok(Pair {
+    Ok(InitPair {
         a: algebra::values(found.v.transpose().get(..r, ..)),
         b: algebra::values(b.as_ref()),
     })

@@ -11,7 +11,7 @@ fn weight(rows: usize, columns: usize, seed: u64) -> Mat<f64> {
     matrix(&flat(&random((rows, columns), seed)), rows, columns)
 }
 
-fn product(pair: &Pair, r: usize, outputs: usize, inputs: usize) -> Mat<f64> {
+fn product(pair: &InitPair, r: usize, outputs: usize, inputs: usize) -> Mat<f64> {
     matrix(&pair.b, outputs, r) * matrix(&pair.a, r, inputs)
 }
 

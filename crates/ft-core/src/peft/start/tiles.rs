@@ -25,7 +25,7 @@ const PANEL: usize = 64;
 const COLUMNS: usize = 256;
 
 /// A·B.
-pub fn product(a: MatRef<'_, f64>, b: MatRef<'_, f64>) -> Mat<f64> {
+pub(crate) fn product(a: MatRef<'_, f64>, b: MatRef<'_, f64>) -> Mat<f64> {
     let mut out = Mat::zeros(a.nrows(), b.ncols());
     multiply(out.as_mut(), a, b, if b.ncols() > WIDE { ROWS_OF_WIDE } else { ROWS });
     out
@@ -48,21 +48,21 @@ fn multiply(mut to: MatMut<'_, f64>, a: MatRef<'_, f64>, b: MatRef<'_, f64>, mos
 }
 
 /// U⁻¹·X for an upper triangular U.
-pub fn solve_upper(u: MatRef<'_, f64>, x: MatRef<'_, f64>) -> Mat<f64> {
+pub(crate) fn solve_upper(u: MatRef<'_, f64>, x: MatRef<'_, f64>) -> Mat<f64> {
     let mut out = x.to_owned();
     solve_upper_triangular_in_place(u, out.as_mut(), Par::Seq);
     out
 }
 
 /// L⁻¹·X for a lower triangular L.
-pub fn solve_lower(l: MatRef<'_, f64>, x: MatRef<'_, f64>) -> Mat<f64> {
+pub(crate) fn solve_lower(l: MatRef<'_, f64>, x: MatRef<'_, f64>) -> Mat<f64> {
     let mut out = x.to_owned();
     solve_lower_triangular_in_place(l, out.as_mut(), Par::Seq);
     out
 }
 
 /// Q·R of a matrix `[M, N]` with M >= N, by panels of Householder reflections.
-pub struct Qr {
+pub(crate) struct Qr {
     /// R above, the reflections below the diagonal.
     packed: Mat<f64>,
     factors: Vec<Mat<f64>>,
@@ -70,7 +70,7 @@ pub struct Qr {
 
 impl Qr {
     /// Decomposes `m`, in its memory.
-    pub fn new(mut m: Mat<f64>) -> Self {
+    pub(crate) fn new(mut m: Mat<f64>) -> Self {
         let n = m.ncols();
         let mut factors = Vec::new();
         for first in (0..n).step_by(PANEL) {
@@ -89,12 +89,12 @@ impl Qr {
     }
 
     /// R `[N, N]`; below the diagonal are other values.
-    pub fn upper(&self) -> MatRef<'_, f64> {
+    pub(crate) fn upper(&self) -> MatRef<'_, f64> {
         self.packed.get(..self.packed.ncols(), ..)
     }
 
     /// Q·X `[M, B]` for X `[N, B]`.
-    pub fn times(&self, x: MatRef<'_, f64>) -> Mat<f64> {
+    pub(crate) fn times(&self, x: MatRef<'_, f64>) -> Mat<f64> {
         let mut out = Mat::zeros(self.packed.nrows(), x.ncols());
         out.get_mut(..x.nrows(), ..).copy_from(x);
         for (panel, factor) in self.factors.iter().enumerate().rev() {

@@ -43,7 +43,7 @@ fn slopes_are_those_of_the_loss() {
                         };
                         let log_probs: Vec<f32> = old.iter().zip(steps).map(|(o, s)| o + s + shift).collect();
                         let part = |log_probs: &[f32]| {
-                            settings.part(&Completion {
+                            settings.part(&GrpoCompletion {
                                 log_probs,
                                 old: Some(&old),
                                 reference: Some(&reference),
@@ -82,14 +82,14 @@ fn without_old_log_probs_the_ratio_is_one() {
             ..settings(loss_type, ImportanceLevel::Token)
         };
         let log_probs = [-1.0f32, -2.0];
-        let completion = Completion {
+        let completion = GrpoCompletion {
             log_probs: &log_probs,
             old: None,
             reference: None,
             ratios: None,
             advantage: 2.0,
         };
-        let same = settings.part(&Completion {
+        let same = settings.part(&GrpoCompletion {
             old: Some(&log_probs),
             ..completion
         });
@@ -97,7 +97,7 @@ fn without_old_log_probs_the_ratio_is_one() {
         assert_eq!(part, same);
         assert!(part.gradient.iter().all(|g| *g < 0.0) && part.clipped_high == 0.0);
         assert_eq!(
-            settings.part(&Completion {
+            settings.part(&GrpoCompletion {
                 log_probs: &[],
                 ..completion
             }),
@@ -139,7 +139,7 @@ fn the_correction_of_coded_rollouts_is_unbiased() {
             let log_probs = [f64::ln(p.0) as f32, f64::ln(p.1) as f32];
             let sampling = [f64::ln(q.0) as f32, f64::ln(q.1) as f32];
             let ratios = correction.ratios(&log_probs, &sampling);
-            let part = settings.part(&Completion {
+            let part = settings.part(&GrpoCompletion {
                 log_probs: &log_probs,
                 old: None,
                 reference: None,

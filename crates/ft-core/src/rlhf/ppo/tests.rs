@@ -18,7 +18,7 @@ fn slopes_are_those_of_the_loss() {
     let advantages = [1.0f32, 0.7, 0.9, -1.2, -0.4, -0.8];
     let ratios = [1.0f32, 0.5, 2.0, 1.5, 1.0, 0.7];
     let part = |log_probs: &[f32], values: &[f32]| {
-        SETTINGS.part(&Completion {
+        SETTINGS.part(&PpoCompletion {
             log_probs,
             values,
             old: Some(&old),

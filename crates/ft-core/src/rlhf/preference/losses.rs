@@ -29,7 +29,7 @@ fn log_one_minus_exp(x: f64) -> f64 {
 
 /// Inputs of the losses for one answer.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct Side {
+pub struct AnswerLogProbs {
     /// Sum of the log-probabilities of the answer's tokens; with `ld_alpha` a weighted sum.
     pub logp: f64,
     /// The same sum for the reference model.
@@ -46,16 +46,16 @@ pub struct Side {
 
 /// One pair.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct Pair {
+pub struct LogProbPair {
     /// The preferred answer.
-    pub chosen: Side,
+    pub chosen: AnswerLogProbs,
     /// The other answer.
-    pub rejected: Side,
+    pub rejected: AnswerLogProbs,
 }
 
 /// Result of a loss for a batch of B pairs.
 #[derive(Debug, Clone, Default)]
-pub struct Terms {
+pub struct PreferenceTerms {
     /// Sum over the pairs.
     pub loss: f64,
     /// `[B]`: derivatives with respect to `chosen.logp` and `rejected.logp`.
@@ -117,7 +117,7 @@ impl Pairwise {
     }
 
     /// The loss of each pair, with its gradients.
-    pub fn evaluate(&self, pairs: &[Pair]) -> Terms {
+    pub fn evaluate(&self, pairs: &[LogProbPair]) -> PreferenceTerms {
         match self {
             Pairwise::Dpo(dpo) => dpo.evaluate(pairs),
             Pairwise::Orpo { beta } => orpo(*beta, pairs),
@@ -132,7 +132,7 @@ impl Pairwise {
 }
 
 /// Cross-entropy of the chosen texts, averaged over the tokens of the batch, and its derivative for each token.
-fn chosen_nll(pairs: &[Pair]) -> (f64, f64) {
+fn chosen_nll(pairs: &[LogProbPair]) -> (f64, f64) {
     let tokens: f64 = pairs.iter().map(|p| p.chosen.text_tokens).sum();
     let logp: f64 = pairs.iter().map(|p| p.chosen.text_logp).sum();
     (-logp / tokens.max(1.0), -1.0 / tokens.max(1.0))
@@ -159,13 +159,13 @@ impl Dpo {
         }
     }
 
-    fn evaluate(&self, pairs: &[Pair]) -> Terms {
-        let ratio = |s: &Side| s.logp - s.reference;
+    fn evaluate(&self, pairs: &[LogProbPair]) -> PreferenceTerms {
+        let ratio = |s: &AnswerLogProbs| s.logp - s.reference;
         let ratios: Vec<[f64; 2]> = pairs.iter().map(|p| [ratio(&p.chosen), ratio(&p.rejected)]).collect();
-        let mut out = Terms {
+        let mut out = PreferenceTerms {
             slopes: vec![[0.0; 2]; pairs.len()],
             rewards: ratios.iter().map(|r| r.map(|r| self.beta * r)).collect(),
-            ..Terms::default()
+            ..PreferenceTerms::default()
         };
         for &(kind, weight) in &self.losses {
             match kind {
@@ -191,7 +191,7 @@ impl Dpo {
     }
 
     /// The loss of one pair, and its derivatives with respect to the log-probabilities of chosen and rejected.
-    fn one(&self, kind: PairLoss, pair: &Pair, [chosen, rejected]: [f64; 2]) -> (f64, [f64; 2]) {
+    fn one(&self, kind: PairLoss, pair: &LogProbPair, [chosen, rejected]: [f64; 2]) -> (f64, [f64; 2]) {
         let (beta, smooth) = (self.beta, self.label_smoothing);
         let ((sc, gc), (sr, gr)) = (self.score(chosen), self.score(rejected));
         // For a loss of x = β (score of chosen - score of rejected).
@@ -271,7 +271,7 @@ impl Dpo {
     }
 
     /// Alignment by optimal transport: compares sorted values (Melnyk et al. 2024, arXiv 2406.05882).
-    fn aot(&self, pairs: &[Pair], ratios: &[[f64; 2]], paired: bool, weight: f64, out: &mut Terms) {
+    fn aot(&self, pairs: &[LogProbPair], ratios: &[[f64; 2]], paired: bool, weight: f64, out: &mut PreferenceTerms) {
         let sorted = |value: &dyn Fn(usize) -> f64| {
             let mut order: Vec<usize> = (0..pairs.len()).collect();
             order.sort_by(|&a, &b| value(a).total_cmp(&value(b)));
@@ -316,17 +316,17 @@ fn smoothed(x: f64, label_smoothing: f64) -> (f64, f64) {
 }
 
 /// Mean log-probabilities of a pair.
-fn means(pair: &Pair) -> [f64; 2] {
+fn means(pair: &LogProbPair) -> [f64; 2] {
     [pair.chosen, pair.rejected].map(|s| s.logp / s.predicted.max(1.0))
 }
 
-fn orpo(beta: f64, pairs: &[Pair]) -> Terms {
+fn orpo(beta: f64, pairs: &[LogProbPair]) -> PreferenceTerms {
     let count = pairs.len() as f64;
     let (nll, slope) = chosen_nll(pairs);
-    let mut out = Terms {
+    let mut out = PreferenceTerms {
         loss: nll * count,
         text_slope: slope * count,
-        ..Terms::default()
+        ..PreferenceTerms::default()
     };
     let (mut odds_sum, mut ratio_sum) = (0.0, 0.0);
     for pair in pairs {
@@ -351,13 +351,13 @@ fn orpo(beta: f64, pairs: &[Pair]) -> Terms {
     out
 }
 
-fn simpo(beta: f64, gamma: f64, nll_weight: f64, label_smoothing: f64, pairs: &[Pair]) -> Terms {
+fn simpo(beta: f64, gamma: f64, nll_weight: f64, label_smoothing: f64, pairs: &[LogProbPair]) -> PreferenceTerms {
     let count = pairs.len() as f64;
     let (nll, slope) = chosen_nll(pairs);
-    let mut out = Terms {
+    let mut out = PreferenceTerms {
         loss: nll_weight * nll * count,
         text_slope: nll_weight * slope * count,
-        ..Terms::default()
+        ..PreferenceTerms::default()
     };
     for pair in pairs {
         let [c, r] = means(pair);
@@ -379,8 +379,8 @@ fn simpo(beta: f64, gamma: f64, nll_weight: f64, label_smoothing: f64, pairs: &[
 mod tests {
     use super::*;
 
-    fn side(logp: f64, reference: f64, tokens: f64) -> Side {
-        Side {
+    fn side(logp: f64, reference: f64, tokens: f64) -> AnswerLogProbs {
+        AnswerLogProbs {
             logp,
             reference,
             length: tokens,
@@ -390,13 +390,13 @@ mod tests {
         }
     }
 
-    fn pairs() -> Vec<Pair> {
+    fn pairs() -> Vec<LogProbPair> {
         [
             (-3.0, -3.4, 4.0, -5.0, -4.2, 6.0),
             (-9.1, -8.0, 7.0, -2.0, -2.5, 2.0),
             (-4.0, -4.1, 3.0, -4.5, -4.6, 3.0),
         ]
-        .map(|(c, cr, cn, r, rr, rn)| Pair {
+        .map(|(c, cr, cn, r, rr, rn)| LogProbPair {
             chosen: side(c, cr, cn),
             rejected: side(r, rr, rn),
         })
@@ -459,7 +459,7 @@ mod tests {
 
     #[test]
     fn at_the_reference_dpo_is_ln_2_and_far_values_stay_finite() {
-        let same = Pair {
+        let same = LogProbPair {
             chosen: side(-3.0, -3.0, 2.0),
             rejected: side(-5.0, -5.0, 2.0),
         };
@@ -470,7 +470,7 @@ mod tests {
             assert!(loss.0.is_finite() && (0.0..=1.0).contains(&loss.1));
         }
         // Certain answers: mean log-probability 0.
-        let certain = Pair {
+        let certain = LogProbPair {
             chosen: side(0.0, 0.0, 2.0),
             rejected: side(0.0, 0.0, 2.0),
         };

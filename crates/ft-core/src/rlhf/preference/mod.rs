@@ -12,7 +12,7 @@ pub mod policy;
 pub mod reward;
 pub mod unpaired;
 
-pub use losses::{Pairwise, Terms};
+pub use losses::{Pairwise, PreferenceTerms};
 pub use policy::{Algorithm, Preferences};
 pub use reward::Reward;
 

@@ -6,7 +6,7 @@
 //! The documents of a batch are in pairs: chosen and rejected; for KTO a judged answer and its mismatched pair.
 
 use super::columns::{LABEL, PROMPT, REFERENCE};
-use super::losses::{Pair, Pairwise, Side, Terms};
+use super::losses::{AnswerLogProbs, LogProbPair, Pairwise, PreferenceTerms};
 use super::unpaired::{self, JudgedAnswer, Kto};
 use crate::base::means::NamedMeans;
 use crate::base::{Error, Result};
@@ -142,7 +142,7 @@ impl Preferences {
         let side = |d: usize| {
             let answer = &answers[d];
             let texts = answer.document.clone().filter(|n| batch.targets[*n] != IGNORE);
-            Side {
+            AnswerLogProbs {
                 // Rounded like the reference: the difference is exactly zero for unchanged weights.
                 logp: f64::from(answer.sum(log_probs, ld_alpha) as f32),
                 reference: f64::from(reference[d]),
@@ -152,12 +152,12 @@ impl Preferences {
                 text_tokens: texts.count() as f64,
             }
         };
-        let sides: Vec<Side> = (0..answers.len()).map(side).collect();
+        let sides: Vec<AnswerLogProbs> = (0..answers.len()).map(side).collect();
         match &self.algorithm {
             Algorithm::Pairs { loss, .. } => {
-                let pairs: Vec<Pair> = sides
+                let pairs: Vec<LogProbPair> = sides
                     .chunks_exact(2)
-                    .map(|p| Pair {
+                    .map(|p| LogProbPair {
                         chosen: p[0],
                         rejected: p[1],
                     })
@@ -176,11 +176,11 @@ impl Preferences {
         }
     }
 
-    fn measure(&self, loss: &Pairwise, pairs: &[Pair], terms: &Terms, correct: f64) {
+    fn measure(&self, loss: &Pairwise, pairs: &[LogProbPair], terms: &PreferenceTerms, correct: f64) {
         let count = pairs.len() as f64;
         let sum = |f: &dyn Fn(usize) -> f64| (0..pairs.len()).map(f).sum::<f64>();
         // TRL reports sums over the tokens if the loss uses sums.
-        let logp = |s: &Side| match loss {
+        let logp = |s: &AnswerLogProbs| match loss {
             Pairwise::Dpo(_) => s.logp,
             _ => s.logp / s.predicted.max(1.0),
         };
@@ -199,7 +199,7 @@ impl Preferences {
         }
     }
 
-    fn judged(&self, kto: &Kto, labels: &[f32], sides: &[Side]) -> Result<Slopes> {
+    fn judged(&self, kto: &Kto, labels: &[f32], sides: &[AnswerLogProbs]) -> Result<Slopes> {
         let (mut answers, mut mismatched, mut at) = (Vec::new(), Vec::new(), Vec::new());
         for (d, (side, &label)) in sides.iter().zip(labels).enumerate() {
             let ratio = side.logp - side.reference;

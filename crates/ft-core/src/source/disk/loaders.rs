@@ -55,13 +55,13 @@ impl ItemLoader for Parts {
 }
 
 /// Loads rows of the head, starting at the row given by the key.
-pub(super) struct Pieces {
+pub(super) struct HeadRows {
     pub shared: Arc<Shared>,
     pub name: Arc<str>,
     pub rows: usize,
 }
 
-impl ItemLoader for Pieces {
+impl ItemLoader for HeadRows {
     type Key = usize;
 
     fn prepare(&self, _: usize, buffers: &mut Buffers) -> Result<()> {

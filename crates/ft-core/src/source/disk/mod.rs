@@ -14,7 +14,7 @@ mod tests;
 
 use super::experts::{Expected, ExpertReads, LayerPart};
 use super::policy::is_projection;
-use super::requantize::{Exact, encode, requantize};
+use super::requantize::{Exact, quantize, requantize};
 use super::resident::{RandomWeights, check_names, draw, send};
 use super::{
     Group, GroupWeights, MasterLowBits, NumbersSink, ParamInfo, Requantized, StoragePolicy, StreamedMatrix,
@@ -29,7 +29,7 @@ use crate::ops::cross_entropy::PIECE;
 use crate::ops::transfer::CopyTimes;
 use crate::quant::{Format, Weight};
 use candle_core::{DType, Device, Tensor};
-use loaders::{Parts, Pieces};
+use loaders::{HeadRows, Parts};
 use numbers::Files;
 use pool::{DoubleBuffer, ReaderJob};
 use std::collections::{BTreeMap, BTreeSet};
@@ -40,7 +40,7 @@ use store::STEP;
 
 /// Options of a disk source.
 #[derive(Debug, Clone)]
-pub struct Options {
+pub struct DiskOptions {
     /// Type of the weights on the device.
     pub dtype: Dtype,
     /// Storage type of each weight while it is frozen.
@@ -107,12 +107,12 @@ pub struct Disk {
     shared: Arc<Shared>,
     layers: DoubleBuffer<Parts>,
     experts: DoubleBuffer<Parts>,
-    pieces: DoubleBuffer<Pieces>,
+    pieces: DoubleBuffer<HeadRows>,
     /// Parameters that are always in memory, active or not.
     always_in_memory: Mutex<Vec<Arc<str>>>,
     /// Active parameters; all of them are in `Shared::in_memory`.
     active: Mutex<BTreeSet<Arc<str>>>,
-    options: Options,
+    options: DiskOptions,
     jobs: Option<mpsc::Sender<ReaderJob>>,
     reader: Option<JoinHandle<()>>,
 }
@@ -122,14 +122,14 @@ impl Disk {
     ///
     /// # Errors
     /// As `Resident::load`; a number of head rows that is not a multiple of `PIECE`.
-    pub fn open(params: Vec<ParamInfo>, weights: Weights, options: Options) -> Result<Self> {
+    pub fn open(params: Vec<ParamInfo>, weights: Weights, options: DiskOptions) -> Result<Self> {
         check_names(&params, &weights)?;
         if options
             .head_rows
             .is_some_and(|rows| rows == 0 || !rows.is_multiple_of(PIECE))
         {
             return Err(Error::usage("the chunk size of the output head is not supported")
-                .at("disk::Options::head_rows")
+                .at("disk::DiskOptions::head_rows")
                 .expected(format!("a multiple of {PIECE}")));
         }
         let mut groups: BTreeMap<Group, Vec<usize>> = BTreeMap::new();
@@ -190,7 +190,7 @@ impl Disk {
         Ok(Self {
             layers: DoubleBuffer::new(Parts(shared.clone())),
             experts: DoubleBuffer::new(Parts(shared.clone())),
-            pieces: DoubleBuffer::new(Pieces {
+            pieces: DoubleBuffer::new(HeadRows {
                 shared: shared.clone(),
                 name: options.head.as_str().into(),
                 rows: options.head_rows.unwrap_or(0),
@@ -524,8 +524,8 @@ impl TrainableStore for Disk {
 
     fn requantize(&self, name: &str, values: &[f32]) -> Result<()> {
         let format = *self.shared.quantized.get(name).ok_or_else(|| not_quantized(name))?;
-        let codes = encode(values, self.shared.param(name)?, format, self.options.dtype)?;
-        self.shared.files.write_codes(name, &codes)?;
+        let codes = quantize(values, self.shared.param(name)?, format, self.options.dtype)?;
+        self.shared.files.write_quantized(name, &codes)?;
         self.forget();
         Ok(())
     }

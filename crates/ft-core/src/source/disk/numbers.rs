@@ -8,7 +8,7 @@ use crate::formats::writer::{TensorPlan, Values, write_file};
 use crate::ops::Dtype;
 use crate::ops::update;
 use crate::quant::{Format, QMatrix};
-use crate::source::requantize::{Exact, encode};
+use crate::source::requantize::{Exact, quantize};
 use crate::source::stored::Checked;
 use crate::source::{Numbers, NumbersSink, ParamInfo};
 use candle_core::{DType, Device, Tensor};
@@ -28,7 +28,12 @@ pub(super) struct Files {
 }
 
 impl Files {
-    pub fn new(weights: Weights, stored: BTreeMap<Arc<str>, Checked>, dtype: Dtype, trained: &Path) -> Result<Self> {
+    pub(super) fn new(
+        weights: Weights,
+        stored: BTreeMap<Arc<str>, Checked>,
+        dtype: Dtype,
+        trained: &Path,
+    ) -> Result<Self> {
         Ok(Self {
             weights: weights.streamed(),
             stored,
@@ -39,7 +44,7 @@ impl Files {
     }
 
     /// Quantizes these weights of the checkpoint, one at a time, into a separate file.
-    pub fn quantize_others(&mut self, params: &[(&ParamInfo, Format)], file: &Path) -> Result<()> {
+    pub(super) fn quantize_others(&mut self, params: &[(&ParamInfo, Format)], file: &Path) -> Result<()> {
         let mut plans = Vec::new();
         for (p, format) in params {
             let &[rows, columns] = p.shape.as_slice() else {
@@ -78,15 +83,15 @@ impl Files {
         if self.weights.info(&p.name).is_some_and(|i| i.dtype == StoredDtype::Bf16) {
             let mut values = vec![bf16::ZERO; p.elements()];
             self.weights.read_bf16_at(&p.name, 0, &mut values)?;
-            return encode(&values, p, format, self.dtype);
+            return quantize(&values, p, format, self.dtype);
         }
         let mut values = vec![0f32; p.elements()];
         self.weights.read_f32_at(&p.name, 0, &mut values)?;
-        encode(&values, p, format, self.dtype)
+        quantize(&values, p, format, self.dtype)
     }
 
     /// Reads a quantized weight.
-    pub fn quantized(&self, p: &ParamInfo, format: Format) -> Result<QMatrix> {
+    pub(super) fn quantized(&self, p: &ParamInfo, format: Format) -> Result<QMatrix> {
         let own = self.store.open(&p.name)?;
         let (file, first) = match (&own, self.stored.get(&p.name), &self.codes) {
             (Some(file), ..) => (file, CODES),
@@ -117,7 +122,7 @@ impl Files {
     }
 
     /// Fills `to` with elements of `name`, starting at element `first`.
-    pub fn fill(&self, name: &str, first: usize, to: &Tensor) -> Result<()> {
+    pub(super) fn fill(&self, name: &str, first: usize, to: &Tensor) -> Result<()> {
         self.with(name, |file, key| {
             write_to(
                 to,
@@ -129,7 +134,7 @@ impl Files {
     }
 
     /// Reads rows of a matrix with `width` columns into the rows of `to`.
-    pub fn fill_rows(&self, name: &str, width: usize, rows: &[usize], to: &Tensor) -> Result<()> {
+    pub(super) fn fill_rows(&self, name: &str, width: usize, rows: &[usize], to: &Tensor) -> Result<()> {
         self.with(name, |file, key| {
             let each = |row: &usize| row * width;
             write_to(
@@ -151,7 +156,7 @@ impl Files {
     }
 
     /// Reads the low 16 bits of the fp32 master, if they are stored.
-    pub fn low(&self, name: &str, count: usize, device: &Device) -> Result<Option<Tensor>> {
+    pub(super) fn low(&self, name: &str, count: usize, device: &Device) -> Result<Option<Tensor>> {
         let Some(file) = self.store.open(name)?.filter(|f| f.info(LOW).is_some()) else {
             return Ok(None);
         };
@@ -161,29 +166,35 @@ impl Files {
     }
 
     /// Stores a trained parameter.
-    pub fn write(&self, name: &str, exact: &Exact, codes: Option<&QMatrix>) -> Result<()> {
+    pub(super) fn write(&self, name: &str, exact: &Exact, codes: Option<&QMatrix>) -> Result<()> {
         exact.send(&mut |numbers| self.store.write(name, Some(numbers), codes))
     }
 
     /// Replaces the quantized data of a parameter that was not trained.
-    pub fn write_codes(&self, name: &str, codes: &QMatrix) -> Result<()> {
+    pub(super) fn write_quantized(&self, name: &str, codes: &QMatrix) -> Result<()> {
         self.store.write(name, None, Some(codes))
     }
 
     /// Restores the exact values from tensor `name` of `saved`.
-    pub fn restore(&self, p: &ParamInfo, format: Option<Format>, saved: &Weights, device: &Device) -> Result<()> {
+    pub(super) fn restore(
+        &self,
+        p: &ParamInfo,
+        format: Option<Format>,
+        saved: &Weights,
+        device: &Device,
+    ) -> Result<()> {
         let Some(format) = format else {
             return self.store.restore(&p.name, self.dtype, saved);
         };
         let mut values = vec![0f32; p.elements()];
         saved.read_f32_at(&p.name, 0, &mut values)?;
-        let codes = encode(&values, p, format, self.dtype)?;
+        let codes = quantize(&values, p, format, self.dtype)?;
         let exact = Exact::new(values, &p.shape, self.dtype, device)?;
         self.write(&p.name, &exact, Some(&codes))
     }
 
     /// Passes all elements to `sink`, in pieces.
-    pub fn read(&self, p: &ParamInfo, sink: &mut NumbersSink) -> Result<()> {
+    pub(super) fn read(&self, p: &ParamInfo, sink: &mut NumbersSink) -> Result<()> {
         let (name, count) = (&*p.name, p.elements());
         self.with(name, |file, key| {
             if let Some(stored) = self.stored.get(name).filter(|_| key != WEIGHT) {

@@ -71,7 +71,7 @@ struct Shared<L: ItemLoader> {
 pub(super) struct DoubleBuffer<L: ItemLoader>(Arc<Shared<L>>);
 
 impl<L: ItemLoader> DoubleBuffer<L> {
-    pub fn new(loader: L) -> Self {
+    pub(super) fn new(loader: L) -> Self {
         Self(Arc::new(Shared {
             loader,
             slots: Mutex::new(Vec::new()),
@@ -80,7 +80,7 @@ impl<L: ItemLoader> DoubleBuffer<L> {
     }
 
     /// Returns the item `key`; waits if it is being loaded, loads it if it is not present.
-    pub fn get(&self, key: L::Key) -> Result<Arc<GroupWeights>> {
+    pub(super) fn get(&self, key: L::Key) -> Result<Arc<GroupWeights>> {
         let shared = &*self.0;
         let mut slots = shared.lock();
         while let Some(at) = slots.iter().position(|p| p.key == Some(key)) {
@@ -134,7 +134,7 @@ impl<L: ItemLoader> DoubleBuffer<L> {
     }
 
     /// Prefetches `key` on the reader thread if a slot is free; `get` returns the error, if any.
-    pub fn prefetch(&self, key: L::Key, send: impl FnOnce(ReaderJob)) {
+    pub(super) fn prefetch(&self, key: L::Key, send: impl FnOnce(ReaderJob)) {
         let shared = &*self.0;
         let mut slots = shared.lock();
         let now = clock(&slots);
@@ -165,7 +165,7 @@ impl<L: ItemLoader> DoubleBuffer<L> {
     }
 
     /// Invalidates the loaded items (their weights have changed); the memory is kept.
-    pub fn forget(&self) {
+    pub(super) fn forget(&self) {
         let shared = &*self.0;
         let mut slots = shared.settled();
         for slot in slots.iter_mut() {
@@ -179,7 +179,7 @@ impl<L: ItemLoader> DoubleBuffer<L> {
     }
 
     /// Bytes of all slots; waits for running loads.
-    pub fn bytes(&self) -> u64 {
+    pub(super) fn bytes(&self) -> u64 {
         let slots = self.0.settled();
         let tensors = slots.iter().flat_map(|p| p.buffers.values());
         tensors.map(tensor_bytes).sum()

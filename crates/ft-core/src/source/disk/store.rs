@@ -40,7 +40,7 @@ pub(super) struct Store {
 
 impl Store {
     /// Creates an empty store in `dir`; removes the files that another run of ft left there.
-    pub fn create(dir: &Path) -> Result<Self> {
+    pub(super) fn create(dir: &Path) -> Result<Self> {
         staging::remove_scratch(dir)?;
         Ok(Self {
             dir: dir.to_path_buf(),
@@ -49,7 +49,7 @@ impl Store {
     }
 
     /// Opens the file of a parameter, if it was trained.
-    pub fn open(&self, name: &str) -> Result<Option<Weights>> {
+    pub(super) fn open(&self, name: &str) -> Result<Option<Weights>> {
         if lock(&self.names).contains(name) {
             Ok(Some(Weights::open_file(&self.path(name))?.streamed()))
         } else {
@@ -58,7 +58,7 @@ impl Store {
     }
 
     /// Stores all elements of a parameter if it was trained, and its quantized data if it is stored quantized.
-    pub fn write(&self, name: &str, numbers: Option<Numbers>, codes: Option<&QMatrix>) -> Result<()> {
+    pub(super) fn write(&self, name: &str, numbers: Option<Numbers>, codes: Option<&QMatrix>) -> Result<()> {
         let (mut plans, low) = match numbers {
             None => (Vec::new(), None),
             Some(Numbers::F32(v)) => (plans(v.len(), StoredDtype::F32, false), None),
@@ -87,7 +87,7 @@ impl Store {
     }
 
     /// Stores the exact f32 values of tensor `name` of `saved` as a weight of `dtype` and the low bits of its master.
-    pub fn restore(&self, name: &str, dtype: Dtype, saved: &Weights) -> Result<()> {
+    pub(super) fn restore(&self, name: &str, dtype: Dtype, saved: &Weights) -> Result<()> {
         let count = saved.info(name).map_or(0, |i| i.count());
         let (stored, low) = match dtype {
             Dtype::F32 => (StoredDtype::F32, false),

@@ -39,7 +39,7 @@ fn open(dir: &Path, dtype: Dtype, tied: bool, head_rows: Option<usize>) -> Resul
     if !file.exists() {
         write_random(&file, &params(tied), SEED.0, SEED.1, SEED.2, dtype)?;
     }
-    let options = Options {
+    let options = DiskOptions {
         dtype,
         storage: StoragePolicy::dense(dtype),
         device: Device::Cpu,
@@ -310,9 +310,9 @@ fn what_is_wrong_is_told() {
 /// A file with quantized projections, in either layout: nothing is quantized again, and LoftQ can replace the data.
 #[test]
 fn weights_that_are_quantized_in_the_files_come_as_they_are() {
-    for layout in [stored::Layout::Bitsandbytes, stored::Layout::Ft] {
+    for layout in [stored::QuantizedLayout::Bitsandbytes, stored::QuantizedLayout::Ft] {
         let format = match layout {
-            stored::Layout::Bitsandbytes => Format::Nf4 { double: true },
+            stored::QuantizedLayout::Bitsandbytes => Format::Nf4 { double: true },
             _ => Format::Int4 { group: 64 },
         };
         let dir = TempDir::new().unwrap();
@@ -321,7 +321,7 @@ fn weights_that_are_quantized_in_the_files_come_as_they_are() {
         let is_coded = |p: &ParamInfo| crate::source::policy::is_projection(p);
         let quantized = |p: &ParamInfo| {
             let (_, values) = plain.fetch(p.group).unwrap().get(&p.name).unwrap();
-            encode(&flat(&values), p, format, Dtype::Bf16).unwrap()
+            quantize(&flat(&values), p, format, Dtype::Bf16).unwrap()
         };
         let mut plans = Vec::new();
         let mut data: BTreeMap<String, Vec<u8>> = BTreeMap::new();
@@ -369,7 +369,7 @@ fn weights_that_are_quantized_in_the_files_come_as_they_are() {
             let (_, weight) = disk.fetch(p.group).unwrap().weight(&p.name).unwrap();
             weight.rows(0, D).unwrap()
         };
-        let want = encode(&values, first, format, Dtype::Bf16).unwrap().dequantize();
+        let want = quantize(&values, first, format, Dtype::Bf16).unwrap().dequantize();
         assert_eq!(rows(first), want);
         assert_eq!(rows(second), quantized(second).dequantize());
         assert!(disk.requantize("norm.weight", &[0.0; D]).is_err());
@@ -385,7 +385,7 @@ fn requantized_weights_keep_their_exact_values_in_the_checkpoint() {
     let mut storage = StoragePolicy::dense(Dtype::Bf16);
     let name: Arc<str> = "model.layers.1.a.weight".into();
     storage.set(name.clone(), Some(Format::Int8 { group: 0 }));
-    let options = Options {
+    let options = DiskOptions {
         dtype: Dtype::Bf16,
         storage,
         device: Device::Cpu,
@@ -465,7 +465,7 @@ fn experts_are_read_alone_in_two_slots_and_counted() {
         for p in mixture().iter().filter(|p| p.expert().is_some()) {
             storage.set(p.name.clone(), format);
         }
-        let options = Options {
+        let options = DiskOptions {
             dtype,
             storage: storage.clone(),
             device: Device::Cpu,

@@ -16,10 +16,10 @@ mod own;
 mod store;
 
 pub use expert_ranks::{ExpertRanks, own_experts};
-pub use origin::Origin;
+pub use origin::WeightOrigin;
 
 use super::slots::Slots;
-use super::uploaded::Order;
+use super::uploaded::FetchOrder;
 use super::{Group, GroupWeights, ParamInfo, Resident, StreamedMatrix, WeightSource, expert_of, lock, no_such};
 use crate::base::{Error, Result};
 use crate::comm::{Collective, Patience, Pending, Whole, part_of, share};
@@ -83,7 +83,7 @@ pub struct Sharded {
     expert_ranks: ExpertRanks,
     params: Vec<ParamInfo>,
     comm: Arc<dyn Collective>,
-    origin: Arc<Origin>,
+    origin: Arc<WeightOrigin>,
     /// Of the own parts of active matrices; all else is in host memory.
     device: Device,
     /// All other parameters.
@@ -135,12 +135,12 @@ impl Sharded {
     /// A missing parameter, or one of another shape; a number that is not finite.
     pub fn open(
         params: Vec<ParamInfo>,
-        origin: Origin,
+        origin: WeightOrigin,
         storage: impl Fn(&ParamInfo) -> StorageDtype,
         (comm, division): (Arc<dyn Collective>, Division),
         device: &Device,
     ) -> Result<Self> {
-        if let Origin::Files(weights) = &origin {
+        if let WeightOrigin::Files(weights) = &origin {
             super::resident::check_names(&params, weights)?;
         }
         let origin = Arc::new(origin);
@@ -493,7 +493,7 @@ pub fn collections(
     trains: impl Fn(usize) -> bool,
 ) -> Vec<u64> {
     let (mut slots, mut on_device) = (Slots::<usize, ()>::default(), Slots::<usize, ()>::default());
-    let mut order = Order::default();
+    let mut order = FetchOrder::default();
     let mut counts = vec![0; layers];
     // From the third step on the order of the layers is known.
     for step in 0..3 {

@@ -4,7 +4,7 @@ use crate::base::Result;
 use crate::formats::weights::Weights;
 use crate::ops::Dtype;
 use crate::quant::{Format, StorageDtype, Weight};
-use crate::source::requantize::encode;
+use crate::source::requantize::quantize;
 use crate::source::resident::{RandomWeights, check_finite, draw, draw_tensor, read, read_dense};
 use crate::source::{ParamInfo, stored};
 use candle_core::{Device, Tensor};
@@ -14,7 +14,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 /// The values of all parameters of a model.
-pub enum Origin {
+pub enum WeightOrigin {
     /// Model files.
     Files(Arc<Weights>),
     /// Random weights, as `Resident::random`.
@@ -26,7 +26,7 @@ pub enum Origin {
     },
 }
 
-impl Origin {
+impl WeightOrigin {
     /// Random weights of these parameters, all of the model.
     pub fn random(params: &[ParamInfo], random: RandomWeights) -> Self {
         let index = params.iter().map(|p| p.name.clone()).zip(1..).collect();
@@ -40,7 +40,7 @@ impl Origin {
             (_, StorageDtype::Dense(dtype)) => Ok(self.values(p, dtype)?.into()),
             (Self::Random { random, index }, StorageDtype::Quantized(format, decoded)) => {
                 let values = draw(p, position(index, p), 0..p.elements(), *random);
-                Ok(encode(&values, p, format, decoded)?.into())
+                Ok(quantize(&values, p, format, decoded)?.into())
             }
         }
     }

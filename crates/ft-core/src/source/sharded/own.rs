@@ -34,14 +34,14 @@ pub(super) struct CodePart {
 }
 
 /// The bytes of rank `rank`. Quantized data is never updated in parts, so it is cut anywhere.
-pub fn bytes_of(length: usize, rank: usize, size: usize) -> Range<usize> {
+pub(crate) fn bytes_of(length: usize, rank: usize, size: usize) -> Range<usize> {
     let each = length.div_ceil(size);
     (rank * each).min(length)..((rank + 1) * each).min(length)
 }
 
 impl OwnPart {
     /// The part of this rank of a quantized matrix.
-    pub fn cut(codes: &QMatrix, world: &World) -> Result<Self> {
+    pub(super) fn cut(codes: &QMatrix, world: &World) -> Result<Self> {
         let mut parts = Vec::new();
         for part in codes.parts() {
             let range = bytes_of(part.bytes.len(), world.rank, world.size);
@@ -60,7 +60,7 @@ impl OwnPart {
     }
 
     /// Nothing of a quantized expert, which another rank has.
-    pub fn elsewhere(p: &ParamInfo, format: Format, decoded: Dtype) -> Result<Self> {
+    pub(super) fn elsewhere(p: &ParamInfo, format: Format, decoded: Dtype) -> Result<Self> {
         let &[rows, columns] = p.shape.as_slice() else {
             return Err(Error::internal("only a matrix is quantized").at(&*p.name));
         };
@@ -76,7 +76,7 @@ impl OwnPart {
         })
     }
 
-    pub fn bytes(&self) -> u64 {
+    pub(super) fn bytes(&self) -> u64 {
         match self {
             Self::Whole(codes) => Weight::Quantized(codes.clone()).bytes(),
             Self::Dense(part) => tensor_bytes(part),
@@ -85,7 +85,7 @@ impl OwnPart {
     }
 
     /// What every rank contributes to the whole. `ranges`: the elements of each rank.
-    pub fn shards(&self, ranges: &[Range<usize>], division: Division) -> Result<Vec<Shard>> {
+    pub(super) fn shards(&self, ranges: &[Range<usize>], division: Division) -> Result<Vec<Shard>> {
         let size = ranges.len();
         let of_bytes = |length: usize| match division {
             Division::Elements => (0..size).map(|rank| bytes_of(length, rank, size)).collect(),
@@ -120,7 +120,7 @@ impl OwnPart {
         })
     }
 
-    pub fn form(&self) -> Form {
+    pub(super) fn form(&self) -> Form {
         match self {
             Self::Dense(_) => Form::Dense,
             Self::Whole(codes) => Form::Codes {
@@ -149,7 +149,7 @@ pub(super) enum Form {
 
 impl Form {
     /// Takes the lists of the matrix and builds it.
-    pub fn build(self, p: &ParamInfo, lists: &mut impl Iterator<Item = Whole>) -> Result<Weight> {
+    pub(super) fn build(self, p: &ParamInfo, lists: &mut impl Iterator<Item = Whole>) -> Result<Weight> {
         let missing = || Error::internal("a stored part of a weight is missing").at(&*p.name);
         match self {
             Self::Dense => Ok(lists.next().ok_or_else(missing)?.into_tensor(&p.shape)?.into()),

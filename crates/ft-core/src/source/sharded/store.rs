@@ -9,7 +9,7 @@ use crate::formats::weights::Weights;
 use crate::ops::Dtype;
 use crate::ops::transfer::CopyTimes;
 use crate::quant::{QMatrix, Weight};
-use crate::source::requantize::{Exact, encode, requantize};
+use crate::source::requantize::{Exact, quantize, requantize};
 use crate::source::resident::send;
 use crate::source::{
     ExpertReads, MasterLowBits, NumbersSink, ParamInfo, Requantized, TrainableStore, no_such, not_quantized,
@@ -48,7 +48,7 @@ impl Sharded {
         Ok(())
     }
 
-    fn set_codes(&self, p: &ParamInfo, codes: QMatrix) -> Result<()> {
+    fn set_quantized(&self, p: &ParamInfo, codes: QMatrix) -> Result<()> {
         let own = match self.division {
             Division::Elements => OwnPart::cut(&codes, self.comm.world())?,
             Division::Experts if self.range(p).is_empty() => {
@@ -119,7 +119,7 @@ impl TrainableStore for Sharded {
             // One matrix at a time is whole, on every rank.
             let values = self.join(p, &exact)?.values()?;
             let (codes, error) = requantize(&values, p, format, dtype)?;
-            self.set_codes(p, codes)?;
+            self.set_quantized(p, codes)?;
             lock(&self.trained).insert(p.name.clone(), exact);
             requantized.push(error);
         }
@@ -162,8 +162,8 @@ impl TrainableStore for Sharded {
         let mut values = vec![0f32; range.len()];
         saved.read_f32_at(name, range.start, &mut values)?;
         if let Some(&(format, dtype)) = self.quantized.get(name) {
-            let codes = encode(&saved.read_f32(name)?, p, format, dtype)?;
-            self.set_codes(p, codes)?;
+            let codes = quantize(&saved.read_f32(name)?, p, format, dtype)?;
+            self.set_quantized(p, codes)?;
             let exact = Exact::new(values, &[range.len()], dtype, &Device::Cpu)?;
             lock(&self.trained).insert(p.name.clone(), (exact.weight, exact.low));
             return Ok(());
@@ -189,7 +189,7 @@ impl TrainableStore for Sharded {
         }
         let p = self.param(name)?;
         let &(format, dtype) = self.quantized.get(name).ok_or_else(|| not_quantized(name))?;
-        self.set_codes(p, encode(values, p, format, dtype)?)
+        self.set_quantized(p, quantize(values, p, format, dtype)?)
     }
 
     fn sharded(&self) -> Option<&Sharded> {

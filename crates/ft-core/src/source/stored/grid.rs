@@ -21,7 +21,7 @@ pub(super) struct Grid {
 
 impl Grid {
     /// The scale of a group of a row.
-    pub fn at(&self, row: usize, group: usize) -> usize {
+    pub(super) fn at(&self, row: usize, group: usize) -> usize {
         row / self.rows * self.width + group.min(self.width - 1)
     }
 }

@@ -56,7 +56,7 @@ const ACTIVATIONS: [&str; 5] = [
 ///
 /// # Errors
 /// A format that ft does not read; a scale that is missing.
-pub fn find(weights: &Weights, name: &str) -> Result<Option<(Tool, Format)>> {
+pub(crate) fn find(weights: &Weights, name: &str) -> Result<Option<(Tool, Format)>> {
     let base = name.strip_suffix(".weight").unwrap_or(name);
     let has = |suffix: &str| weights.info(&format!("{base}.{suffix}")).is_some();
     let settings = QuantizationSettings::of(weights);
@@ -139,7 +139,7 @@ fn unreadable(weights: &Weights, info: &TensorInfo) -> Error {
 }
 
 /// The tensors of a weight: those that must be there, and those that are.
-pub fn names(weights: &Weights, tool: Tool, name: &str) -> Vec<String> {
+pub(crate) fn names(weights: &Weights, tool: Tool, name: &str) -> Vec<String> {
     let base = name.strip_suffix(".weight").unwrap_or(name);
     let (needed, optional): (&[&str], &[&str]) = match tool {
         Tool::Mxfp4 => return vec![format!("{name}_blocks"), format!("{name}_scales")],
@@ -171,7 +171,7 @@ fn plain_names(weights: &Weights, base: &str, suffix: &str) -> Vec<String> {
 ///
 /// # Errors
 /// A tensor that is missing or has another shape or type than the weight requires; numbers that are not finite.
-pub fn read(
+pub(crate) fn read(
     weights: &Weights,
     p: &ParamInfo,
     dims: (usize, usize),
@@ -180,7 +180,7 @@ pub fn read(
     decoded: Dtype,
 ) -> Result<QMatrix> {
     if let Tool::Bitsandbytes4(block) = tool {
-        return super::wide::read(weights, p, dims, (format, block), decoded);
+        return super::wide::read(weights, p, dims, format, block, decoded);
     }
     let Format::Scaled(scaled) = format else {
         return Err(Error::internal("a weight of another tool has no scales").at(&*p.name));

@@ -14,7 +14,7 @@ const METHODS: &str = "ft, bitsandbytes, fp8, gptq, awq, compressed-tensors or m
 pub(super) struct QuantizationSettings<'a>(Option<&'a Map<String, Value>>);
 
 impl<'a> QuantizationSettings<'a> {
-    pub fn of(weights: &'a Weights) -> Self {
+    pub(super) fn of(weights: &'a Weights) -> Self {
         Self(weights.quantization())
     }
 
@@ -35,7 +35,7 @@ impl<'a> QuantizationSettings<'a> {
             .hint("use the `config.json` that belongs to these weights")
     }
 
-    pub fn qweight_tool(&self, base: &str) -> Result<Tool> {
+    pub(super) fn qweight_tool(&self, base: &str) -> Result<Tool> {
         match self.method() {
             "gptq" => Ok(Tool::Gptq),
             "awq" => Ok(Tool::Awq),
@@ -44,14 +44,14 @@ impl<'a> QuantizationSettings<'a> {
     }
 
     /// Bits of GPTQ and AWQ.
-    pub fn bits(&self, base: &str) -> Result<u64> {
+    pub(super) fn bits(&self, base: &str) -> Result<u64> {
         let bits = self.get("bits").or(self.get("w_bit")).and_then(Value::as_u64);
         bits.filter(|b| [2, 3, 4, 8].contains(b))
             .ok_or_else(|| self.missing(base, "bits", "2, 3, 4 or 8"))
     }
 
     /// Columns of a group of GPTQ and AWQ; 0: one group.
-    pub fn group_size(&self, base: &str) -> Result<usize> {
+    pub(super) fn group_size(&self, base: &str) -> Result<usize> {
         let size = self
             .get("group_size")
             .or(self.get("q_group_size"))
@@ -63,16 +63,16 @@ impl<'a> QuantizationSettings<'a> {
         }
     }
 
-    pub fn is_ordered(&self) -> bool {
+    pub(super) fn is_ordered(&self) -> bool {
         self.get("desc_act").and_then(Value::as_bool).unwrap_or(false)
     }
 
-    pub fn is_gptq_v1(&self) -> bool {
+    pub(super) fn is_gptq_v1(&self) -> bool {
         self.get("checkpoint_format").and_then(Value::as_str) != Some("gptq_v2")
     }
 
     /// Rows and columns of a block that shares a scale.
-    pub fn block(&self) -> Option<(usize, usize)> {
+    pub(super) fn block(&self) -> Option<(usize, usize)> {
         let pair = |v: &Value| {
             let side = |i: usize| v.get(i).and_then(Value::as_u64).filter(|n| *n > 0).map(|n| n as usize);
             Some((side(0)?, side(1)?))

@@ -14,25 +14,25 @@ pub(super) struct Words<'a> {
 }
 
 impl<'a> Words<'a> {
-    pub fn new(bytes: &'a [u8], width: usize, plus: u32) -> Self {
+    pub(super) fn new(bytes: &'a [u8], width: usize, plus: u32) -> Self {
         Self { bytes, width, plus }
     }
 
-    pub fn word(&self, row: usize, column: usize) -> u32 {
+    pub(super) fn word(&self, row: usize, column: usize) -> u32 {
         let at = 4 * (row * self.width + column);
         let bytes = self.bytes.get(at..at + 4).and_then(|b| b.try_into().ok());
         u32::from_le_bytes(bytes.unwrap_or_default()).wrapping_add(self.plus)
     }
 
     /// Code number `at` of a row, of 2, 3, 4 or 8 bits, the first in the lowest bits. Codes of 3 bits cross the words.
-    pub fn code(&self, row: usize, at: usize, bits: usize) -> u8 {
+    pub(super) fn code(&self, row: usize, at: usize, bits: usize) -> u8 {
         let (word, low) = (at * bits / 32, at * bits % 32);
         let next = if low + bits > 32 { self.word(row, word + 1) } else { 0 };
         across(self.word(row, word), next, low, bits)
     }
 
     /// As `code` of a column whose words are below each other.
-    pub fn code_down(&self, column: usize, at: usize, bits: usize) -> u8 {
+    pub(super) fn code_down(&self, column: usize, at: usize, bits: usize) -> u8 {
         let (word, low) = (at * bits / 32, at * bits % 32);
         let next = if low + bits > 32 {
             self.word(word + 1, column)

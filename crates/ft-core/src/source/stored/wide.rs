@@ -39,7 +39,8 @@ pub(super) fn read(
     weights: &Weights,
     p: &ParamInfo,
     (rows, columns): (usize, usize),
-    (format, block): (Format, usize),
+    format: Format,
+    block: usize,
     decoded: Dtype,
 ) -> Result<QMatrix> {
     let offset = check_state(weights, p, format, (rows, columns), block)?;

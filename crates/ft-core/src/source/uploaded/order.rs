@@ -4,16 +4,16 @@ use std::collections::BTreeMap;
 
 /// History of the fetched layers.
 #[derive(Debug, Default)]
-pub(in crate::source) struct Order {
+pub(in crate::source) struct FetchOrder {
     /// The last two layers.
     last: (Option<usize>, Option<usize>),
     /// The layer that followed a pair of consecutive layers the last time.
     after: BTreeMap<(Option<usize>, Option<usize>), usize>,
 }
 
-impl Order {
+impl FetchOrder {
     /// Records that `layer` is fetched; predicts the next one (at first the neighbor in the current direction).
-    pub fn follow(&mut self, layer: usize) -> Option<usize> {
+    pub(in crate::source) fn follow(&mut self, layer: usize) -> Option<usize> {
         self.after.insert(self.last, layer);
         let before = self.last.1;
         self.last = (before, Some(layer));
@@ -33,7 +33,7 @@ mod tests {
     fn a_way_that_was_gone_before_is_known() {
         // Two layers stay on the device: at a turn they are not fetched again.
         let round = [2, 3, 4, 2, 1, 0];
-        let mut order = Order::default();
+        let mut order = FetchOrder::default();
         let mut guesses = Vec::new();
         for layer in [0, 1].into_iter().chain(round).chain(round).chain(round) {
             guesses.push(order.follow(layer));
@@ -53,7 +53,7 @@ mod tests {
 
     #[test]
     fn there_is_no_layer_below_the_first() {
-        let mut order = Order::default();
+        let mut order = FetchOrder::default();
         assert_eq!([1, 0].map(|l| order.follow(l)), [Some(2), None]);
     }
 }

@@ -310,7 +310,7 @@ fn weights_of_the_disk_pass_through_in_two_places_there_and_two_here() {
     let (dir, dtype) = (tempfile::TempDir::new().unwrap(), Dtype::F32);
     let file = dir.path().join("model.safetensors");
     disk::write_random(&file, &params(), 7, 0.5, 1.0, dtype).unwrap();
-    let options = disk::Options {
+    let options = disk::DiskOptions {
         dtype,
         storage: StoragePolicy::dense(dtype),
         device: Device::Cpu,
@@ -360,7 +360,7 @@ fn experts_come_alone_from_memory_and_from_the_disk() {
     let dir = tempfile::TempDir::new().unwrap();
     let file = dir.path().join("model.safetensors");
     disk::write_random(&file, &all, 7, 0.5, 1.0, dtype).unwrap();
-    let options = disk::Options {
+    let options = disk::DiskOptions {
         dtype,
         storage: StoragePolicy::dense(dtype),
         device: Device::Cpu,

@@ -13,7 +13,7 @@ mod top;
 use super::cross_entropy::{PIECE, back, multiply, pieces};
 use super::product::{CInit, Matrix, WeightRows, product};
 use super::storage::{Values, unwritten, values};
-use crate::distill::{Teacher, TopK};
+use crate::distill::{DistillTeacher, TopK};
 use candle_core::Tensor;
 use ft_base::Result;
 use rows::{Live, Student, cap_rows};
@@ -35,7 +35,7 @@ pub(crate) struct SideSlices<'a> {
 
 /// The divergence and the weights of the loss.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Terms {
+pub(crate) struct DivergenceTerms {
     /// 0: KL(p|q), 1: KL(q|p), between: beta KL(p|m) + (1 - beta) KL(q|m).
     pub beta: f32,
     pub temperature: f32,
@@ -46,7 +46,7 @@ pub(crate) struct Terms {
 }
 
 /// The output gradients, initially zero.
-pub(crate) struct Gradients {
+pub(crate) struct DistillGradients {
     pub scale: f32,
     pub dh: Option<Vec<f32>>,
     pub dw: Option<Vec<f32>>,
@@ -54,7 +54,7 @@ pub(crate) struct Gradients {
 
 /// The result of one token.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Row {
+pub(crate) struct TokenDivergence {
     pub divergence: f64,
     pub cross_entropy: f64,
     pub correct: bool,
@@ -131,12 +131,12 @@ impl<'a> Group<'a> {
 /// What is compared.
 pub(crate) struct DistillJob<'a> {
     pub student: &'a SideSlices<'a>,
-    pub teacher: &'a Teacher<'a, SideSlices<'a>>,
+    pub teacher: &'a DistillTeacher<'a, SideSlices<'a>>,
     /// Of all tokens.
     pub targets: &'a [u32],
     /// The tokens that are compared.
     pub trained: &'a [usize],
-    pub terms: Terms,
+    pub terms: DivergenceTerms,
     /// Tokens whose logits are computed at a time; at least 1.
     pub chunk: usize,
     /// The logits of a chunk are in memory for the whole vocabulary, and heads are read for every chunk. Else only the
@@ -147,8 +147,8 @@ pub(crate) struct DistillJob<'a> {
 /// Computes loss and gradients; `each` is called with the results of the tokens in order.
 pub(crate) fn run(
     job: &DistillJob<'_>,
-    mut gradients: Option<&mut Gradients>,
-    each: &mut impl FnMut(&Row),
+    mut gradients: Option<&mut DistillGradients>,
+    each: &mut impl FnMut(&TokenDivergence),
 ) -> Result<()> {
     let tokens = job.trained.len().max(1);
     let size = if job.keep_logits { job.chunk.min(tokens) } else { tokens };
@@ -164,8 +164,8 @@ fn group(
     job: &DistillJob<'_>,
     tokens: &[usize],
     first_token: usize,
-    gradients: Option<&mut Gradients>,
-) -> Result<Vec<Row>> {
+    gradients: Option<&mut DistillGradients>,
+) -> Result<Vec<TokenDivergence>> {
     let DistillJob {
         student,
         teacher,
@@ -178,8 +178,8 @@ fn group(
     let parts = || (0..all).step_by(chunk).map(|start| (start, chunk.min(all - start)));
     let mut own = Group::new(student, tokens, v, kept, chunk);
     let stored = match teacher {
-        Teacher::Live(_) => None,
-        Teacher::Stored { top, .. } => Some(top.tokens(first_token, all)),
+        DistillTeacher::Live(_) => None,
+        DistillTeacher::Stored { top, .. } => Some(top.tokens(first_token, all)),
     };
     let mut state = Student::new(targets, v, student.cap, terms, stored);
     for (first, width) in pieces(v) {
@@ -194,8 +194,8 @@ fn group(
     }
     state.finish();
     let mut live = match teacher {
-        Teacher::Stored { .. } => None,
-        Teacher::Live(side) => {
+        DistillTeacher::Stored { .. } => None,
+        DistillTeacher::Live(side) => {
             let mut group = Group::new(side, tokens, terms.common, kept, chunk);
             let mut live = Live::new(all, terms, side.cap);
             for (first, width) in pieces(terms.common) {
@@ -239,7 +239,7 @@ fn group(
         let head = (student.piece)(first, wide)?;
         let width = terms.common.saturating_sub(first).min(wide);
         let other = match teacher {
-            Teacher::Live(side) if width > 0 => Some((side.piece)(first, width)?),
+            DistillTeacher::Live(side) if width > 0 => Some((side.piece)(first, width)?),
             _ => None,
         };
         values(&head, "the head", |head| {

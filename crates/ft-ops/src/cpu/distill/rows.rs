@@ -3,7 +3,7 @@
 
 use super::stored::StoredTerms;
 use super::terms::{self, FORWARD, MIXTURE, Mix, REVERSE, Scale, Turn};
-use super::{Row, Terms};
+use super::{DivergenceTerms, TokenDivergence};
 use crate::cpu::cross_entropy::{BLOCK, inside, largest};
 use crate::distill::TopKSlices;
 use rayon::prelude::*;
@@ -40,7 +40,7 @@ pub(super) fn scale(blocks: &[BlockSum], inverse: f32) -> Scale {
     }
 }
 
-impl Terms {
+impl DivergenceTerms {
     pub(super) fn mode(&self) -> u8 {
         match self.beta {
             0.0 => FORWARD,
@@ -84,7 +84,7 @@ pub(super) struct TargetLogit {
 
 /// The student.
 pub(super) struct Student<'a> {
-    pub terms: Terms,
+    pub terms: DivergenceTerms,
     pub cap: f32,
     targets: Vec<u32>,
     /// For the cross-entropy: at T = 1 over all V, `[tokens, blocks of V]`.
@@ -98,7 +98,13 @@ pub(super) struct Student<'a> {
 }
 
 impl<'a> Student<'a> {
-    pub(super) fn new(targets: Vec<u32>, v: usize, cap: f32, terms: Terms, stored: Option<TopKSlices<'a>>) -> Self {
+    pub(super) fn new(
+        targets: Vec<u32>,
+        v: usize,
+        cap: f32,
+        terms: DivergenceTerms,
+        stored: Option<TopKSlices<'a>>,
+    ) -> Self {
         let n = targets.len();
         let hit = TargetLogit {
             logit: f32::NAN,
@@ -175,12 +181,12 @@ impl<'a> Student<'a> {
     }
 
     /// Returns the result of token `i` from its divergence.
-    pub(super) fn row(&self, i: usize, divergence: f64) -> Row {
+    pub(super) fn row(&self, i: usize, divergence: f64) -> TokenDivergence {
         let per = self.hard.len() / self.targets.len().max(1);
         let (blocks, hit) = (&self.hard[i * per..][..per], self.hits[i]);
         let end = self.hard_ends[i];
         let before = &blocks[..self.targets[i] as usize / BLOCK];
-        Row {
+        TokenDivergence {
             divergence,
             cross_entropy: (end.max as f64 - hit.logit as f64) + end.ln_sum as f64,
             correct: hit.logit == end.max && !hit.second && before.iter().all(|b| b.max < end.max),
@@ -230,7 +236,7 @@ pub(super) fn soft_block(part: &mut [f32], inverse: f32, finite: bool) -> BlockS
 
 /// A teacher with logits in memory.
 pub(super) struct Live {
-    terms: Terms,
+    terms: DivergenceTerms,
     cap: f32,
     tokens: usize,
     blocks: Vec<BlockSum>,
@@ -242,7 +248,7 @@ pub(super) struct Live {
 }
 
 impl Live {
-    pub(super) fn new(tokens: usize, terms: Terms, cap: f32) -> Self {
+    pub(super) fn new(tokens: usize, terms: DivergenceTerms, cap: f32) -> Self {
         let blocks = tokens * terms.blocks();
         Self {
             terms,
@@ -306,7 +312,7 @@ impl Live {
     }
 
     /// Returns the result of every token.
-    pub(super) fn rows(&mut self, student: &Student<'_>) -> Vec<Row> {
+    pub(super) fn rows(&mut self, student: &Student<'_>) -> Vec<TokenDivergence> {
         let (wa, wb) = self.terms.weights();
         let per = self.terms.blocks().max(1);
         self.k.clear();

@@ -4,7 +4,7 @@
 
 use super::rows::{BlockSum, Student};
 use super::terms::{self, FORWARD, MIXTURE, REVERSE, Scale, ln_mixture};
-use super::{Row, Terms};
+use super::{DivergenceTerms, TokenDivergence};
 use crate::cpu::cross_entropy::{BLOCK, largest};
 use crate::distill::TopKSlices;
 use rayon::prelude::*;
@@ -12,7 +12,7 @@ use rayon::prelude::*;
 /// The student's data for the stored ids.
 pub(super) struct StoredTerms<'a> {
     top: TopKSlices<'a>,
-    terms: Terms,
+    terms: DivergenceTerms,
     /// `[tokens, k]`: the student's capped logits.
     logits: Vec<f32>,
     /// `[tokens, blocks of C]`: sums of the exponentials of all other ids.
@@ -22,7 +22,7 @@ pub(super) struct StoredTerms<'a> {
 }
 
 impl<'a> StoredTerms<'a> {
-    pub(super) fn new(top: TopKSlices<'a>, tokens: usize, terms: Terms) -> Self {
+    pub(super) fn new(top: TopKSlices<'a>, tokens: usize, terms: DivergenceTerms) -> Self {
         Self {
             top,
             terms,
@@ -104,7 +104,7 @@ fn ln_part(blocks: &[BlockSum], q: Scale) -> f32 {
 }
 
 /// Returns p ln(p/m), q ln(q/m), and the slope divided by q, of one outcome. `k` is subtracted later.
-fn outcome(lq: f32, lp: f32, terms: &Terms) -> (f64, f64, f64) {
+fn outcome(lq: f32, lp: f32, terms: &DivergenceTerms) -> (f64, f64, f64) {
     let (q, p) = ((lq as f64).exp(), (lp as f64).exp());
     let times = |p: f64, difference: f32| if p == 0.0 { 0.0 } else { p * difference as f64 };
     match terms.mode() {
@@ -119,13 +119,13 @@ fn outcome(lq: f32, lp: f32, terms: &Terms) -> (f64, f64, f64) {
 
 impl Student<'_> {
     /// Returns the result of every token, after all pieces were processed.
-    pub(super) fn stored_rows(&mut self) -> Vec<Row> {
+    pub(super) fn stored_rows(&mut self) -> Vec<TokenDivergence> {
         let Some(mut kept) = self.kept.take() else {
             return Vec::new();
         };
         let (k, per) = (kept.top.k, kept.terms.blocks());
         let (wa, wb) = self.terms.weights();
-        let found: Vec<(Row, (f64, f32))> = (0..self.ends.len())
+        let found: Vec<(TokenDivergence, (f64, f32))> = (0..self.ends.len())
             .into_par_iter()
             .map(|i| {
                 let q = self.ends[i];

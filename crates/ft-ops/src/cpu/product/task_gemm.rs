@@ -34,7 +34,7 @@ pub(crate) struct TaskGemm(CpuBackend);
 
 /// The side of the product on which an operand is used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Side {
+pub(crate) enum OperandSide {
     /// Rows of A.
     A,
     /// Rows of A in memory of the task, with a stride from `cache_friendly_stride`.
@@ -101,14 +101,14 @@ impl TaskGemm {
     }
 
     /// Returns the number of f32 that `pack_operand` needs for `vectors` vectors of `k` elements, a multiple of 16.
-    pub(crate) fn packed_len(self, side: Side, vectors: usize, k: usize) -> usize {
+    pub(crate) fn packed_len(self, side: OperandSide, vectors: usize, k: usize) -> usize {
         let elements: usize = match self.0.vector_isa() {
             #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
             Some(_) if self.0.packs_bf16() => amx::task_gemm::packed_len(vectors, k),
             #[cfg(target_arch = "x86_64")]
-            Some(_) if side == Side::A => vectors * k,
+            Some(_) if side == OperandSide::A => vectors * k,
             #[cfg(target_arch = "x86_64")]
-            Some(isa) if side == Side::B => vectors.next_multiple_of(isa.micro_tile().1) * k,
+            Some(isa) if side == OperandSide::B => vectors.next_multiple_of(isa.micro_tile().1) * k,
             _ => 0,
         };
         elements.next_multiple_of(16)
@@ -117,7 +117,7 @@ impl TaskGemm {
     /// Packs the first `vectors` vectors of `k` elements of `matrix`, which holds f32. `to` begins on a cache line.
     pub(crate) fn pack_operand<'a>(
         self,
-        side: Side,
+        side: OperandSide,
         matrix: Matrix<'a>,
         (vectors, k): (usize, usize),
         to: &'a mut [f32],
@@ -129,7 +129,7 @@ impl TaskGemm {
             #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
             Some(_) if self.0.packs_bf16() => amx::task_gemm::pack_operand(side, &matrix, (vectors, k), to),
             #[cfg(target_arch = "x86_64")]
-            Some(isa) if side == Side::A => {
+            Some(isa) if side == OperandSide::A => {
                 let panels = rows_of(isa, vectors).map(|(start, count)| Panel {
                     start,
                     count,
@@ -147,7 +147,7 @@ impl TaskGemm {
                 );
             }
             #[cfg(target_arch = "x86_64")]
-            Some(isa) if side == Side::B => {
+            Some(isa) if side == OperandSide::B => {
                 let columns = isa.micro_tile().1;
                 let panels = (0..vectors).step_by(columns).map(|start| Panel {
                     start,

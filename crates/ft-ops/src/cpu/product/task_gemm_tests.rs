@@ -1,6 +1,6 @@
 //! Products inside a task, compared with plain loops, on every backend.
 
-use super::task_gemm::{OutputTile, Side, TaskGemm, cache_friendly_stride};
+use super::task_gemm::{OperandSide, OutputTile, TaskGemm, cache_friendly_stride};
 use super::{CpuBackend, Matrix, Rounding, testable};
 use crate::cpu::{LINE, Shared, with_scratch};
 use crate::oracle::{flat, random};
@@ -15,7 +15,7 @@ struct Case {
     first: (usize, usize),
     /// The layout of A and of B: true if the elements of k are contiguous.
     k_contiguous: (bool, bool),
-    side: Side,
+    side: OperandSide,
     add: bool,
 }
 
@@ -32,7 +32,7 @@ fn check(backend: CpuBackend, rounding: Rounding, case: &Case) {
         }
     };
     let (a_rows, a_width) = outer(case.k_contiguous.0, m, k);
-    let a_stride = if case.side == Side::ScratchA {
+    let a_stride = if case.side == OperandSide::ScratchA {
         cache_friendly_stride(a_width)
     } else {
         a_width + 7
@@ -53,7 +53,7 @@ fn check(backend: CpuBackend, rounding: Rounding, case: &Case) {
     let mut c = vec![0.5f32; (m - 1) * c_stride + n + AT];
     let lens = [
         gemm.packed_len(case.side, m, k),
-        gemm.packed_len(Side::B, whole_n, whole_k),
+        gemm.packed_len(OperandSide::B, whole_n, whole_k),
     ];
     with_scratch(lens.iter().sum(), |scratch| {
         assert!(lens.iter().all(|len| len.is_multiple_of(LINE)));
@@ -61,7 +61,7 @@ fn check(backend: CpuBackend, rounding: Rounding, case: &Case) {
         let (packed_a, packed_b) = scratch.split_at_mut(lens[0]);
         let a = gemm.pack_operand(case.side, matrix(a_at, a_stride, case.k_contiguous.0), (m, k), packed_a);
         let b = gemm.pack_operand(
-            Side::B,
+            OperandSide::B,
             matrix(b_at, b_stride, case.k_contiguous.1),
             (whole_n, whole_k),
             packed_b,
@@ -123,7 +123,11 @@ fn agrees_with_plain_loops() {
                         sizes,
                         first: [(0, 0), (32, 0), (0, 64), (96, 32)][(form + number) % 4],
                         k_contiguous: (form & 1 == 0, form & 2 == 0),
-                        side: if form & 4 == 0 { Side::A } else { Side::ScratchA },
+                        side: if form & 4 == 0 {
+                            OperandSide::A
+                        } else {
+                            OperandSide::ScratchA
+                        },
                         add: (form + number) % 3 == 0,
                     };
                     check(backend, rounding, &case);
@@ -139,8 +143,8 @@ fn a_part_that_is_not_there_is_refused() {
     let run = |first: (usize, usize)| {
         std::panic::catch_unwind(|| {
             let gemm = TaskGemm::new(CpuBackend::Portable, Rounding::Exact);
-            let a = gemm.pack_operand(Side::A, Matrix::k_inner(&values[..], 64), (64, 32), &mut []);
-            let b = gemm.pack_operand(Side::B, Matrix::k_inner(&values[..], 64), (64, 64), &mut []);
+            let a = gemm.pack_operand(OperandSide::A, Matrix::k_inner(&values[..], 64), (64, 32), &mut []);
+            let b = gemm.pack_operand(OperandSide::B, Matrix::k_inner(&values[..], 64), (64, 64), &mut []);
             let mut c = vec![0f32; 64 * 32];
             let to = OutputTile {
                 c: Shared::new(&mut c),

@@ -14,7 +14,7 @@ const STRIPE: usize = 256;
 const CHUNK: usize = 1 << 14;
 
 /// The update, after the second moment is known: `w = w·keep - u·size`, element by element.
-pub(crate) struct Direction {
+pub(crate) struct AdafactorUpdate {
     pub(crate) keep: f32,
     pub(crate) size: f32,
     /// `u = g · rows[r] · columns[c]`; a vector has a single row.
@@ -34,10 +34,10 @@ fn direction(
     n: usize,
     rows: Vec<f32>,
     columns: Vec<f32>,
-) -> Direction {
+) -> AdafactorUpdate {
     let rms = (squares / n.max(1) as f64).sqrt();
     let size = lr / (rms / THRESHOLD).max(1.0);
-    Direction {
+    AdafactorUpdate {
         keep: (1.0 - decay * lr) as f32,
         size: (size * coefficient as f64) as f32,
         rows,
@@ -54,7 +54,7 @@ pub(crate) fn matrix(
     decay: f64,
     step: u64,
     coefficient: f32,
-) -> Direction {
+) -> AdafactorUpdate {
     let (r, c) = (row.len(), column.len());
     let b2 = beta2(step);
     let (keep, take) = (b2 as f32, (1.0 - b2) as f32);
@@ -85,7 +85,7 @@ pub(crate) fn matrix(
 }
 
 /// Updates the full second moment `v` of a vector.
-pub(crate) fn vector(g: &[f32], v: &mut [f32], lr: f64, decay: f64, step: u64, coefficient: f32) -> Direction {
+pub(crate) fn vector(g: &[f32], v: &mut [f32], lr: f64, decay: f64, step: u64, coefficient: f32) -> AdafactorUpdate {
     let b2 = beta2(step);
     let (keep, take) = (b2 as f32, (1.0 - b2) as f32);
     let parts: Vec<f32> = v
@@ -107,7 +107,7 @@ pub(crate) fn vector(g: &[f32], v: &mut [f32], lr: f64, decay: f64, step: u64, c
 }
 
 /// Applies a direction to the elements of `w`, whose first has index `first` in the parameter.
-pub(crate) fn apply(d: &Direction, first: usize, w: &mut [f32], g: &[f32]) {
+pub(crate) fn apply(d: &AdafactorUpdate, first: usize, w: &mut [f32], g: &[f32]) {
     let c = d.columns.len();
     let mut at = 0;
     while at < w.len() {

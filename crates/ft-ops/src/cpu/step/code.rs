@@ -98,7 +98,7 @@ impl Code {
     }
 
     /// Quantizes one block; returns its absmax.
-    pub(crate) fn encode(&self, values: &[f32], codes: &mut [u8]) -> f32 {
+    pub(crate) fn quantize(&self, values: &[f32], codes: &mut [u8]) -> f32 {
         let mut lanes = [0f32; LANES];
         for values in values.chunks(LANES) {
             for (most, x) in lanes.iter_mut().zip(values) {
@@ -123,7 +123,7 @@ impl Code {
 
     /// Dequantizes one block.
     #[inline(always)]
-    pub(crate) fn decode(&self, codes: &[u8], most: f32, values: &mut [f32]) {
+    pub(crate) fn dequantize(&self, codes: &[u8], most: f32, values: &mut [f32]) {
         for (x, code) in values.iter_mut().zip(codes) {
             *x = self.values[*code as usize] * most;
         }
@@ -175,8 +175,8 @@ mod tests {
         let tiny: Vec<f32> = (0..BLOCK).map(|i| if i == 0 { 1.0 } else { 1e-20 }).collect();
         for (code, values) in [(&*SIGNED, &x), (&*UNSIGNED, &squares), (&*UNSIGNED, &tiny)] {
             let (mut codes, mut back) = ([0u8; BLOCK], [0f32; BLOCK]);
-            let most = code.encode(values, &mut codes);
-            code.decode(&codes, most, &mut back);
+            let most = code.quantize(values, &mut codes);
+            code.dequantize(&codes, most, &mut back);
             let widest = code.values.windows(2).map(|w| w[1] - w[0]).fold(0.0, f32::max);
             for (a, b) in values.iter().zip(&back) {
                 assert!((a - b).abs() <= 0.51 * widest * most, "{a} {b}");
@@ -184,6 +184,6 @@ mod tests {
             }
         }
         let mut codes = [7u8; BLOCK];
-        assert_eq!(SIGNED.encode(&[0.0; BLOCK], &mut codes), 0.0);
+        assert_eq!(SIGNED.quantize(&[0.0; BLOCK], &mut codes), 0.0);
     }
 }

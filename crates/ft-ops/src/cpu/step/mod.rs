@@ -17,7 +17,7 @@ use std::mem::take;
 const CHUNK: usize = 64 * BLOCK;
 
 /// A weight, and the storage of the low 16 bits that bf16 cannot hold.
-pub(crate) enum Weight<'a> {
+pub(crate) enum WeightSlices<'a> {
     F32(&'a mut [f32]),
     /// High and low 16 bits of an f32 master weight.
     Master(&'a mut [bf16], &'a mut [i16]),
@@ -26,7 +26,7 @@ pub(crate) enum Weight<'a> {
 }
 
 /// A moment in its storage type.
-pub(crate) enum Moment<'a> {
+pub(crate) enum MomentSlices<'a> {
     None,
     F32(&'a mut [f32]),
     /// Quantized data, and the absmax of each block.
@@ -40,7 +40,7 @@ pub(crate) enum PreparedRule {
     Lion(rules::Lion),
     /// Sign descent: a step of this size against the sign of the gradient.
     Sign(f32),
-    Adafactor(adafactor::Direction),
+    Adafactor(adafactor::AdafactorUpdate),
 }
 
 fn cut<'a, T>(slice: &mut &'a mut [T], n: usize) -> &'a mut [T] {
@@ -49,23 +49,23 @@ fn cut<'a, T>(slice: &mut &'a mut [T], n: usize) -> &'a mut [T] {
     head
 }
 
-impl<'a> Weight<'a> {
+impl<'a> WeightSlices<'a> {
     /// Splits off the first `n` elements.
-    fn cut(&mut self, n: usize) -> Weight<'a> {
+    fn cut(&mut self, n: usize) -> WeightSlices<'a> {
         match self {
-            Self::F32(w) => Weight::F32(cut(w, n)),
-            Self::Master(w, low) => Weight::Master(cut(w, n), cut(low, n)),
-            Self::Stochastic(w, rng) => Weight::Stochastic(cut(w, n), *rng),
+            Self::F32(w) => WeightSlices::F32(cut(w, n)),
+            Self::Master(w, low) => WeightSlices::Master(cut(w, n), cut(low, n)),
+            Self::Stochastic(w, rng) => WeightSlices::Stochastic(cut(w, n), *rng),
         }
     }
 }
 
-impl<'a> Moment<'a> {
-    fn cut(&mut self, n: usize) -> Moment<'a> {
+impl<'a> MomentSlices<'a> {
+    fn cut(&mut self, n: usize) -> MomentSlices<'a> {
         match self {
-            Self::None => Moment::None,
-            Self::F32(m) => Moment::F32(cut(m, n)),
-            Self::Int8(codes, most, code) => Moment::Int8(cut(codes, n), cut(most, n.div_ceil(BLOCK)), code),
+            Self::None => MomentSlices::None,
+            Self::F32(m) => MomentSlices::F32(cut(m, n)),
+            Self::Int8(codes, most, code) => MomentSlices::Int8(cut(codes, n), cut(most, n.div_ceil(BLOCK)), code),
         }
     }
 
@@ -75,7 +75,7 @@ impl<'a> Moment<'a> {
             Self::None => &mut [],
             Self::F32(m) => &mut m[at..at + n],
             Self::Int8(codes, most, code) => {
-                code.decode(&codes[at..at + n], most[at / BLOCK], &mut buffer[..n]);
+                code.dequantize(&codes[at..at + n], most[at / BLOCK], &mut buffer[..n]);
                 &mut buffer[..n]
             }
         }
@@ -84,28 +84,28 @@ impl<'a> Moment<'a> {
     /// Requantizes `buffer`, which `values` filled.
     fn store(&mut self, at: usize, n: usize, buffer: &[f32; BLOCK]) {
         if let Self::Int8(codes, most, code) = self {
-            most[at / BLOCK] = code.encode(&buffer[..n], &mut codes[at..at + n]);
+            most[at / BLOCK] = code.quantize(&buffer[..n], &mut codes[at..at + n]);
         }
     }
 }
 
 struct Task<'a> {
     first: usize,
-    weight: Weight<'a>,
+    weight: WeightSlices<'a>,
     gradient: &'a [f32],
-    m: Moment<'a>,
-    v: Moment<'a>,
+    m: MomentSlices<'a>,
+    v: MomentSlices<'a>,
 }
 
 /// Updates elements of one parameter, from `position` on. All slices have the length of `gradient`; a moment that the
-/// rule does not use is `Moment::None`.
+/// rule does not use is `MomentSlices::None`.
 pub(crate) fn run(
     rule: &PreparedRule,
     position: usize,
-    mut weight: Weight,
+    mut weight: WeightSlices,
     gradient: &[f32],
-    mut m: Moment,
-    mut v: Moment,
+    mut m: MomentSlices,
+    mut v: MomentSlices,
 ) {
     let tasks: Vec<Task> = gradient
         .chunks(CHUNK)
@@ -129,14 +129,14 @@ fn one(rule: &PreparedRule, mut task: Task) {
         let m = task.m.values(at, n, &mut first);
         let v = task.v.values(at, n, &mut second);
         match &mut task.weight {
-            Weight::F32(w) => apply(rule, task.first + at, &mut w[at..at + n], g, m, v),
-            Weight::Master(high, low) => {
+            WeightSlices::F32(w) => apply(rule, task.first + at, &mut w[at..at + n], g, m, v),
+            WeightSlices::Master(high, low) => {
                 let (high, low, wide) = (&mut high[at..at + n], &mut low[at..at + n], &mut wide[..n]);
                 join(high, low, wide);
                 apply(rule, task.first + at, wide, g, m, v);
                 split(wide, high, low);
             }
-            Weight::Stochastic(high, rng) => {
+            WeightSlices::Stochastic(high, rng) => {
                 let (high, wide) = (&mut high[at..at + n], &mut wide[..n]);
                 super::math::widen_slice(wide, high);
                 apply(rule, task.first + at, wide, g, m, v);

@@ -7,8 +7,8 @@ use candle_core::Device;
 
 const SPANS: [[usize; 4]; 2] = [[0, 2, 1, 2], [3, 4, 2, 5]];
 
-fn spans() -> Vec<Span> {
-    let span = |s: [usize; 4]| Span {
+fn spans() -> Vec<AlignedSpan> {
+    let span = |s: [usize; 4]| AlignedSpan {
         student: s[0]..s[1],
         teacher: s[2]..s[3],
     };
@@ -29,18 +29,18 @@ fn run(shared: Option<&SharedIds>, chunk: usize, in_parts: bool) -> (f64, Tensor
         part,
     };
     let (own_pieces, other_pieces) = (pieces(v, 4, &own_part), pieces(vt, 3, &other_part));
-    let side = |h, head, pieces| Side {
+    let side = |h, head, pieces| DistillSide {
         h,
         head: if in_parts {
-            Matrix::Parts(pieces)
+            HeadMatrix::Parts(pieces)
         } else {
-            Matrix::Whole(head)
+            HeadMatrix::Whole(head)
         },
         softcap: Some(5.0),
     };
     let options = AlignedOptions {
         comparison: shared.map_or(Comparison::Sorted, Comparison::Matched),
-        common: Options {
+        common: DistillOptions {
             beta: 0.3,
             temperature: 1.5,
             alpha: 0.2,
@@ -101,7 +101,7 @@ fn threads_do_not_change_the_result() {
 
 #[test]
 fn spans_that_do_not_fit_are_refused() {
-    let span = |student, teacher| Span { student, teacher };
+    let span = |student, teacher| AlignedSpan { student, teacher };
     let good = [span(0..1, 0..1), span(1..2, 1..3)];
     let (own, other) = ([1, 2, IGNORE], [1, 2, 3]);
     assert_eq!(units(&good, &own, &other, &[0, 1]).unwrap().len(), 2);

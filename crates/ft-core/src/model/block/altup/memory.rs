@@ -8,7 +8,7 @@ use crate::base::ledger::MemoryKind::{Activations, LayerWork};
 use crate::base::ledger::{Allocation, Ledger};
 use crate::model::contracts::GradSinkMemory;
 use crate::model::linear::memory::LinearShape;
-use crate::model::spec::{ALTUP, LAUREL, PER_LAYER, StreamSpec};
+use crate::model::spec::{ALTUP, AltUpSpec, LAUREL, PER_LAYER};
 
 impl LayerMemory<'_> {
     fn laurel(&self) -> Option<[LinearShape; 2]> {
@@ -38,7 +38,7 @@ impl LayerMemory<'_> {
     }
 
     /// The coefficients and factors, with what the router makes of its inputs.
-    fn narrow(&self, l: &mut Ledger, streams: StreamSpec) -> Allocation {
+    fn narrow(&self, l: &mut Ledger, streams: AltUpSpec) -> Allocation {
         l.alloc(LayerWork, self.bytes(streams.count * (streams.count + 2)))
     }
 
@@ -88,7 +88,7 @@ impl LayerMemory<'_> {
     pub(in crate::model) fn altup_forward(
         &self,
         l: &mut Ledger,
-        streams: StreamSpec,
+        streams: AltUpSpec,
         keep: bool,
     ) -> (Allocation, Option<SavedActivationsMemory>) {
         let copies = self.pair_copies(l);
@@ -209,7 +209,7 @@ impl LayerMemory<'_> {
     pub(in crate::model) fn altup_vjp(
         &self,
         l: &mut Ledger,
-        (streams, kept): (StreamSpec, Option<SavedActivationsMemory>),
+        (streams, kept): (AltUpSpec, Option<SavedActivationsMemory>),
         dy: Allocation,
         need_dx: bool,
         sink: &mut dyn GradSinkMemory,
@@ -252,7 +252,7 @@ impl LayerMemory<'_> {
                 let before = self.settings.spec.norms.before_attention;
                 let need_dh = need_own || before.is_some_and(|n| self.norm_wanted(sink, n));
                 let d_shared = self.laurel_gradients(l, need_dh, sink);
-                d_own = self.mixer_backward(l, mixer, (dx1, d_shared), need_own, sink);
+                d_own = self.mixer_backward(l, mixer, dx1, d_shared, need_own, sink);
             }
             (mixer, dx1) => {
                 if let Some(mixer) = mixer {

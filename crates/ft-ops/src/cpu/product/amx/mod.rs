@@ -24,7 +24,7 @@ mod unpacked;
 use super::grid::part;
 use super::{CInit, CpuBackend, Matrix, ProductJob};
 use buffer::{Buffer, with_buffers};
-use pack::Format;
+use pack::PackFormat;
 use rayon::prelude::*;
 use tile_kernels::{Call, STEP, TILE, WRITING};
 
@@ -139,22 +139,22 @@ pub(super) fn run(job: &ProductJob, backend: CpuBackend) {
                 extra: if fused.is_some() { fused_steps } else { 0 },
             };
             let own = Depth { extra: 0, ..depth };
-            let a = pack_operand(&job.a, (0, m), (k0, k_len), depth, Format::A, packed_a);
+            let a = pack_operand(&job.a, (0, m), (k0, k_len), depth, PackFormat::A, packed_a);
             if let Some(fused_lora) = &job.fused_lora {
                 let rank = (0, fused_lora.rank);
-                let down = pack_operand(&fused_lora.down, rank, (k0, k_len), own, Format::B, packed_b);
+                let down = pack_operand(&fused_lora.down, rank, (k0, k_len), own, PackFormat::B, packed_b);
                 multiply_packed(backend, &fused_lora.job(job), a, down, rank, own, k_part > 0);
             }
             if let Some(fused_lora) = fused {
                 // SAFETY: the tasks that wrote u are complete.
                 let u = unsafe { fused_lora.scaled(m) };
-                pack_extra(&u, (0, m), fused_lora.rank, depth, Format::A, a);
+                pack_extra(&u, (0, m), fused_lora.rank, depth, PackFormat::A, a);
             }
             let add = filled || k_part > 0;
             if let Some(prepacked) = &prepacked {
                 let b = prepacked.view_at(k0);
                 if let Some(fused_lora) = fused {
-                    pack_extra(&fused_lora.up, (0, n), fused_lora.rank, depth, Format::B, b);
+                    pack_extra(&fused_lora.up, (0, n), fused_lora.rank, depth, PackFormat::B, b);
                 }
                 multiply_packed(backend, job, a, b, (0, n), depth, add);
                 continue;
@@ -164,9 +164,9 @@ pub(super) fn run(job: &ProductJob, backend: CpuBackend) {
             let n_parts = panels(n).div_ceil(most_panels);
             for n_part in 0..n_parts {
                 let (n0, n_len) = part(n, n_parts, n_part, 32);
-                let b = pack_operand(&job.b, (n0, n_len), (k0, k_len), depth, Format::B, packed_b);
+                let b = pack_operand(&job.b, (n0, n_len), (k0, k_len), depth, PackFormat::B, packed_b);
                 if let Some(fused_lora) = fused {
-                    pack_extra(&fused_lora.up, (n0, n_len), fused_lora.rank, depth, Format::B, b);
+                    pack_extra(&fused_lora.up, (n0, n_len), fused_lora.rank, depth, PackFormat::B, b);
                 }
                 multiply_packed(backend, job, a, b, (n0, n_len), depth, add);
             }
@@ -238,7 +238,7 @@ fn pack_operand(
     vectors: (usize, usize),
     steps: (usize, usize),
     depth: Depth,
-    format: Format,
+    format: PackFormat,
     buffer: &mut Buffer,
 ) -> PackedView {
     let panels = vectors.1.div_ceil(32);
@@ -254,7 +254,7 @@ fn pack_operand(
 }
 
 /// Packs elements `k0..k0 + k` of `count` vectors into all panels of `to`.
-fn pack_all(m: &Matrix, (first, count): (usize, usize), (k0, k): (usize, usize), format: Format, to: PackedView) {
+fn pack_all(m: &Matrix, (first, count): (usize, usize), (k0, k): (usize, usize), format: PackFormat, to: PackedView) {
     // If the operand is not contiguous in k, neighboring panels share its rows: one task packs a few panels.
     let group = if m.k_contiguous { 4 } else { 8 };
     let (panels, chunks) = (to.panels, to.depth.count());
@@ -282,7 +282,14 @@ fn pack_all(m: &Matrix, (first, count): (usize, usize), (k0, k): (usize, usize),
 }
 
 /// Packs a LoRA operand, `rank` elements of every vector, after the last chunk of an operand of depth `depth`.
-fn pack_extra(m: &Matrix, (first, count): (usize, usize), rank: usize, depth: Depth, format: Format, to: PackedView) {
+fn pack_extra(
+    m: &Matrix,
+    (first, count): (usize, usize),
+    rank: usize,
+    depth: Depth,
+    format: PackFormat,
+    to: PackedView,
+) {
     let last = depth.count() - 1;
     let own = depth.chunk(last).own;
     (0..count.div_ceil(32)).into_par_iter().for_each(|p| {

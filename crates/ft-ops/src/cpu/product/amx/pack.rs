@@ -12,7 +12,7 @@ use half::bf16;
 use std::arch::x86_64::*;
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Format {
+pub(super) enum PackFormat {
     A,
     B,
 }
@@ -27,7 +27,7 @@ pub(super) unsafe fn panel(
     m: &Matrix,
     (first, count): (usize, usize),
     (k0, k): (usize, usize),
-    format: Format,
+    format: PackFormat,
     to: *mut u8,
 ) {
     // SAFETY: promised by the caller.
@@ -51,7 +51,7 @@ pub(super) unsafe fn quantized(
     m: &Matrix,
     (first, count): (usize, usize),
     (k0, k): (usize, usize),
-    format: Format,
+    format: PackFormat,
     to: impl Fn(usize) -> *mut u8,
 ) {
     let Operand::Quantized(view) = &m.values else { return };
@@ -100,10 +100,10 @@ unsafe fn steps<T: Element>(
     m: &Matrix,
     (first, count): (usize, usize),
     (k0, k): (usize, usize),
-    format: Format,
+    format: PackFormat,
     to: *mut u8,
 ) {
-    let transposes = m.k_contiguous != (format == Format::A);
+    let transposes = m.k_contiguous != (format == PackFormat::A);
     // SAFETY: promised by the caller; the masks keep reads inside (count, k).
     unsafe {
         for step in 0..k.div_ceil(32) {

@@ -6,7 +6,7 @@
 
 use super::super::Matrix;
 use super::buffer::Buffer;
-use super::pack::Format;
+use super::pack::PackFormat;
 use super::tile_kernels::STEP;
 use super::{Depth, KC_STEPS, PackedView, pack_all};
 use std::sync::{Mutex, MutexGuard};
@@ -52,7 +52,7 @@ impl Panels {
             first_panel: 0,
             first_chunk: 0,
         };
-        pack_all(m, (0, vectors), (0, k), Format::B, to);
+        pack_all(m, (0, vectors), (0, k), PackFormat::B, to);
         Self {
             vectors,
             k,

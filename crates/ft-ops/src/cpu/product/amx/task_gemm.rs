@@ -1,8 +1,8 @@
 //! Products inside one task, on operands that the task itself packed.
 
-use super::super::task_gemm::{OutputTile, PackedOperand, Side};
+use super::super::task_gemm::{OperandSide, OutputTile, PackedOperand};
 use super::super::{CpuBackend, Matrix, Sizes};
-use super::pack::{self, Format};
+use super::pack::{self, PackFormat};
 use super::tile_kernels::STEP;
 use super::{configure, multiply_tile_in_place, release};
 
@@ -15,8 +15,12 @@ pub(crate) fn packed_len(vectors: usize, k: usize) -> usize {
 }
 
 /// Packs as [panel of 32][step]. `to` begins on a cache line and has at least `packed_len` elements.
-pub(crate) fn pack_operand(side: Side, m: &Matrix, (vectors, k): (usize, usize), to: &mut [f32]) {
-    let format = if side == Side::B { Format::B } else { Format::A };
+pub(crate) fn pack_operand(side: OperandSide, m: &Matrix, (vectors, k): (usize, usize), to: &mut [f32]) {
+    let format = if side == OperandSide::B {
+        PackFormat::B
+    } else {
+        PackFormat::A
+    };
     m.check(vectors, k);
     assert!(!m.is_quantized() && to.len() >= packed_len(vectors, k) && to.as_ptr().addr().is_multiple_of(64));
     for (panel, to) in to.chunks_exact_mut((k.div_ceil(32) * STEP_FLOATS).max(1)).enumerate() {

@@ -9,7 +9,7 @@ use super::super::grid::part;
 use super::super::{CInit, Matrix, Operand, ProductJob, Shared};
 use super::avx512_bf16::words;
 use super::buffer::with_buffers;
-use super::pack::{Format, transpose};
+use super::pack::{PackFormat, transpose};
 use super::tile_kernels::STEP;
 use super::{Depth, PACKED, PackedView, pack_extra, pack_operand};
 use half::bf16;
@@ -116,7 +116,7 @@ pub(super) fn run(job: &ProductJob) {
     let (m, n, k) = job.sizes;
     let Operand::Bf16(values) = job.b.values else { return };
     let along_k = job.b.k_contiguous;
-    let format = if along_k { Format::B } else { Format::A };
+    let format = if along_k { PackFormat::B } else { PackFormat::A };
     let w = Rows {
         values,
         stride: job.b.stride,

@@ -11,18 +11,18 @@ use half::bf16;
 use rayon::prelude::*;
 
 /// A number type that can be quantized.
-pub trait Value: Copy + Send + Sync {
+pub trait Quantizable: Copy + Send + Sync {
     /// The number as f32.
     fn f32(self) -> f32;
 }
 
-impl Value for f32 {
+impl Quantizable for f32 {
     fn f32(self) -> f32 {
         self
     }
 }
 
-impl Value for bf16 {
+impl Quantizable for bf16 {
     fn f32(self) -> f32 {
         self.to_f32()
     }
@@ -35,7 +35,7 @@ impl Value for bf16 {
 ///
 /// # Errors
 /// A number of values that does not fit the shape, an unknown group size, a value that is not finite.
-pub fn encode<V: Value>(
+pub fn quantize<V: Quantizable>(
     values: &[V],
     (rows, columns): (usize, usize),
     format: Format,
@@ -87,7 +87,7 @@ fn empty(format: Format) -> (Vec<u8>, BlockScales) {
 }
 
 /// Rounds to bf16, nearest and ties to even; rows of `stride` bytes.
-fn halves<V: Value>(values: &[V], columns: usize, stride: usize) -> Vec<u8> {
+fn halves<V: Quantizable>(values: &[V], columns: usize, stride: usize) -> Vec<u8> {
     let mut codes = vec![0u8; values.len() / columns * stride];
     let rows = codes.par_chunks_mut(stride).zip(values.par_chunks(columns));
     rows.for_each(|(codes, row)| {
@@ -99,7 +99,7 @@ fn halves<V: Value>(values: &[V], columns: usize, stride: usize) -> Vec<u8> {
 }
 
 /// Returns the absmax, computed in SIMD lanes.
-fn absmax<V: Value>(values: &[V]) -> f32 {
+fn absmax<V: Quantizable>(values: &[V]) -> f32 {
     let mut lanes = [0f32; 16];
     for block in values.chunks(16) {
         for (most, x) in lanes.iter_mut().zip(block) {
@@ -110,7 +110,7 @@ fn absmax<V: Value>(values: &[V]) -> f32 {
     lanes.into_iter().fold(0.0, f32::max)
 }
 
-fn int8<V: Value>(values: &[V], columns: usize, format: Format) -> (Vec<u8>, BlockScales) {
+fn int8<V: Quantizable>(values: &[V], columns: usize, format: Format) -> (Vec<u8>, BlockScales) {
     let (rows, stride, group) = (values.len() / columns, format.stride(columns), format.group(columns));
     let groups = columns.div_ceil(group);
     let mut codes = vec![0u8; rows * stride];
@@ -131,7 +131,7 @@ fn int8<V: Value>(values: &[V], columns: usize, format: Format) -> (Vec<u8>, Blo
     (codes, BlockScales::F32(scales))
 }
 
-fn int4<V: Value>(values: &[V], columns: usize, format: Format) -> (Vec<u8>, BlockScales) {
+fn int4<V: Quantizable>(values: &[V], columns: usize, format: Format) -> (Vec<u8>, BlockScales) {
     let (rows, stride, group) = (values.len() / columns, format.stride(columns), format.group(columns));
     let groups = columns.div_ceil(group);
     let mut codes = vec![0u8; rows * stride];
@@ -172,7 +172,7 @@ fn down_to_bf16(x: f32) -> f32 {
     }
 }
 
-fn nf4<V: Value>(values: &[V], double: bool) -> (Vec<u8>, BlockScales) {
+fn nf4<V: Quantizable>(values: &[V], double: bool) -> (Vec<u8>, BlockScales) {
     let mut codes = vec![0u8; values.len().div_ceil(2)];
     let mut absmax = vec![0f32; values.len().div_ceil(BLOCK)];
     let places = codes.par_chunks_mut(BLOCK / 2).zip(absmax.par_iter_mut());

@@ -83,18 +83,18 @@ fn errors_of_the_formats_are_of_their_size() {
     }
 }
 
-fn example(path: &Path) -> Vec<(String, Value)> {
-    let keys: Vec<(String, Value)> = vec![
+fn example(path: &Path) -> Vec<(String, MetadataValue)> {
+    let keys: Vec<(String, MetadataValue)> = vec![
         ("general.architecture".into(), "llama".into()),
-        ("a".into(), Value::U32(7)),
-        ("b".into(), Value::I32(-7)),
-        ("c".into(), Value::F32(0.5)),
-        ("d".into(), Value::Bool(true)),
-        ("e".into(), Value::Texts(vec!["x".into(), "é".into()])),
-        ("f".into(), Value::I32s(vec![1, -1])),
-        ("g".into(), Value::U32s(vec![3])),
-        ("h".into(), Value::F32s(vec![0.25])),
-        ("i".into(), Value::Bools(vec![true, false])),
+        ("a".into(), MetadataValue::U32(7)),
+        ("b".into(), MetadataValue::I32(-7)),
+        ("c".into(), MetadataValue::F32(0.5)),
+        ("d".into(), MetadataValue::Bool(true)),
+        ("e".into(), MetadataValue::Texts(vec!["x".into(), "é".into()])),
+        ("f".into(), MetadataValue::I32s(vec![1, -1])),
+        ("g".into(), MetadataValue::U32s(vec![3])),
+        ("h".into(), MetadataValue::F32s(vec![0.25])),
+        ("i".into(), MetadataValue::Bools(vec![true, false])),
     ];
     let tensors = [("m", vec![2, 32], BlockType::Q8_0), ("n", vec![3], BlockType::F32)];
     let tensors = tensors.map(|(name, shape, block)| TensorEntry {

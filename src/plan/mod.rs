@@ -49,7 +49,7 @@ use crate::ops::transfer::STAGING_BYTES;
 use crate::optim::Optimizer;
 use crate::optim::config::{Master, OptimizerName};
 use crate::peft::start::cost;
-use crate::recipe::{Dtype, LoraInit, Method, PeftType, Recipe, RolloutWeights};
+use crate::recipe::{Dtype, LoraInit, Method, PeftType, RankWeights, Recipe, RolloutWeights};
 use crate::setup::ActivePeriod;
 use crate::setup::rewards::RewardModelSpec;
 use crate::setup::row_sizes::Evaluation;
@@ -103,6 +103,8 @@ pub struct Inputs {
     pub process_bytes: u64,
     /// Ranks that share the micro-batches of a step.
     pub ranks: usize,
+    /// Machines, if the ranks of each one divide all weights; 1: all ranks divide them, if any do.
+    pub machines: usize,
     /// Ranks that share one micro-batch.
     pub sequence: SequenceConfig,
 }
@@ -139,8 +141,17 @@ impl Inputs {
             data_bytes: 0,
             process_bytes: process.resident + CODE,
             ranks: process.ranks,
+            machines: match recipe.distributed.weights {
+                RankWeights::ShardedInNode => process.machines,
+                _ => 1,
+            },
             sequence,
         }
+    }
+
+    /// Ranks that have all weights together, if they divide them.
+    pub(crate) fn near(&self) -> usize {
+        (self.ranks / self.machines.max(1)).max(1)
     }
 }
 
@@ -318,6 +329,16 @@ pub fn sent(model: &Model, recipe: &Recipe, inputs: &Inputs) -> u64 {
     };
     let turns = inputs.turns.iter().map(|turn| &turn.active);
     let all = turns.flat_map(|active| (0..inputs.ranks).map(move |rank| of(active, rank)));
+    all.max().unwrap_or(0)
+}
+
+/// The most bytes of new values that a rank sends to other machines in a step.
+pub fn renewed(model: &Model, recipe: &Recipe, inputs: &Inputs) -> u64 {
+    let stored = recipe.model.dtype.bytes();
+    let turns = inputs.turns.iter().map(|turn| &turn.active);
+    let all = turns.flat_map(|active| {
+        (0..inputs.ranks).map(move |rank| weights::renewed(model, inputs, stored, active, rank))
+    });
     all.max().unwrap_or(0)
 }
 

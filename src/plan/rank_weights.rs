@@ -3,7 +3,7 @@
 use super::search::{PlanContext, corrects_all};
 use super::updates_in_parts;
 use crate::base::{Error, Result};
-use crate::recipe::{Method, Recipe, Tier};
+use crate::recipe::{Method, RankWeights, Recipe, Tier};
 use crate::source::sharded::is_in_parts;
 use crate::source::{Placement, expert_of};
 
@@ -19,8 +19,12 @@ fn not_by_element(recipe: &Recipe, masked: bool) -> String {
 impl PlanContext<'_> {
     /// Weights in parts on the ranks. Errors: an update that needs whole weights; a tier that holds none.
     pub(super) fn sharded(&self, recipe: &Recipe) -> Result<Placement> {
+        let value = match recipe.distributed.weights {
+            RankWeights::ShardedInNode => "sharded-in-node",
+            _ => "sharded",
+        };
         let refused = |why: &str, found: String| {
-            Error::usage(format!("`distributed.weights = \"sharded\"` {why}"))
+            Error::usage(format!("`distributed.weights = \"{value}\"` {why}"))
                 .found(found)
                 .hint("set `distributed.weights = \"replicated\"`")
         };

@@ -21,15 +21,42 @@ const LIMIT: Duration = Duration::from_secs(120);
 
 /// A job with one list of arguments for each rank.
 pub fn mpirun(bench: &Bench, ranks: &[Vec<&str>]) -> Command {
+    mpirun_on(bench, ranks, &[])
+}
+
+/// Gives a rank the name of a machine of its own.
+const NAMED: [&str; 6] = [
+    "unshare",
+    "--map-root-user",
+    "--uts",
+    "sh",
+    "-c",
+    "hostname \"$0\" && exec \"$@\"",
+];
+
+/// True if this system lets a process have a machine name of its own; else says that a test is skipped.
+pub fn can_name_machines() -> bool {
+    let named = Command::new(NAMED[0]).args(&NAMED[1..]).args(["a", "true"]).status();
+    let can = named.is_ok_and(|status| status.success());
+    if !can {
+        eprintln!("skipped: `unshare --map-root-user --uts` is not allowed here");
+    }
+    can
+}
+
+/// As `mpirun`, on machines of these names, which are one machine in truth; none: on this machine.
+fn mpirun_on(bench: &Bench, ranks: &[Vec<&str>], hosts: &[&str]) -> Command {
     let mut command = Command::new("mpirun");
     for (rank, arguments) in ranks.iter().enumerate() {
         if rank > 0 {
             command.arg(":");
         }
+        command.args(["-n", "1"]);
+        if let Some(host) = hosts.get(rank) {
+            command.args(NAMED).arg(host);
+        }
         command
             .args([
-                "-n",
-                "1",
                 env!("CARGO_BIN_EXE_ft"),
                 "--threads",
                 "1",
@@ -91,6 +118,12 @@ pub fn wait(mut child: Child) -> Output {
 /// Runs a job of `size` ranks with the same arguments.
 pub fn run(bench: &Bench, size: usize, arguments: &[&str]) -> Output {
     wait(start(bench, &vec![arguments.to_vec(); size]))
+}
+
+/// As `run`, with a rank for each of these names of machines.
+pub fn run_on(bench: &Bench, hosts: &[&str], arguments: &[&str]) -> Output {
+    let ranks = vec![arguments.to_vec(); hosts.len()];
+    wait(begin(mpirun_on(bench, &ranks, hosts)))
 }
 
 /// As `run`; the job must succeed.

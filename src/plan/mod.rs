@@ -336,9 +336,8 @@ pub fn sent(model: &Model, recipe: &Recipe, inputs: &Inputs) -> u64 {
 pub fn renewed(model: &Model, recipe: &Recipe, inputs: &Inputs) -> u64 {
     let stored = recipe.model.dtype.bytes();
     let turns = inputs.turns.iter().map(|turn| &turn.active);
-    let all = turns.flat_map(|active| {
-        (0..inputs.ranks).map(move |rank| weights::renewed(model, inputs, stored, active, rank))
-    });
+    let all = turns
+        .flat_map(|active| (0..inputs.ranks).map(move |rank| weights::renewed(model, inputs, stored, active, rank)));
     all.max().unwrap_or(0)
 }
 

@@ -197,9 +197,9 @@ pub(super) fn plan(model: &Model, recipe: &Recipe, inputs: &Inputs, l: Ledger, p
             "weights",
             match inputs.strategy.placement {
                 super::Placement::Device => format!("all of them, {stored}"),
-                super::Placement::Sharded => format!(
-                    "a part of each layer on each of {among}, two whole {layers}, head and embedding; {stored}"
-                ),
+                super::Placement::Sharded => {
+                    format!("a part of each layer on each of {among}, two whole {layers}, head and embedding; {stored}")
+                }
                 super::Placement::ShardedHost => format!(
                     "a part of the active matrices on each of {} ranks, two whole {layers}, the head; {stored}",
                     inputs.ranks

@@ -161,7 +161,10 @@ impl Ranks {
             .map(|text| serde_json::from_slice(text).unwrap_or_default())
             .collect();
         let on_host = |host: &Value| all.iter().filter(|other| other["host"] == *host).count().max(1) as u64;
-        let hosts: Vec<&str> = all.iter().map(|rank| rank["host"].as_str().unwrap_or_default()).collect();
+        let hosts: Vec<&str> = all
+            .iter()
+            .map(|rank| rank["host"].as_str().unwrap_or_default())
+            .collect();
         let machines = match Machines::of_hosts(&hosts) {
             Err(e) if weights == RankWeights::ShardedInNode => {
                 return Err(e.at(Distributed::weights).hint(

@@ -66,7 +66,11 @@ fn machines_with_different_numbers_of_ranks_are_refused() {
     let out = job::run_on(&bench, &["a", "b", "a"], &arguments);
     let text = said(&out);
     assert!(!out.status.success() && !bench.path("out").exists(), "{text}");
-    for part in ["as many ranks on every machine", "2 on a, 1 on b", "distributed.weights = \"sharded\""] {
+    for part in [
+        "as many ranks on every machine",
+        "2 on a, 1 on b",
+        "distributed.weights = \"sharded\"",
+    ] {
         assert_eq!(text.matches(part).count(), 1, "{part} in:\n{text}");
     }
 }

@@ -110,7 +110,10 @@ fn groups_of_ranks_collect_lists_of_their_own() {
         );
         let want: Vec<f32> = (0..n).map(|i| (100 * (rank / 2) + i) as f32).collect();
         let read = |list: Whole| list.into_tensor(&[n]).unwrap().to_vec1::<f32>().unwrap();
-        assert_eq!(all.wait().unwrap().into_iter().map(read).collect::<Vec<_>>(), [want.clone()]);
+        assert_eq!(
+            all.wait().unwrap().into_iter().map(read).collect::<Vec<_>>(),
+            [want.clone()]
+        );
         let one: Vec<_> = one.wait().unwrap().into_iter().map(read).collect();
         assert_eq!(one, if rank == 1 { vec![want] } else { Vec::new() });
     });
@@ -127,12 +130,22 @@ fn a_part_without_a_place_is_sent_only() {
             ranges.push(vec![if of == rank { 0..0 } else { first..first + length }]);
             first += length;
         }
-        let list = comm.collect(1, vec![Shard { own, ranges }], vec![0, 1, 2]).wait().unwrap();
+        let list = comm
+            .collect(1, vec![Shard { own, ranges }], vec![0, 1, 2])
+            .wait()
+            .unwrap();
         let list = list.into_iter().next().unwrap();
         let n = list.elements();
         list.into_tensor(&[n]).unwrap().to_vec1::<f32>().unwrap()
     });
-    assert_eq!(found, [vec![1.0, 1.0, 2.0, 2.0, 2.0], vec![0.0, 2.0, 2.0, 2.0], vec![0.0, 1.0, 1.0]]);
+    assert_eq!(
+        found,
+        [
+            vec![1.0, 1.0, 2.0, 2.0, 2.0],
+            vec![0.0, 2.0, 2.0, 2.0],
+            vec![0.0, 1.0, 1.0]
+        ]
+    );
 }
 
 /// Returns to each rank what is sent to it, and notes the time limits.

@@ -38,7 +38,12 @@ fn weights_in_each_machine_have_the_bits_of_whole_weights() {
     let cases: [(Case, &[&[&str]]); 5] = [
         (
             BF16,
-            &[&["a", "a", "b", "b"], &["a", "b", "c", "d"], &["a", "a"], &["a", "b", "b", "a"]],
+            &[
+                &["a", "a", "b", "b"],
+                &["a", "b", "c", "d"],
+                &["a", "a"],
+                &["a", "b", "b", "a"],
+            ],
         ),
         (NF4, &[&["a", "a", "b", "b"], &["a", "b"]]),
         (int8, &[&["a", "b"]]),
@@ -108,7 +113,10 @@ fn restored_weights_are_restored_on_every_machine() {
     let want = resumed(BF16, Arc::new(Alone::default()), &saved).unwrap();
     for hosts in [&["a", "a", "b", "b"][..], &["a", "b", "c"]] {
         let found = threads::run_on(hosts, |comm| resumed(BF16, comm, &saved).unwrap());
-        assert!(found.iter().all(|found| *found == want), "{hosts:?}: {found:?}, {want:?}");
+        assert!(
+            found.iter().all(|found| *found == want),
+            "{hosts:?}: {found:?}, {want:?}"
+        );
     }
 }
 
@@ -137,7 +145,10 @@ fn only_new_values_travel_between_machines() {
                 let own = |p: &ParamInfo| part_of(&p.name, p.elements(), rank, 4).len();
                 let stored = |p: &ParamInfo| own(p) + part_of(&p.name, p.elements(), (rank + 2) % 4, 4).len();
                 if !uploaded {
-                    let whole = params.iter().filter(|p| !is_in_parts(p)).map(|p| 2 * p.elements() as u64);
+                    let whole = params
+                        .iter()
+                        .filter(|p| !is_in_parts(p))
+                        .map(|p| 2 * p.elements() as u64);
                     let all = bytes(&params, stored, |_| 1) + whole.sum::<u64>();
                     assert_eq!(engine.store.resident_bytes(), all);
                 }

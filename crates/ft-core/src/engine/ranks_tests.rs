@@ -88,18 +88,13 @@ pub(super) fn engine(case: Case, comm: Arc<dyn Collective>) -> (Engine, Active) 
     let (seed, std, norm) = (1, 0.02, 1.0);
     let random = RandomWeights { seed, std, norm };
     let origin = Origin::random(&params, random);
-    let division = if case.in_node { Division::InNode } else { Division::Elements };
+    let division = if case.in_node {
+        Division::InNode
+    } else {
+        Division::Elements
+    };
     let source: Arc<dyn TrainableStore> = if (case.sharded || case.in_node) && comm.world().size > 1 {
-        Arc::new(
-            Sharded::open(
-                params.clone(),
-                origin,
-                storage,
-                (comm.clone(), division),
-                &Device::Cpu,
-            )
-            .unwrap(),
-        )
+        Arc::new(Sharded::open(params.clone(), origin, storage, (comm.clone(), division), &Device::Cpu).unwrap())
     } else {
         let source = Resident::random_stored(params.clone(), seed, std, norm, storage, &Device::Cpu).unwrap();
         let index: BTreeMap<_, _> = params.iter().map(|p| p.name.clone()).zip(1..).collect();

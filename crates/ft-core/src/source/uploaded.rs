@@ -526,7 +526,12 @@ impl TrainableStore for Uploaded {
 
     fn drop_collected(&self) {
         lock(&self.alone).take();
-        lock(&self.slots).retain(|part| !self.parts.get(part).is_some_and(|names| names.iter().any(|n| self.is_in_parts(n))));
+        lock(&self.slots).retain(|part| {
+            !self
+                .parts
+                .get(part)
+                .is_some_and(|names| names.iter().any(|n| self.is_in_parts(n)))
+        });
         self.host.drop_collected();
     }
 

@@ -52,10 +52,10 @@ impl Machines {
         let each = all.first().map_or(0, |(_, ranks)| ranks.len());
         if all.iter().any(|(_, ranks)| ranks.len() != each) {
             let of = |(name, ranks): &(&str, Vec<usize>)| format!("{} on {name}", ranks.len());
-            return Err(
-                Error::usage("weights that are divided inside each machine need as many ranks on every machine")
-                    .found(all.iter().map(of).collect::<Vec<_>>().join(", ")),
-            );
+            return Err(Error::usage(
+                "weights that are divided inside each machine need as many ranks on every machine",
+            )
+            .found(all.iter().map(of).collect::<Vec<_>>().join(", ")));
         }
         Ok(Self(all.into_iter().map(|(_, ranks)| ranks).collect()))
     }
@@ -222,7 +222,10 @@ mod tests {
     fn ranks_of_a_machine_need_not_follow_each_other() {
         let found = machines("a b a b a b").unwrap();
         assert_eq!((found.count(), found.with(3)), (2, &[1, 3, 5][..]));
-        assert_eq!((found.local(4), found.peers(4), found.peers(5)), (2, vec![4, 5], vec![4, 5]));
+        assert_eq!(
+            (found.local(4), found.peers(4), found.peers(5)),
+            (2, vec![4, 5], vec![4, 5])
+        );
         assert_eq!(machines("a a a").unwrap(), Machines::one(3));
         assert_eq!(machines("a b").unwrap().peers(1), [0, 1]);
     }
@@ -230,6 +233,9 @@ mod tests {
     #[test]
     fn machines_have_the_same_number_of_ranks() {
         let error = machines("a a b a").unwrap_err().to_string();
-        assert!(error.contains("as many ranks on every machine") && error.contains("3 on a, 1 on b"), "{error}");
+        assert!(
+            error.contains("as many ranks on every machine") && error.contains("3 on a, 1 on b"),
+            "{error}"
+        );
     }
 }

@@ -1,7 +1,7 @@
 //! `ft plan`: the memory forecast of a recipe from `config.json` alone. Also reads the rows if they are available.
 
 use crate::base::units::{bytes, counted};
-use crate::base::{Result, files, memory};
+use crate::base::{Error, Result, files, memory};
 use crate::data::describe::visible;
 use crate::model::shapes;
 use crate::ops;
@@ -287,7 +287,7 @@ pub fn plan_for(
         if memory.inputs.machines > 1 {
             notes.push(format!(
                 "no layer travels between the {machines} machines: a rank sends gradients there, and up to {} of new values in a step",
-                bytes(plans::renewed(&model, recipe, &memory.inputs))
+                bytes(plans::most_renewed(&model, recipe, &memory.inputs))
             ));
         }
     }

@@ -33,6 +33,7 @@ pub use model::{Costs, Model};
 pub use run_plan::RunPlan;
 pub use table::{Line, Plan};
 pub use time::{seconds, seconds_of};
+pub use weights::most_renewed;
 
 use crate::base::ledger::{Allocation, Ledger, MemoryKind};
 use crate::comm::{QUANTUM, share};
@@ -329,15 +330,6 @@ pub fn sent(model: &Model, recipe: &Recipe, inputs: &Inputs) -> u64 {
     };
     let turns = inputs.turns.iter().map(|turn| &turn.active);
     let all = turns.flat_map(|active| (0..inputs.ranks).map(move |rank| of(active, rank)));
-    all.max().unwrap_or(0)
-}
-
-/// The most bytes of new values that a rank sends to other machines in a step.
-pub fn renewed(model: &Model, recipe: &Recipe, inputs: &Inputs) -> u64 {
-    let stored = recipe.model.dtype.bytes();
-    let turns = inputs.turns.iter().map(|turn| &turn.active);
-    let all = turns
-        .flat_map(|active| (0..inputs.ranks).map(move |rank| weights::renewed(model, inputs, stored, active, rank)));
     all.max().unwrap_or(0)
 }
 

@@ -135,7 +135,7 @@ impl PlanContext<'_> {
 #[cfg(test)]
 mod tests {
     use super::super::tests::{inputs, recipe, spec};
-    use super::super::{Inputs, Model, forecast, renewed, sent, weights};
+    use super::super::{Inputs, Model, forecast, most_renewed, sent, weights};
     use super::*;
     use crate::comm::part_of;
     use crate::engine::{Active, Gradients};
@@ -194,8 +194,8 @@ mod tests {
             assert_eq!(weights::collected(&model, &both, 2, active, rank), near + bytes(rank));
             assert_eq!(weights::collected(&model, &all, 2, active, rank), collected(rank) * 7);
         }
-        assert_eq!(renewed(&model, &recipe, &both), (0..8).map(bytes).max().unwrap());
-        assert_eq!(renewed(&model, &recipe, &all), 0);
+        assert_eq!(most_renewed(&model, &recipe, &both), (0..8).map(bytes).max().unwrap());
+        assert_eq!(most_renewed(&model, &recipe, &all), 0);
         assert!(sent(&model, &recipe, &both) > 0);
     }
 }

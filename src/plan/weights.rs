@@ -8,6 +8,7 @@ use crate::engine::Active;
 use crate::model::spec::EMBEDDING;
 use crate::model::{Spec, tokens};
 use crate::quant::StorageDtype;
+use crate::recipe::Recipe;
 use crate::source::memory::{LayerSlots, WeightMemory, head_slots};
 use crate::source::sharded::{collections, is_in_parts, own_bytes, part_bytes};
 use crate::source::{Group, ParamInfo, Placement, StoragePolicy};
@@ -309,6 +310,14 @@ pub(super) fn renewed(model: &Model, inputs: &Inputs, value_bytes: u64, active: 
     };
     let own = (0..model.layers()).flat_map(|layer| model.layer(layer)).map(|p| of(&p));
     own.sum::<u64>() * (inputs.machines as u64 - 1)
+}
+
+/// The most bytes of new values that a rank sends to other machines in a step.
+pub fn most_renewed(model: &Model, recipe: &Recipe, inputs: &Inputs) -> u64 {
+    let stored = recipe.model.dtype.bytes();
+    let turns = inputs.turns.iter().map(|turn| &turn.active);
+    let of = |active| (0..inputs.ranks).map(move |rank| renewed(model, inputs, stored, active, rank));
+    turns.flat_map(of).max().unwrap_or(0)
 }
 
 /// Bytes of the largest layer with experts, if the weights are not on the device.

@@ -45,7 +45,7 @@ pub fn can_name_machines() -> bool {
 }
 
 /// As `mpirun`, on machines of these names, which are one machine in truth; none: on this machine.
-fn mpirun_on(bench: &Bench, ranks: &[Vec<&str>], hosts: &[&str]) -> Command {
+pub fn mpirun_on(bench: &Bench, ranks: &[Vec<&str>], hosts: &[&str]) -> Command {
     let mut command = Command::new("mpirun");
     for (rank, arguments) in ranks.iter().enumerate() {
         if rank > 0 {

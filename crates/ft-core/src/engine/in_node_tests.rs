@@ -81,7 +81,7 @@ fn exact_values(case: Case, comm: Arc<dyn Collective>) -> Result<Option<HashMap<
     engine.by_root(|| {
         let mut all = HashMap::new();
         for name in active.names() {
-            let mut values = Vec::new();
+            let mut values: Vec<f32> = Vec::new();
             engine.exact(name, &mut |some| {
                 values.extend(some);
                 Ok(())

@@ -10,9 +10,7 @@ use crate::base::{Error, Result};
 use crate::comm::{Collective, Patience, Shard, World};
 use crate::source::{ParamInfo, lock};
 use candle_core::{Device, Tensor};
-use std::collections::BTreeMap;
 use std::ops::Range;
-use std::sync::Arc;
 
 /// Makes the key of a renewal another one than that of a collection.
 const RENEWAL: u64 = 1 << 63;

@@ -25,7 +25,14 @@ fn two_machines_have_the_bits_of_one_rank() {
     }
     let nf4 = [METHODS[4].1, &["memory.frozen_weights=nf4", "model.dtype=bf16"]].concat();
     let averages = ["tune.method=full", "model.dtype=bf16", "train.ema_decay=0.9"];
-    for (method, settings) in [METHODS[0], ("lora over nf4", &nf4), ("averages", &averages)] {
+    let requantized = [METHODS[0].1, &["memory.frozen_weights=nf4"]].concat();
+    let all: [(&str, &[&str]); 4] = [
+        METHODS[0],
+        ("lora over nf4", &nf4),
+        ("averages", &averages),
+        ("block over nf4", &requantized),
+    ];
+    for (method, settings) in all {
         let bench = Bench::new();
         train(&bench, 1, settings, "one");
         train_on(&bench, &MACHINES, settings, "two-machines");

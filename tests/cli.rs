@@ -268,3 +268,48 @@ fn a_reader_that_goes_away_is_no_failure() {
     assert_eq!(out.status.code(), Some(0));
     assert!(out.stderr.is_empty());
 }
+
+/// Weights that the ranks of each machine divide: more memory than divided among all, and nothing but new values between machines.
+#[test]
+fn a_plan_can_be_for_several_machines() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let plan = |weights: &str, ranks: &[&str]| {
+        let first = ["plan", "recipes/block-llama3-8b-24gb.toml", "--json"];
+        let settings = [
+            "model.path=shape:llama-3.1-8b",
+            "model.init=random",
+            "model.device=cpu",
+            "memory.tier=device",
+            "memory.budget=1TB",
+            weights,
+        ];
+        ft(root, &[&first[..], ranks, &settings].concat())
+    };
+    let (all, near) = ("distributed.weights=sharded", "distributed.weights=sharded-in-node");
+    let number = |out: &Output, key: &str| -> u64 {
+        let plan: serde_json::Value = serde_json::from_slice(&out.stdout).unwrap();
+        plan[key].as_u64().unwrap_or_else(|| panic!("{key}: {plan}"))
+    };
+    let eight = plan(all, &["--ranks", "8"]);
+    let two = plan(near, &["--ranks", "8", "--nodes", "2"]);
+    let one = plan(near, &["--ranks", "8"]);
+    assert!(number(&two, "peak_bytes") > number(&eight, "peak_bytes") + (1 << 30));
+    // A layer is sent to three ranks, in parts of twice the size.
+    assert!(number(&two, "sent_bytes") < number(&eight, "sent_bytes"));
+    assert_eq!(number(&one, "sent_bytes"), number(&eight, "sent_bytes"));
+    let said = text(&two.stderr);
+    assert!(said.contains("no layer travels between the 2 machines"), "{said}");
+    assert!(!text(&one.stderr).contains("machines"));
+    let uneven = plan(near, &["--ranks", "8", "--nodes", "3"]);
+    let said = text(&uneven.stderr);
+    assert!(
+        !uneven.status.success() && said.contains("8 ranks on 3 machines"),
+        "{said}"
+    );
+    let refused = plan(near, &["--ranks", "8", "--nodes", "2", "optimizer.name=adafactor"]);
+    let said = text(&refused.stderr);
+    assert!(
+        said.contains("`distributed.weights = \"sharded-in-node\"` needs an update"),
+        "{said}"
+    );
+}

@@ -16,6 +16,7 @@ use crate::report;
   ft plan --recipe my.toml --device-like 4090        does it fit there, and how fast is it?
   ft plan --recipe my.toml --ranks 4                 four ranks on this machine
   ft plan --recipe my.toml --ranks 4 --link 10Gb     four ranks, and the time of their bytes
+  ft plan --recipe my.toml --ranks 8 --nodes 2       eight ranks on two machines like this one
   ft plan --recipe my.toml tune.method=lora --json")]
 pub struct Args {
     #[command(flatten)]
@@ -26,9 +27,12 @@ pub struct Args {
     /// Plan for a GPU of this kind: the memory that it has, the estimated time of a step
     #[arg(long, value_name = "GPU", value_parser = clap::builder::PossibleValuesParser::new(GPUS.map(|gpu| gpu.name)))]
     pub device_like: Option<String>,
-    /// Plan for one of N ranks on this machine
+    /// Plan for one of N ranks
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
     pub ranks: u16,
+    /// The ranks are on N machines like this one, the same number on each
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..), requires = "ranks")]
+    pub nodes: u16,
     /// The connection of the ranks: seconds that the bytes of a step take at least
     #[arg(long, value_name = "RATE", requires = "ranks")]
     pub link: Option<String>,
@@ -47,7 +51,7 @@ pub fn run(mut args: Args) -> Result<i32> {
         .as_ref()
         .and_then(|name| GPUS.iter().find(|gpu| gpu.name == name));
     let link = args.link.as_deref().map(Link::parse).transpose()?;
-    let planned = plan_for(&loaded.recipe, like, usize::from(args.ranks))?;
+    let planned = plan_for(&loaded.recipe, like, (args.ranks.into(), args.nodes.into()))?;
     planned.notes.iter().for_each(|line| super::note(line));
     if let (Some(link), Some(text)) = (link, &args.link) {
         let seconds = link.seconds(planned.sent);

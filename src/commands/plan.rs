@@ -1,7 +1,7 @@
 //! `ft plan`: the memory forecast of a recipe from `config.json` alone. Also reads the rows if they are available.
 
 use crate::base::units::{bytes, counted};
-use crate::base::{Result, files, memory};
+use crate::base::{Error, Result, files, memory};
 use crate::data::describe::visible;
 use crate::model::shapes;
 use crate::ops;
@@ -148,13 +148,22 @@ impl GpuEstimate {
 ///
 /// Errors: an invalid config or data file, or a plan above a budget of the recipe.
 pub fn plan(recipe: &Recipe, like: Option<&'static GpuRates>) -> Result<RecipePlan> {
-    plan_for(recipe, like, 1)
+    plan_for(recipe, like, (1, 1))
 }
 
-/// As `plan`, for one of `ranks` ranks on this machine.
+/// As `plan`, for one of `ranks` ranks on `machines` machines like this one.
 ///
-/// Errors: as `plan`; more ranks than micro-batches in a step.
-pub fn plan_for(recipe: &Recipe, like: Option<&'static GpuRates>, ranks: usize) -> Result<RecipePlan> {
+/// Errors: as `plan`; more ranks than micro-batches in a step; ranks that the machines cannot share equally.
+pub fn plan_for(
+    recipe: &Recipe,
+    like: Option<&'static GpuRates>,
+    (ranks, machines): (usize, usize),
+) -> Result<RecipePlan> {
+    if !ranks.is_multiple_of(machines) {
+        return Err(Error::usage("each machine needs the same number of ranks")
+            .found(format!("{} on {machines} machines", counted(ranks, "rank")))
+            .expected(format!("a number of ranks that {machines} divides")));
+    }
     let like_recipe = like.map(|gpu| on_gpu(recipe, gpu));
     let recipe = like_recipe.as_ref().unwrap_or(recipe);
     let mut model = ModelFiles::of_recipe(recipe)?;
@@ -166,7 +175,7 @@ pub fn plan_for(recipe: &Recipe, like: Option<&'static GpuRates>, ranks: usize) 
         (None, _) => PlanDevice::of(&Device::Cpu)?,
     };
     let device = if ranks > 1 {
-        device.with_process(ProcessState::shared_by(ranks))
+        device.with_process(ProcessState::shared_by(ranks, machines))
     } else {
         device
     };
@@ -275,9 +284,16 @@ pub fn plan_for(recipe: &Recipe, like: Option<&'static GpuRates>, ranks: usize) 
             "a rank sends up to {} {when}{even}; the memory is that of one rank",
             bytes(sent)
         ));
+        if memory.inputs.machines > 1 {
+            notes.push(format!(
+                "no layer travels between the {machines} machines: a rank sends gradients there, and up to {} of new values in a step",
+                bytes(plans::most_renewed(&model, recipe, &memory.inputs))
+            ));
+        }
     }
     if like.is_none() && recipe.model.device == "auto" && memory.inputs.on_gpu {
         let here = ops::device::identities()?.len();
+        let ranks = ranks / machines;
         if here < ranks {
             notes.push(format!(
                 "`ft train` would reject {ranks} ranks on this machine: it has {}",

@@ -141,6 +141,7 @@ mod tests {
                 resident: 0,
                 threads: 2,
                 ranks: 1,
+                machines: 1,
             },
         };
         let limits = MemoryLimits {

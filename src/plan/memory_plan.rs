@@ -93,6 +93,8 @@ pub struct ProcessState {
     pub threads: usize,
     /// Ranks of the job.
     pub ranks: usize,
+    /// Machines of the job.
+    pub machines: usize,
 }
 
 impl ProcessState {
@@ -103,15 +105,17 @@ impl ProcessState {
             resident: memory::resident(),
             threads: rayon::current_num_threads(),
             ranks: 1,
+            machines: 1,
         }
     }
 
-    /// The memory of one of `ranks` ranks on this machine, which share its memory.
-    pub fn shared_by(ranks: usize) -> Self {
+    /// The memory of one of `ranks` ranks on `machines` machines like this one, which share the memory of theirs.
+    pub fn shared_by(ranks: usize, machines: usize) -> Self {
         let now = Self::now();
         Self {
-            available: now.available.map(|free| free / ranks as u64),
+            available: now.available.map(|free| free / ranks.div_ceil(machines) as u64),
             ranks,
+            machines,
             ..now
         }
     }

@@ -33,6 +33,7 @@ pub use model::{Costs, Model};
 pub use run_plan::RunPlan;
 pub use table::{Line, Plan};
 pub use time::{seconds, seconds_of};
+pub use weights::most_renewed;
 
 use crate::base::ledger::{Allocation, Ledger, MemoryKind};
 use crate::comm::{QUANTUM, share};
@@ -49,7 +50,7 @@ use crate::ops::transfer::STAGING_BYTES;
 use crate::optim::Optimizer;
 use crate::optim::config::{Master, OptimizerName};
 use crate::peft::start::cost;
-use crate::recipe::{Dtype, LoraInit, Method, PeftType, Recipe, RolloutWeights};
+use crate::recipe::{Dtype, LoraInit, Method, PeftType, RankWeights, Recipe, RolloutWeights};
 use crate::setup::ActivePeriod;
 use crate::setup::rewards::RewardModelSpec;
 use crate::setup::row_sizes::Evaluation;
@@ -103,6 +104,8 @@ pub struct Inputs {
     pub process_bytes: u64,
     /// Ranks that share the micro-batches of a step.
     pub ranks: usize,
+    /// Machines, if the ranks of each one divide all weights; 1: all ranks divide them, if any do.
+    pub machines: usize,
     /// Ranks that share one micro-batch.
     pub sequence: SequenceConfig,
 }
@@ -139,8 +142,17 @@ impl Inputs {
             data_bytes: 0,
             process_bytes: process.resident + CODE,
             ranks: process.ranks,
+            machines: match recipe.distributed.weights {
+                RankWeights::ShardedInNode => process.machines,
+                _ => 1,
+            },
             sequence,
         }
+    }
+
+    /// Ranks that have all weights together, if they divide them.
+    pub(crate) fn near(&self) -> usize {
+        (self.ranks / self.machines.max(1)).max(1)
     }
 }
 

@@ -3,7 +3,7 @@
 use super::search::{PlanContext, corrects_all};
 use super::updates_in_parts;
 use crate::base::{Error, Result};
-use crate::recipe::{Method, Recipe, Tier};
+use crate::recipe::{Method, RankWeights, Recipe, Tier};
 use crate::source::sharded::is_in_parts;
 use crate::source::{Placement, expert_of};
 
@@ -19,8 +19,12 @@ fn not_by_element(recipe: &Recipe, masked: bool) -> String {
 impl PlanContext<'_> {
     /// Weights in parts on the ranks. Errors: an update that needs whole weights; a tier that holds none.
     pub(super) fn sharded(&self, recipe: &Recipe) -> Result<Placement> {
+        let value = match recipe.distributed.weights {
+            RankWeights::ShardedInNode => "sharded-in-node",
+            _ => "sharded",
+        };
         let refused = |why: &str, found: String| {
-            Error::usage(format!("`distributed.weights = \"sharded\"` {why}"))
+            Error::usage(format!("`distributed.weights = \"{value}\"` {why}"))
                 .found(found)
                 .hint("set `distributed.weights = \"replicated\"`")
         };
@@ -125,5 +129,73 @@ impl PlanContext<'_> {
             ));
         }
         Ok(Placement::ExpertParallel)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::{inputs, recipe, spec};
+    use super::super::{Inputs, Model, forecast, most_renewed, sent, weights};
+    use super::*;
+    use crate::comm::part_of;
+    use crate::engine::{Active, Gradients};
+    use crate::recipe::Dtype;
+    use crate::source::Group;
+    use crate::source::sharded::collections;
+
+    /// `ranks` ranks on `machines` machines, which train all parameters.
+    fn on(machines: usize, ranks: usize) -> Inputs {
+        let all = spec().params().into_iter().map(|p| p.name.to_string());
+        let mut inputs = inputs(Active::new(all), Gradients::Keep);
+        inputs.strategy.placement = Placement::Sharded;
+        (inputs.micro_batches, inputs.ranks, inputs.machines) = (ranks, ranks, machines);
+        inputs
+    }
+
+    #[test]
+    fn a_machine_has_all_weights_and_all_ranks_share_the_rest() {
+        let mut recipe = recipe("[tune]\nmethod = \"full\"");
+        recipe.model.dtype = Dtype::Bf16;
+        let line = |inputs: &Inputs, key: &str| {
+            let plan = forecast(&spec(), &recipe, inputs);
+            plan.lines.iter().find(|line| line.key == key).unwrap().bytes
+        };
+        let (machine, all, both) = (on(1, 4), on(1, 8), on(2, 8));
+        assert_eq!(line(&both, "weights"), line(&machine, "weights"));
+        assert!(line(&both, "weights") > line(&all, "weights"));
+        for key in ["optimizer", "gradients"] {
+            assert_eq!(line(&both, key), line(&all, key), "{key}");
+        }
+        assert!(line(&both, "optimizer") < line(&machine, "optimizer"));
+    }
+
+    #[test]
+    fn layers_are_sent_inside_of_a_machine_and_new_values_outside() {
+        let mut recipe = recipe("[tune]\nmethod = \"full\"");
+        recipe.model.dtype = Dtype::Bf16;
+        let spec = spec();
+        let (all, both) = (on(1, 8), on(2, 8));
+        let model = Model::new(&spec, &both.strategy.storage, &both.adapters);
+        let params = spec.params();
+        let matrices: Vec<_> = params.iter().filter(|p| is_in_parts(p)).collect();
+        let counts = collections(spec.layers.len(), 0, 1, false, |_| true);
+        let sum = |rank: usize, factor: &dyn Fn(usize) -> u64| -> u64 {
+            let own = matrices.iter().map(|p| {
+                let Group::Layer(layer) = p.group else { return 0 };
+                2 * part_of(&p.name, p.elements(), rank, 8).len() as u64 * factor(layer)
+            });
+            own.sum()
+        };
+        let (bytes, collected) = (|rank| sum(rank, &|_| 1), |rank| sum(rank, &|layer| counts[layer]));
+        let active = &both.turns[0].active;
+        for rank in 0..8 {
+            let near = (collected(rank) + collected((rank + 4) % 8)) * 3;
+            assert_eq!(weights::renewed(&model, &both, 2, active, rank), bytes(rank));
+            assert_eq!(weights::collected(&model, &both, 2, active, rank), near + bytes(rank));
+            assert_eq!(weights::collected(&model, &all, 2, active, rank), collected(rank) * 7);
+        }
+        assert_eq!(most_renewed(&model, &recipe, &both), (0..8).map(bytes).max().unwrap());
+        assert_eq!(most_renewed(&model, &recipe, &all), 0);
+        assert!(sent(&model, &recipe, &both) > 0);
     }
 }

@@ -441,7 +441,9 @@ impl PlanContext<'_> {
         // Ranks that train alone have other weights.
         let divides = self.process.ranks > 1 && recipe.distributed.sync_every == 0;
         match (divides, recipe.distributed.weights) {
-            (true, RankWeights::Sharded) => return self.sharded(recipe).map(|placement| vec![placement]),
+            (true, RankWeights::Sharded | RankWeights::ShardedInNode) => {
+                return self.sharded(recipe).map(|placement| vec![placement]);
+            }
             (true, RankWeights::ExpertParallel) => {
                 return self.expert_parallel(recipe).map(|placement| vec![placement]);
             }

@@ -186,6 +186,10 @@ pub(super) fn plan(model: &Model, recipe: &Recipe, inputs: &Inputs, l: Ledger, p
         crate::engine::Gradients::Keep => "f32, kept until the update",
         _ => "f32, each applied and freed immediately",
     };
+    let among = match inputs.machines {
+        0 | 1 => format!("{} ranks", inputs.ranks),
+        _ => format!("{} ranks of a machine", inputs.near()),
+    };
     let lines = [
         (
             MemoryKind::Weights,
@@ -193,10 +197,9 @@ pub(super) fn plan(model: &Model, recipe: &Recipe, inputs: &Inputs, l: Ledger, p
             "weights",
             match inputs.strategy.placement {
                 super::Placement::Device => format!("all of them, {stored}"),
-                super::Placement::Sharded => format!(
-                    "a part of each layer on each of {} ranks, two whole {layers}, head and embedding; {stored}",
-                    inputs.ranks
-                ),
+                super::Placement::Sharded => {
+                    format!("a part of each layer on each of {among}, two whole {layers}, head and embedding; {stored}")
+                }
                 super::Placement::ShardedHost => format!(
                     "a part of the active matrices on each of {} ranks, two whole {layers}, the head; {stored}",
                     inputs.ranks
@@ -248,10 +251,7 @@ pub(super) fn plan(model: &Model, recipe: &Recipe, inputs: &Inputs, l: Ledger, p
             match inputs.strategy.placement {
                 super::Placement::Host => format!("all of them, {stored}"),
                 super::Placement::ShardedHost => {
-                    format!(
-                        "a part of each layer on each of {} ranks, two whole layers; {stored}",
-                        inputs.ranks
-                    )
+                    format!("a part of each layer on each of {among}, two whole layers; {stored}")
                 }
                 _ => "two prefetched layers".into(),
             },

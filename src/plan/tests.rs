@@ -97,6 +97,7 @@ pub(super) fn inputs(active: Active, gradients: Gradients) -> Inputs {
         data_bytes: 0,
         process_bytes: 0,
         ranks: 1,
+        machines: 1,
         sequence: Default::default(),
     }
 }

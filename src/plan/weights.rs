@@ -8,6 +8,7 @@ use crate::engine::Active;
 use crate::model::spec::EMBEDDING;
 use crate::model::{Spec, tokens};
 use crate::quant::StorageDtype;
+use crate::recipe::Recipe;
 use crate::source::memory::{LayerSlots, WeightMemory, head_slots};
 use crate::source::sharded::{collections, is_in_parts, own_bytes, part_bytes};
 use crate::source::{Group, ParamInfo, Placement, StoragePolicy};
@@ -208,7 +209,7 @@ pub(super) fn in_parts(model: &Model, inputs: &Inputs, value_bytes: u64, active:
             let (mut own, quantized) = bytes(&p);
             if is_in_parts(&p) {
                 collected += own;
-                own = part_bytes(&p, own, quantized, inputs.ranks as u64);
+                own = part_bytes(&p, own, quantized, inputs.near() as u64);
             }
             all = all.saturating_add(own.saturating_mul(run.count as u64));
         }
@@ -231,11 +232,14 @@ pub(super) fn parts_on_host(model: &Model, inputs: &Inputs, active: &Active) -> 
             let mut own = whole(&p);
             if is_in_parts(&p) {
                 collected += own;
+                let near = inputs.near() as u64;
                 if active.contains(&p.name) {
-                    collected += part_bytes(&p, own, false, inputs.ranks as u64);
+                    let on_gpu = part_bytes(&p, own, false, inputs.ranks as u64);
+                    collected += on_gpu;
+                    own = part_bytes(&p, own, false, near).saturating_sub(on_gpu);
+                } else {
+                    own = part_bytes(&p, own, storage.of(&p).is_quantized(), near);
                 }
-                own = part_bytes(&p, own, storage.of(&p).is_quantized(), inputs.ranks as u64);
-                own *= u64::from(!active.contains(&p.name));
             }
             all = all.saturating_add(own.saturating_mul(run.count as u64));
         }
@@ -263,7 +267,7 @@ pub(super) fn collected(model: &Model, inputs: &Inputs, value_bytes: u64, active
     if !inputs.strategy.placement.is_sharded() {
         return 0;
     }
-    let (layers, size) = (model.layers(), inputs.ranks);
+    let (layers, size, near) = (model.layers(), inputs.ranks, inputs.near());
     let trains = |layer: usize| model.layer(layer).any(|p| is_in_parts(&p) && active.contains(&p.name));
     let lowest = active.lowest_layer(layers);
     let counts = collections(
@@ -280,11 +284,40 @@ pub(super) fn collected(model: &Model, inputs: &Inputs, value_bytes: u64, active
             }
             _ => (None, value_bytes * p.elements() as u64),
         };
-        own_bytes(&p, format, bytes, (rank, size))
+        if format.is_some() {
+            return own_bytes(&p, format, bytes, (rank % near, near));
+        }
+        // The own part, and copies of those of the same rank on other machines.
+        let peers = (rank % near..size).step_by(near);
+        peers.map(|peer| own_bytes(&p, None, bytes, (peer, size))).sum()
     };
     let of_layer = |layer: usize| model.layer(layer).filter(is_in_parts).map(of).sum::<u64>();
     let all = counts.iter().enumerate().map(|(layer, count)| count * of_layer(layer));
-    all.sum::<u64>() * (size as u64 - 1)
+    all.sum::<u64>() * (near as u64 - 1) + renewed(model, inputs, value_bytes, active, rank)
+}
+
+/// Bytes of new values that rank `rank` sends in a step to the ranks of other machines that have copies of them.
+pub(super) fn renewed(model: &Model, inputs: &Inputs, value_bytes: u64, active: &Active, rank: usize) -> u64 {
+    if inputs.machines < 2 || !inputs.strategy.placement.is_sharded() {
+        return 0;
+    }
+    let of = |p: &ParamInfo| {
+        if is_in_parts(p) && active.contains(&p.name) {
+            own_bytes(p, None, value_bytes * p.elements() as u64, (rank, inputs.ranks))
+        } else {
+            0
+        }
+    };
+    let own = (0..model.layers()).flat_map(|layer| model.layer(layer)).map(|p| of(&p));
+    own.sum::<u64>() * (inputs.machines as u64 - 1)
+}
+
+/// The most bytes of new values that a rank sends to other machines in a step.
+pub fn most_renewed(model: &Model, recipe: &Recipe, inputs: &Inputs) -> u64 {
+    let stored = recipe.model.dtype.bytes();
+    let turns = inputs.turns.iter().map(|turn| &turn.active);
+    let of = |active| (0..inputs.ranks).map(move |rank| renewed(model, inputs, stored, active, rank));
+    turns.flat_map(of).max().unwrap_or(0)
 }
 
 /// Bytes of the largest layer with experts, if the weights are not on the device.
@@ -319,6 +352,7 @@ impl Inputs {
             storage: &self.strategy.storage,
             placement: self.strategy.placement,
             ranks: self.ranks as u64,
+            near: self.near() as u64,
             experts,
             on_gpu: self.on_gpu,
             file_bytes: self.file_bytes,

@@ -14,7 +14,7 @@ use crate::hub;
 use crate::model::{Network, Spec, TokenRows, TrainableNetwork, families, shapes};
 use crate::ops::transfer::HostMemory;
 use crate::ops::{self, update};
-use crate::recipe::{self, Dtype, Method, ModelInit, ModelRef, Recipe};
+use crate::recipe::{self, Dtype, Method, ModelInit, ModelRef, RankWeights, Recipe};
 use crate::report;
 use crate::setup::locate::{adapter_directory, model_config};
 use crate::setup::vocabulary::{NewRows, TextChanges};
@@ -397,6 +397,7 @@ impl ModelFiles {
             Placement::Sharded | Placement::ShardedHost | Placement::ExpertParallel => {
                 let division = match strategy.placement {
                     Placement::ExpertParallel => Division::Experts,
+                    _ if recipe.distributed.weights == RankWeights::ShardedInNode => Division::InNode,
                     _ => Division::Elements,
                 };
                 let params = self.spec.params();

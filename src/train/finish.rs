@@ -8,7 +8,7 @@ use crate::formats::writer::Values;
 use crate::hf::{self, BaseHashes, ModelExport};
 use crate::model::spec::{EMBEDDING, LM_HEAD};
 use crate::model::{Adapters, TokenRows};
-use crate::ops::update;
+use crate::ops::{master, update};
 use crate::peft::lora::scaling;
 use crate::peft::ranks;
 use crate::peft::start::algebra;
@@ -19,7 +19,7 @@ use crate::setup::ModelDir;
 use crate::source::{Group, Numbers, ParamInfo, Sublayer};
 use crate::train::stage::preference;
 use crate::train::starts;
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -282,6 +282,16 @@ fn decoded(engine: &Engine, name: &str) -> Result<Option<Vec<f32>>> {
 
 /// Passes the values of a weight to `sink` in the type in which they are stored.
 fn as_stored(engine: &Engine, name: &str, sink: &mut dyn FnMut(Values) -> Result<()>) -> Result<()> {
+    let sharded = engine.store.sharded();
+    if let Some(store) = sharded.filter(|store| store.in_parts(name) && store.own(name).is_none()) {
+        // It is quantized now, so the owners of its parts have the exact values.
+        let values = exact(engine, name)?.into_iter();
+        return match store.exact_part(name)?.0.dtype() {
+            DType::BF16 => sink(Values::Bf16(&values.map(|x| master::split(x).0).collect::<Vec<_>>())),
+            DType::F16 => sink(Values::F16(&values.map(|x| master::split_f16(x).0).collect::<Vec<_>>())),
+            _ => sink(Values::F32(&values.collect::<Vec<_>>())),
+        };
+    }
     engine.store.read(name, &mut |numbers| match numbers {
         Numbers::F32(values) => sink(Values::F32(values)),
         Numbers::Bf16(values, _) => sink(Values::Bf16(values)),

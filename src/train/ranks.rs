@@ -7,6 +7,7 @@ use crate::model::Spec;
 use crate::ops::CpuBackend;
 use crate::plan::{PlanDevice, ProcessState};
 use crate::recipe::{Distributed, RankWeights, Recipe, Train};
+use crate::source::sharded::Machines;
 use crate::train::Options;
 use crate::train::gpus::OwnDevice;
 use crate::train::state::RunFingerprint;
@@ -140,7 +141,9 @@ impl Ranks {
     }
 
     /// The state of the processes for a plan that all ranks make alike: of the tightest one.
-    pub fn process(&self) -> Result<ProcessState> {
+    ///
+    /// Errors: `weights` needs as many ranks on every machine.
+    pub fn process(&self, weights: RankWeights) -> Result<ProcessState> {
         let now = ProcessState::now();
         if !self.several() {
             return Ok(now);
@@ -158,6 +161,18 @@ impl Ranks {
             .map(|text| serde_json::from_slice(text).unwrap_or_default())
             .collect();
         let on_host = |host: &Value| all.iter().filter(|other| other["host"] == *host).count().max(1) as u64;
+        let hosts: Vec<&str> = all
+            .iter()
+            .map(|rank| rank["host"].as_str().unwrap_or_default())
+            .collect();
+        let machines = match Machines::of_hosts(&hosts) {
+            Err(e) if weights == RankWeights::ShardedInNode => {
+                return Err(e.at(Distributed::weights).hint(
+                    "start the same number of ranks on each machine, or set `distributed.weights = \"sharded\"`",
+                ));
+            }
+            found => found.map_or(1, |machines| machines.count()),
+        };
         // The ranks of a machine share its free memory.
         let shares = all
             .iter()
@@ -169,16 +184,17 @@ impl Ranks {
             resident: most("resident"),
             threads: most("threads") as usize,
             ranks: self.size(),
+            machines,
         })
     }
 
     /// The device for a plan that all ranks make alike: the tightest one.
-    pub fn plan_device(&self, device: &OwnDevice) -> Result<PlanDevice> {
+    pub fn plan_device(&self, device: &OwnDevice, weights: RankWeights) -> Result<PlanDevice> {
         let own = PlanDevice::of(&device.device)?;
         if !self.several() {
             return Ok(own);
         }
-        let own = own.with_process(self.process()?);
+        let own = own.with_process(self.process(weights)?);
         let Some(free) = own.free() else { return Ok(own) };
         let taken = u64::MAX - free / device.sharing as u64;
         Ok(own.with_free(u64::MAX - self.most(taken, Patience::Long)?))

@@ -409,6 +409,7 @@ fn measure(s: &Shape, way: Way, dtype: Dtype, place: Placement, before: usize) -
         data_bytes: 0,
         process_bytes: 0,
         ranks: 1,
+        machines: 1,
         sequence: Default::default(),
     };
     (most as u64, plan::forecast(&spec, &recipe, &inputs))

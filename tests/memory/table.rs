@@ -173,6 +173,7 @@ fn measure(case: &Case, file: &Path) -> Value {
         data_bytes: 0,
         process_bytes: process,
         ranks: 1,
+        machines: 1,
         sequence: Default::default(),
     };
     let rng = Rng::new(9, Stream::Init, &[]);

@@ -8,7 +8,7 @@ use crate::same::{assert_same_final, assert_same_lines};
 use crate::sequence::numbers;
 use serde_json::Value;
 use std::fs;
-use std::process::Output;
+use std::process::{Command, Output};
 
 /// On one rank `auto` lets products add to sums.
 pub const BASE: [&str; 7] = [
@@ -45,7 +45,10 @@ fn has_gpus() -> bool {
 
 /// Runs a job of `size` ranks on a machine with `gpus` GPUs in software.
 fn run(bench: &Bench, size: usize, gpus: usize, arguments: &[&str]) -> Output {
-    let mut command = job::mpirun(bench, &vec![arguments.to_vec(); size]);
+    ended(job::mpirun(bench, &vec![arguments.to_vec(); size]), gpus)
+}
+
+fn ended(mut command: Command, gpus: usize) -> Output {
     if in_software() {
         let numbers: Vec<String> = (0..gpus).map(|gpu| gpu.to_string()).collect();
         command
@@ -57,6 +60,11 @@ fn run(bench: &Bench, size: usize, gpus: usize, arguments: &[&str]) -> Output {
 
 /// Trains into `out` and renames it, because checkpoints contain the name of their run.
 fn train(bench: &Bench, size: usize, settings: &[&str], name: &str) {
+    trained(bench, settings, name, |arguments| run(bench, size, size, arguments));
+}
+
+/// As `train`; `run` runs the job.
+fn trained(bench: &Bench, settings: &[&str], name: &str, run: impl Fn(&[&str]) -> Output) {
     // A machine with real GPUs may have one only.
     let device = if in_software() { "auto" } else { "cuda:0" };
     let device = format!("model.device={device}");
@@ -68,8 +76,8 @@ fn train(bench: &Bench, size: usize, settings: &[&str], name: &str) {
     });
     arguments.extend(settings);
     arguments.extend([device.as_str(), "train.output_dir=out"]);
-    let out = run(bench, size, size, &arguments);
-    assert!(out.status.success(), "{size} ranks, {arguments:?}\n{}", said(&out));
+    let out = run(&arguments);
+    assert!(out.status.success(), "{name}, {arguments:?}\n{}", said(&out));
     fs::rename(bench.path("out"), bench.path(name)).unwrap();
 }
 
@@ -234,6 +242,43 @@ fn weights_in_parts_have_the_bits_of_one_rank() {
         &all(&["tune.method=lora", "model.dtype=bf16", "memory.frozen_weights=nf4"]),
         &[2],
     );
+}
+
+/// Two machines of one or two ranks, which are one machine in truth. Copies of the parts of other machines are in host memory.
+#[test]
+fn weights_in_parts_of_each_machine_have_the_bits_of_one_rank() {
+    if !has_gpus() || !job::can_name_machines() {
+        return;
+    }
+    let common = [
+        "distributed.weights=sharded-in-node",
+        "train.save_steps=1",
+        "model.dtype=bf16",
+    ];
+    let block = [
+        "tune.method=block",
+        "tune.block.switch_every=1",
+        "memory.frozen_weights=nf4",
+    ];
+    let cases: [(&[&str], &[&str]); 2] = [
+        (
+            &["tune.method=full", "train.gradient_accumulation_steps=4"],
+            &["a", "b", "a", "b"],
+        ),
+        (&block, &["a", "b"]),
+    ];
+    for (own, hosts) in cases {
+        let settings = [&WIDE[..], &common, own].concat();
+        let bench = Bench::new();
+        train(&bench, 1, &settings, "one");
+        trained(&bench, &settings, "two-machines", |arguments| {
+            let ranks = vec![arguments.to_vec(); hosts.len()];
+            ended(job::mpirun_on(&bench, &ranks, hosts), hosts.len() / 2)
+        });
+        assert_same_lines(&bench, "one", "two-machines");
+        assert_same_final(&bench, "one", "two-machines");
+        assert_same_checkpoints(&bench, "one", "two-machines", 0);
+    }
 }
 
 #[test]

@@ -22,21 +22,53 @@ const LIMIT: Duration = Duration::from_secs(120);
 
 /// A job with one list of arguments for each rank.
 pub fn mpirun(bench: &Bench, ranks: &[Vec<&str>]) -> Command {
+    mpirun_on(bench, ranks, &[])
+}
+
+/// As `mpirun`, with a working directory for each rank.
+pub fn mpirun_in(bench: &Bench, ranks: &[(PathBuf, Vec<&str>)]) -> Command {
+    start_ranks(bench, ranks, &[])
+}
+
+/// Gives a rank the name of a machine of its own.
+const NAMED: [&str; 6] = [
+    "unshare",
+    "--map-root-user",
+    "--uts",
+    "sh",
+    "-c",
+    "hostname \"$0\" && exec \"$@\"",
+];
+
+/// True if this system lets a process have a machine name of its own; else says that a test is skipped.
+pub fn can_name_machines() -> bool {
+    let named = Command::new(NAMED[0]).args(&NAMED[1..]).args(["a", "true"]).status();
+    let can = named.is_ok_and(|status| status.success());
+    if !can {
+        eprintln!("skipped: `unshare --map-root-user --uts` is not allowed here");
+    }
+    can
+}
+
+/// As `mpirun`, on machines of these names, which are one machine in truth; none: on this machine.
+pub fn mpirun_on(bench: &Bench, ranks: &[Vec<&str>], hosts: &[&str]) -> Command {
     let ranks: Vec<_> = ranks
         .iter()
         .map(|a| (bench.dir.path().to_path_buf(), a.clone()))
         .collect();
-    mpirun_in(bench, &ranks)
+    start_ranks(bench, &ranks, hosts)
 }
 
-/// A job with a working directory and a list of arguments for each rank.
-pub fn mpirun_in(bench: &Bench, ranks: &[(PathBuf, Vec<&str>)]) -> Command {
+fn start_ranks(bench: &Bench, ranks: &[(PathBuf, Vec<&str>)], hosts: &[&str]) -> Command {
     let mut command = Command::new("mpirun");
     for (rank, (directory, arguments)) in ranks.iter().enumerate() {
         if rank > 0 {
             command.arg(":");
         }
         command.args(["-n", "1", "-wdir"]).arg(directory);
+        if let Some(host) = hosts.get(rank) {
+            command.args(NAMED).arg(host);
+        }
         command
             .args([
                 env!("CARGO_BIN_EXE_ft"),
@@ -100,6 +132,12 @@ pub fn wait(mut child: Child) -> Output {
 /// Runs a job of `size` ranks with the same arguments.
 pub fn run(bench: &Bench, size: usize, arguments: &[&str]) -> Output {
     wait(start(bench, &vec![arguments.to_vec(); size]))
+}
+
+/// As `run`, with a rank for each of these names of machines.
+pub fn run_on(bench: &Bench, hosts: &[&str], arguments: &[&str]) -> Output {
+    let ranks = vec![arguments.to_vec(); hosts.len()];
+    wait(begin(mpirun_on(bench, &ranks, hosts)))
 }
 
 /// As `run`; the job must succeed.

@@ -11,6 +11,7 @@ mod faults;
 #[cfg(feature = "cuda")]
 mod gpus;
 mod job;
+mod machines;
 mod memory;
 #[cfg(feature = "nccl")]
 mod nccl;

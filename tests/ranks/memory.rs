@@ -26,6 +26,11 @@ pub fn bench() -> Bench {
 
 /// Peak memory of the tightest rank in the steps, forecast, and number of trained parameters.
 fn measure(bench: &Bench, size: usize, weights: &str) -> (u64, u64, u64) {
+    measured(bench, weights, |arguments| job::train(bench, size, arguments))
+}
+
+/// As `measure`; `train` runs a job.
+fn measured(bench: &Bench, weights: &str, train: impl Fn(&[&str])) -> (u64, u64, u64) {
     let arguments = [
         weights,
         "model.init=random",
@@ -37,7 +42,7 @@ fn measure(bench: &Bench, size: usize, weights: &str) -> (u64, u64, u64) {
         "data.max_length=64",
         "train.output_dir=out",
     ];
-    job::train(bench, size, &arguments);
+    train(&arguments);
     let plan: Value = serde_json::from_slice(&fs::read(bench.path("out/plan.json")).unwrap()).unwrap();
     let lines = fs::read_to_string(bench.path("out/metrics.jsonl")).unwrap();
     let peaks = lines
@@ -81,6 +86,19 @@ fn gradients_and_moments_are_divided_and_forecast() {
         least - peak > saved * 8 / 10,
         "{least} with whole weights, {peak} in parts"
     );
+    if !job::can_name_machines() {
+        return;
+    }
+    // Half of the layers on each rank of two machines, and less than whole ones.
+    let (more, forecast, _) = measured(&bench, "distributed.weights=sharded-in-node", |arguments| {
+        let out = job::run_on(&bench, &["a", "a", "b", "b"], arguments);
+        assert!(out.status.success(), "{}", crate::bench::said(&out));
+    });
+    println!("2 machines of 2 ranks: peak {more}, forecast {forecast}");
+    let error = more as f64 / forecast as f64 - 1.0;
+    assert!(error.abs() < 0.1, "two machines: {more} bytes, {forecast} forecast");
+    let copies = 4 * trained * 9 / 10 / 4;
+    assert!(more > peak + copies * 8 / 10, "{more} on two machines, {peak} on one");
 }
 
 /// Block training of 8B on two ranks of 24 GB and of 70B on four of 80 GB, as `ft plan --ranks` sees it, without the low

@@ -8,7 +8,7 @@ use std::fs;
 use std::os::unix::fs::symlink;
 
 /// Five micro-batches do not divide by 2, 3 or 4.
-const BASE: [&str; 5] = [
+pub const BASE: [&str; 5] = [
     "train.max_steps=10",
     "train.save_steps=4",
     "train.save_total_limit=9",
@@ -110,7 +110,7 @@ const WITH_REWARDS: [(&str, &[&str]); 2] = [
 const SHARDED: &str = "distributed.weights=sharded";
 
 /// The checkpoints of a run: names and bytes. Where the weights were is not compared, and so no hash of the state.
-fn checkpoints(bench: &Bench, run: &str) -> Vec<(String, Vec<u8>)> {
+pub fn checkpoints(bench: &Bench, run: &str) -> Vec<(String, Vec<u8>)> {
     let all = files(&bench.path(run)).into_iter();
     let mut found: Vec<_> = all.filter(|(name, _)| name.starts_with("checkpoint-")).collect();
     assert!(!found.is_empty(), "{run} has no checkpoint");
@@ -125,12 +125,12 @@ fn checkpoints(bench: &Bench, run: &str) -> Vec<(String, Vec<u8>)> {
 }
 
 /// Trains into `out` and renames it, because checkpoints contain the name of their run.
-fn train(bench: &Bench, size: usize, settings: &[&str], name: &str) {
+pub fn train(bench: &Bench, size: usize, settings: &[&str], name: &str) {
     job::train(bench, size, &[&BASE[..], settings, &["train.output_dir=out"]].concat());
     fs::rename(bench.path("out"), bench.path(name)).unwrap();
 }
 
-fn assert_same_checkpoints(bench: &Bench, one: &str, other: &str, method: &str) {
+pub fn assert_same_checkpoints(bench: &Bench, one: &str, other: &str, method: &str) {
     let (one, found) = (checkpoints(bench, one), checkpoints(bench, other));
     let names = |all: &[(String, Vec<u8>)]| all.iter().map(|f| f.0.clone()).collect::<Vec<_>>();
     assert_eq!(names(&one), names(&found), "{method}: {other}");

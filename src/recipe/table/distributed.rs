@@ -57,8 +57,8 @@ section! {
     pub struct Distributed in "distributed" {
         /// Where the weights are. `replicated`: all on every rank. `sharded`: each rank has a part of every matrix of the
         /// layers, and a layer is collected from all ranks before it is used. `expert-parallel`: each rank has some of the routed
-        /// experts and all other weights, and the hidden states of the tokens travel to the experts. Not available yet: `sharded-in-node`,
-        /// `host`.
+        /// experts and all other weights, and the hidden states of the tokens travel to the experts. `sharded-in-node`: as `sharded`,
+        /// but all ranks of a machine together have all weights, and a layer is collected from them. Not available yet: `host`.
         weights: RankWeights = "auto", "replicated if it fits or on GPUs, else sharded", resume FREE;
         /// How gradients are added. `ordered`: in the order of the micro-batches, which gives the result of one rank, bit for bit. On one GPU
         /// `auto` lets a product add to the sum, which is faster and rounds differently: write `ordered` there for the result of
@@ -159,7 +159,10 @@ fn check_apart(s: &Settings, faults: &mut Faults) {
         }
     }
     let d = &s.distributed;
-    if matches!(d.weights, RankWeights::Sharded | RankWeights::ExpertParallel) {
+    if matches!(
+        d.weights,
+        RankWeights::Sharded | RankWeights::ShardedInNode | RankWeights::ExpertParallel
+    ) {
         fault(
             Keys::weights,
             d.weights.name().into(),
@@ -288,11 +291,11 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
                 .expected(use_instead),
         );
     };
-    if matches!(d.weights, RankWeights::ShardedInNode | RankWeights::Host) {
+    if d.weights == RankWeights::Host {
         refuse(
             Keys::weights,
             d.weights.name().into(),
-            "`replicated`, `sharded` or `expert-parallel`",
+            "`replicated`, `sharded`, `sharded-in-node` or `expert-parallel`",
         );
     }
     if d.checkpoint == RankCheckpoint::Parts {

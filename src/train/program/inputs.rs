@@ -75,7 +75,7 @@ impl<'a> Decisions<'a> {
             Some(rows),
             &stored,
             &before,
-            &options.ranks.plan_device(own)?,
+            &options.ranks.plan_device(own, recipe.distributed.weights)?,
             adapters::Values::Drawn,
         )?;
         let Some(stream) = stream else {

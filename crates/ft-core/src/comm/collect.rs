@@ -5,26 +5,47 @@ use candle_core::{CpuStorage, DType, Device, Storage, Tensor};
 use half::{bf16, f16};
 use std::ops::Range;
 
-/// A list of which each rank stores a part.
+/// A list of which ranks store parts.
 #[derive(Debug, Clone)]
 pub struct Shard {
-    /// The own part: flat, on the CPU; f32, bf16, f16, i16 or u8.
-    pub own: Tensor,
-    /// The elements of each rank, in the order of the ranks. Together they are the whole list.
-    pub ranges: Vec<Range<usize>>,
+    /// The own parts: flat, on the CPU, of one type: f32, bf16, f16, i16 or u8.
+    pub own: Vec<Tensor>,
+    /// The elements of each rank, in the order of the ranks; those of this rank in the order of `own`. Together they are the
+    /// whole list. An own part whose range is empty is sent only.
+    pub ranges: Vec<Vec<Range<usize>>>,
 }
 
 impl Shard {
+    /// A list of which each rank stores one part.
+    pub fn one(own: Tensor, ranges: &[Range<usize>]) -> Self {
+        Self {
+            own: vec![own],
+            ranges: ranges.iter().map(|range| vec![range.clone()]).collect(),
+        }
+    }
+
     /// Elements of the whole list.
     pub fn elements(&self) -> usize {
-        self.ranges.iter().map(|range| range.end).max().unwrap_or(0)
+        let all = self.ranges.iter().flatten();
+        all.map(|range| range.end).max().unwrap_or(0)
+    }
+
+    /// The type of the numbers.
+    pub(super) fn dtype(&self) -> DType {
+        self.own.first().map_or(DType::U8, Tensor::dtype)
     }
 
     /// The whole list of a job of one rank.
     pub(super) fn alone(&self) -> Result<Whole> {
-        let mut whole = Whole::zeros(self.own.dtype(), self.own.elem_count())?;
-        let guard = self.own.storage_and_layout();
-        whole.bytes().copy_from_slice(own_bytes(&guard.0, &self.own)?);
+        let mut whole = Whole::zeros(self.dtype(), self.elements())?;
+        let mut rest = whole.bytes();
+        for own in &self.own {
+            let guard = own.storage_and_layout();
+            let own = own_bytes(&guard.0, own)?;
+            let (part, after) = rest.split_at_mut(own.len());
+            part.copy_from_slice(own);
+            rest = after;
+        }
         Ok(whole)
     }
 }
@@ -65,6 +86,17 @@ impl Whole {
             Self::F16(v) => as_bytes_mut(v),
             Self::I16(v) => as_bytes_mut(v),
             Self::U8(v) => v,
+        }
+    }
+
+    /// Number of elements.
+    pub fn elements(&self) -> usize {
+        match self {
+            Self::F32(v) => v.len(),
+            Self::Bf16(v) => v.len(),
+            Self::F16(v) => v.len(),
+            Self::I16(v) => v.len(),
+            Self::U8(v) => v.len(),
         }
     }
 

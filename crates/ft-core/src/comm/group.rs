@@ -20,7 +20,7 @@ type Lists = Vec<Vec<f32>>;
 enum Job {
     Exchange(u64, Lists, Vec<usize>, Sender<Result<Lists>>),
     Gather(u64, Vec<f32>, Vec<usize>, Sender<Result<Lists>>),
-    Collect(u64, Vec<Shard>, Option<usize>, Sender<Result<Vec<Whole>>>),
+    Collect(u64, Vec<Shard>, Vec<usize>, Sender<Result<Vec<Whole>>>),
     Bytes(Vec<u8>, Patience, Sender<Result<Vec<Vec<u8>>>>),
     Device(Device, Sender<Result<()>>),
     Fail(i32, String, Sender<Vec<Fault>>),
@@ -166,7 +166,7 @@ impl Collective for RankGroup {
         Pending(State::Coming(coming))
     }
 
-    fn collect(&self, key: u64, shards: Vec<Shard>, to: Option<usize>) -> Pending<Whole> {
+    fn collect(&self, key: u64, shards: Vec<Shard>, to: Vec<usize>) -> Pending<Whole> {
         let (reply, coming) = channel();
         self.send(Job::Collect(key, shards, to, reply));
         Pending(State::Coming(coming))
@@ -273,7 +273,7 @@ impl<W: Wire> Worker<W> {
                     let _ = reply.send(self.gather(key, own, &lengths));
                 }
                 Job::Collect(key, shards, to, reply) => {
-                    let _ = reply.send(self.collect(key, &shards, to));
+                    let _ = reply.send(self.collect(key, &shards, &to));
                 }
                 Job::Bytes(own, patience, reply) => {
                     let _ = reply.send(self.bytes(own, patience));
@@ -442,39 +442,50 @@ impl<W: Wire> Worker<W> {
         Ok(into)
     }
 
-    fn collect(&mut self, key: u64, shards: &[Shard], to: Option<usize>) -> Result<Vec<Whole>> {
+    fn collect(&mut self, key: u64, shards: &[Shard], to: &[usize]) -> Result<Vec<Whole>> {
         let limit = Some(self.patience());
         self.begin(COLLECT, key, limit)?;
         let rank = self.world.rank;
-        let receives = |rank: usize| to.is_none_or(|to| to == rank);
-        let guards: Vec<_> = shards.iter().map(|shard| shard.own.storage_and_layout()).collect();
-        let own = guards
+        let guards: Vec<Vec<_>> = shards
             .iter()
-            .zip(shards)
-            .map(|((guard, _), shard)| own_bytes(guard, &shard.own));
-        let own: Vec<&[u8]> = own.collect::<Result<_>>()?;
-        let others = |rank: &usize| *rank != self.world.rank;
-        let mut out = Vec::new();
-        for own in &own {
-            let to = (0..self.world.size).filter(others).filter(|rank| receives(*rank));
-            out.extend(to.map(|to| (to, *own)));
+            .map(|shard| shard.own.iter().map(|own| own.storage_and_layout()).collect())
+            .collect();
+        let mut own = Vec::new();
+        for (guards, shard) in guards.iter().zip(shards) {
+            let bytes = guards.iter().zip(&shard.own);
+            let bytes = bytes.map(|((guard, _), part)| own_bytes(guard, part));
+            own.push(bytes.collect::<Result<Vec<&[u8]>>>()?);
         }
-        let whole = shards.iter().filter(|_| receives(rank));
-        let whole = whole.map(|shard| Whole::zeros(shard.own.dtype(), shard.elements()));
+        let mut out = Vec::new();
+        for (own, shard) in own.iter().zip(shards) {
+            // In the order in which the others take them.
+            let mut order: Vec<usize> = (0..own.len()).collect();
+            order.sort_by_key(|part| shard.ranges[rank][*part].start);
+            for part in order {
+                let others = to.iter().filter(|to| **to != rank);
+                out.extend(others.map(|to| (*to, own[part])));
+            }
+        }
+        let whole = shards.iter().filter(|_| to.contains(&rank));
+        let whole = whole.map(|shard| Whole::zeros(shard.dtype(), shard.elements()));
         let mut whole: Vec<Whole> = whole.collect::<Result<_>>()?;
         let mut into = Vec::new();
         for ((whole, shard), own) in whole.iter_mut().zip(shards).zip(&own) {
-            let width = shard.own.dtype().size_in_bytes();
-            let mut parts: Vec<(usize, usize)> = shard.ranges.iter().map(|r| width * r.len()).enumerate().collect();
-            parts.sort_by_key(|(rank, _)| shard.ranges[*rank].start);
+            let width = shard.dtype().size_in_bytes();
+            let mut parts = Vec::new();
+            for (of, ranges) in shard.ranges.iter().enumerate() {
+                let some = ranges.iter().enumerate().filter(|(_, range)| !range.is_empty());
+                parts.extend(some.map(|(part, range)| (range.start, width * range.len(), of, part)));
+            }
+            parts.sort_unstable();
             let mut rest = whole.bytes();
-            for (of, length) in parts {
-                let (part, after) = rest.split_at_mut(length);
+            for (_, length, of, part) in parts {
+                let (here, after) = rest.split_at_mut(length);
                 rest = after;
                 if of == rank {
-                    part.copy_from_slice(own);
+                    here.copy_from_slice(own[part]);
                 } else {
-                    into.push((of, part));
+                    into.push((of, here));
                 }
             }
         }

@@ -125,9 +125,10 @@ pub trait Collective: Send + Sync {
     /// `own` goes to every rank; a list of `lengths[j]` numbers comes from rank j. `key`: equal on all ranks.
     fn gather(&self, key: u64, own: Vec<f32>, lengths: Vec<usize>) -> Pending;
 
-    /// The whole lists of which each rank stores a part; `to`: on this rank only, the others get no list. `key`: equal on
-    /// all ranks. The own parts must not change before the end.
-    fn collect(&self, key: u64, shards: Vec<Shard>, to: Option<usize>) -> Pending<Whole>;
+    /// The whole lists of which ranks store parts. This rank sends its parts to the ranks `to`; it gets the lists if it is one
+    /// of them. Groups of ranks can collect lists of their own at the same time. `key`: equal on all ranks. The own parts must
+    /// not change before the end.
+    fn collect(&self, key: u64, shards: Vec<Shard>, to: Vec<usize>) -> Pending<Whole>;
 
     /// What every rank says, in the order of the ranks.
     ///
@@ -182,7 +183,7 @@ impl Collective for Alone {
         Pending(State::Here(Ok(vec![own])))
     }
 
-    fn collect(&self, _: u64, shards: Vec<Shard>, _: Option<usize>) -> Pending<Whole> {
+    fn collect(&self, _: u64, shards: Vec<Shard>, _: Vec<usize>) -> Pending<Whole> {
         Pending(State::Here(shards.iter().map(Shard::alone).collect()))
     }
 

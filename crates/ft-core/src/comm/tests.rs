@@ -43,22 +43,19 @@ fn lists_in_parts_are_collected() {
             threads::run(size, |comm| {
                 let rank = comm.world().rank;
                 let own = |name: &str| part_of(name, n, rank, size);
-                let ranges = |name: &str| (0..size).map(|rank| part_of(name, n, rank, size)).collect();
+                let ranges = |name: &str| -> Vec<_> { (0..size).map(|rank| part_of(name, n, rank, size)).collect() };
                 let floats: Vec<f32> = own("a.3").map(|i| i as f32).collect();
                 let bytes: Vec<u8> = own("b").map(|i| i as u8).collect();
                 let shards = || {
                     let tensor = Tensor::new(floats.as_slice(), &Device::Cpu).unwrap();
                     let codes = Tensor::new(bytes.as_slice(), &Device::Cpu).unwrap();
                     [(tensor, "a.3"), (codes, "b")]
-                        .map(|(own, name)| Shard {
-                            own,
-                            ranges: ranges(name),
-                        })
+                        .map(|(own, name)| Shard::one(own, &ranges(name)))
                         .to_vec()
                 };
                 let (all, one) = (
-                    comm.collect(1, shards(), None),
-                    comm.collect(2, shards(), Some(size - 1)),
+                    comm.collect(1, shards(), (0..size).collect()),
+                    comm.collect(2, shards(), vec![size - 1]),
                 );
                 let check = |lists: Vec<Whole>| {
                     let mut lists = lists.into_iter();
@@ -83,6 +80,72 @@ fn lists_in_parts_are_collected() {
             });
         }
     }
+}
+
+/// Two groups collect at the same time, each from its own ranks. A rank stores several parts, not in their order.
+#[test]
+fn groups_of_ranks_collect_lists_of_their_own() {
+    threads::run(4, |comm| {
+        let rank = comm.world().rank;
+        let group: Vec<usize> = if rank < 2 { vec![0, 1] } else { vec![2, 3] };
+        let (n, quarter) = (40, 10);
+        let parts = |rank: usize| [1, 0].map(|i| (2 * i + rank % 2) * quarter..(2 * i + rank % 2 + 1) * quarter);
+        let own = parts(rank).map(|range| {
+            let values: Vec<f32> = range.map(|i| (100 * (rank / 2) + i) as f32).collect();
+            Tensor::new(values, &Device::Cpu).unwrap()
+        });
+        let mut ranges = vec![Vec::new(); 4];
+        for &of in &group {
+            ranges[of] = parts(of).to_vec();
+        }
+        let shard = Shard {
+            own: own.to_vec(),
+            ranges,
+        };
+        // The second time only the last rank of the first group gets the list.
+        let second = if rank < 2 { vec![1] } else { Vec::new() };
+        let (all, one) = (
+            comm.collect(1, vec![shard.clone()], group),
+            comm.collect(2, vec![shard], second),
+        );
+        let want: Vec<f32> = (0..n).map(|i| (100 * (rank / 2) + i) as f32).collect();
+        let read = |list: Whole| list.into_tensor(&[n]).unwrap().to_vec1::<f32>().unwrap();
+        assert_eq!(
+            all.wait().unwrap().into_iter().map(read).collect::<Vec<_>>(),
+            [want.clone()]
+        );
+        let one: Vec<_> = one.wait().unwrap().into_iter().map(read).collect();
+        assert_eq!(one, if rank == 1 { vec![want] } else { Vec::new() });
+    });
+}
+
+#[test]
+fn a_part_without_a_place_is_sent_only() {
+    let found = threads::run(3, |comm| {
+        let rank = comm.world().rank;
+        let own = vec![Tensor::new(vec![rank as f32; rank + 1], &Device::Cpu).unwrap()];
+        let (mut ranges, mut first) = (Vec::new(), 0);
+        for of in 0..3 {
+            let length = if of == rank { 0 } else { of + 1 };
+            ranges.push(vec![if of == rank { 0..0 } else { first..first + length }]);
+            first += length;
+        }
+        let list = comm
+            .collect(1, vec![Shard { own, ranges }], vec![0, 1, 2])
+            .wait()
+            .unwrap();
+        let list = list.into_iter().next().unwrap();
+        let n = list.elements();
+        list.into_tensor(&[n]).unwrap().to_vec1::<f32>().unwrap()
+    });
+    assert_eq!(
+        found,
+        [
+            vec![1.0, 1.0, 2.0, 2.0, 2.0],
+            vec![0.0, 2.0, 2.0, 2.0],
+            vec![0.0, 1.0, 1.0]
+        ]
+    );
 }
 
 /// Returns to each rank what is sent to it, and notes the time limits.

@@ -3,7 +3,7 @@
 use super::wire::{Wait, Wire};
 use super::{Collective, Fault, Patience, Pending, RankGroup, Shard, State, Whole, World};
 use crate::base::Result;
-use candle_core::Device;
+use candle_core::{Device, Tensor};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -71,6 +71,12 @@ impl Wire for ThreadWire {
 
 /// Runs `work` on `size` ranks; returns their results in order.
 pub(crate) fn run<T: Send>(size: usize, work: impl Fn(Arc<dyn Collective>) -> T + Sync) -> Vec<T> {
+    run_on(&vec!["here"; size], work)
+}
+
+/// Runs `work` on one rank for each of these names of machines.
+pub(crate) fn run_on<T: Send>(hosts: &[&str], work: impl Fn(Arc<dyn Collective>) -> T + Sync) -> Vec<T> {
+    let size = hosts.len();
     let mut to: Vec<Vec<Sender<Message>>> = (0..size).map(|_| Vec::new()).collect();
     let mut from: Vec<Vec<Receiver<Message>>> = (0..size).map(|_| Vec::new()).collect();
     for sender in to.iter_mut() {
@@ -95,7 +101,7 @@ pub(crate) fn run<T: Send>(size: usize, work: impl Fn(Arc<dyn Collective>) -> T 
                     let world = World {
                         rank: wire.rank,
                         size,
-                        host: "here".into(),
+                        host: hosts[wire.rank].into(),
                     };
                     let group = RankGroup::start(move || Ok((wire, world)), |_| ()).unwrap();
                     let out = work(group.clone());
@@ -187,7 +193,7 @@ impl Collective for Slowed {
         Pending(State::Timed(Box::new(pending.0), Box::new(end)))
     }
 
-    fn collect(&self, key: u64, shards: Vec<Shard>, to: Option<usize>) -> Pending<Whole> {
+    fn collect(&self, key: u64, shards: Vec<Shard>, to: Vec<usize>) -> Pending<Whole> {
         self.comm.collect(key, shards, to)
     }
 
@@ -219,57 +225,87 @@ impl Collective for Slowed {
     }
 }
 
-/// Counts the numbers that a rank sends, then the bytes of weights.
-pub(crate) struct Counting(
-    pub(crate) Arc<dyn Collective>,
-    pub(crate) Arc<AtomicU64>,
-    pub(crate) Arc<AtomicU64>,
-);
+/// Bytes of the own parts.
+fn own_bytes(shards: &[Shard]) -> u64 {
+    let bytes = |own: &Tensor| own.elem_count() * own.dtype().size_in_bytes();
+    shards.iter().flat_map(|shard| &shard.own).map(bytes).sum::<usize>() as u64
+}
+
+/// Counts the numbers that a rank sends, then the bytes of weights, to the ranks that `counts` accepts.
+pub(crate) struct Counting {
+    comm: Arc<dyn Collective>,
+    numbers: Arc<AtomicU64>,
+    weights: Arc<AtomicU64>,
+    counts: fn(usize, usize) -> bool,
+}
+
+impl Counting {
+    pub(crate) fn new(comm: Arc<dyn Collective>, numbers: Arc<AtomicU64>, weights: Arc<AtomicU64>) -> Self {
+        let counts = |_, _| true;
+        Self {
+            comm,
+            numbers,
+            weights,
+            counts,
+        }
+    }
+
+    /// Counts what travels from a rank to another one only if `counts` accepts the two.
+    pub(crate) fn between(self, counts: fn(usize, usize) -> bool) -> Self {
+        Self { counts, ..self }
+    }
+
+    fn counts(&self, to: usize) -> bool {
+        let own = self.world().rank;
+        to != own && (self.counts)(own, to)
+    }
+}
 
 impl Collective for Counting {
     fn world(&self) -> &World {
-        self.0.world()
+        self.comm.world()
     }
 
     fn exchange(&self, key: u64, parts: Vec<Vec<f32>>, lengths: Vec<usize>) -> Pending {
-        let all: usize = parts.iter().map(Vec::len).sum();
-        self.1.fetch_add((all - parts[self.world().rank].len()) as u64, SeqCst);
-        self.0.exchange(key, parts, lengths)
+        let counted = parts.iter().enumerate().filter(|(to, _)| self.counts(*to));
+        let numbers: usize = counted.map(|(_, part)| part.len()).sum();
+        self.numbers.fetch_add(numbers as u64, SeqCst);
+        self.comm.exchange(key, parts, lengths)
     }
 
     fn gather(&self, key: u64, own: Vec<f32>, lengths: Vec<usize>) -> Pending {
-        self.1.fetch_add((own.len() * (self.world().size - 1)) as u64, SeqCst);
-        self.0.gather(key, own, lengths)
+        let others = (0..self.world().size).filter(|to| self.counts(*to)).count();
+        self.numbers.fetch_add((own.len() * others) as u64, SeqCst);
+        self.comm.gather(key, own, lengths)
     }
 
-    fn collect(&self, key: u64, shards: Vec<Shard>, to: Option<usize>) -> Pending<Whole> {
-        let bytes = |shard: &Shard| shard.own.elem_count() * shard.own.dtype().size_in_bytes();
-        let own: usize = shards.iter().map(bytes).sum();
-        self.2.fetch_add((own * (self.world().size - 1)) as u64, SeqCst);
-        self.0.collect(key, shards, to)
+    fn collect(&self, key: u64, shards: Vec<Shard>, to: Vec<usize>) -> Pending<Whole> {
+        let others = to.iter().filter(|to| self.counts(**to)).count();
+        self.weights.fetch_add(own_bytes(&shards) * others as u64, SeqCst);
+        self.comm.collect(key, shards, to)
     }
 
     fn bytes(&self, own: Vec<u8>, patience: Patience) -> Result<Vec<Vec<u8>>> {
-        self.0.bytes(own, patience)
+        self.comm.bytes(own, patience)
     }
 
     fn use_device(&self, device: &Device) -> Result<()> {
-        self.0.use_device(device)
+        self.comm.use_device(device)
     }
 
     fn own_devices(&self) -> bool {
-        self.0.own_devices()
+        self.comm.own_devices()
     }
 
     fn fail(&self, code: i32, text: String) -> Vec<Fault> {
-        self.0.fail(code, text)
+        self.comm.fail(code, text)
     }
 
     fn close(&self) {
-        self.0.close();
+        self.comm.close();
     }
 
     fn set_timeout(&self, timeout: Duration) {
-        self.0.set_timeout(timeout);
+        self.comm.set_timeout(timeout);
     }
 }

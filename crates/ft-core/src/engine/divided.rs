@@ -428,7 +428,7 @@ impl Engine {
         let asks = comm.world().size > 1 && (self.divided || self.trains_apart() || sharded.is_some());
         if sharded.is_some() {
             // On every rank: layers that were collected take no memory beside those of rank 0.
-            self.store.updated(&|_| true);
+            self.store.drop_collected();
         }
         if comm.world().is_root() {
             sharded.filter(|_| asks).inspect(|store| store.begin_alone());

@@ -243,7 +243,7 @@ impl Engine {
             return Ok(());
         }
         let (in_parts, whole): (Vec<_>, Vec<_>) = names.partition(|name| self.is_in_parts(name));
-        self.store.updated(&|name| in_parts.iter().any(|own| &***own == name));
+        self.store.updated(&|name| in_parts.iter().any(|own| &***own == name))?;
         let (mut items, mut weights) = (Vec::new(), Vec::new());
         for name in whole {
             items.push((name.clone(), self.elements(name)?));

@@ -166,7 +166,7 @@ fn seconds(apart: bool) -> (f64, u64) {
     let clocks = Arc::new(threads::Clocks::default());
     let found = threads::run(2, |comm| {
         let place = (comm.world().rank, 2);
-        let counting: Arc<dyn Collective> = Arc::new(Counting(comm, sent.clone(), Arc::default()));
+        let counting: Arc<dyn Collective> = Arc::new(Counting::new(comm, sent.clone(), Arc::default()));
         let slowed = Arc::new(threads::Slowed::new(counting, RATE, clocks.clone()));
         let (mut engine, active) = engine(case, slowed.clone());
         if apart {

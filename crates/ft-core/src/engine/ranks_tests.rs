@@ -37,6 +37,8 @@ pub(super) struct Case {
     pub(super) exchange: Exchange,
     /// Each rank stores a part of the matrices.
     pub(super) sharded: bool,
+    /// As `sharded`, but all ranks of a machine together have all weights.
+    pub(super) in_node: bool,
     /// Layers are brought to a device; the host acts as the device.
     pub(super) uploaded: bool,
     /// All layers but the active ones are quantized.
@@ -61,6 +63,7 @@ pub(super) const FULL: Case = Case {
         window: false,
     },
     sharded: false,
+    in_node: false,
     uploaded: false,
     format: None,
     corrected: false,
@@ -85,17 +88,13 @@ pub(super) fn engine(case: Case, comm: Arc<dyn Collective>) -> (Engine, Active) 
     let (seed, std, norm) = (1, 0.02, 1.0);
     let random = RandomWeights { seed, std, norm };
     let origin = WeightOrigin::random(&params, random);
-    let source: Arc<dyn TrainableStore> = if case.sharded && comm.world().size > 1 {
-        Arc::new(
-            Sharded::open(
-                params.clone(),
-                origin,
-                storage,
-                (comm.clone(), Division::Elements),
-                &Device::Cpu,
-            )
-            .unwrap(),
-        )
+    let division = if case.in_node {
+        Division::InNode
+    } else {
+        Division::Elements
+    };
+    let source: Arc<dyn TrainableStore> = if (case.sharded || case.in_node) && comm.world().size > 1 {
+        Arc::new(Sharded::open(params.clone(), origin, storage, (comm.clone(), division), &Device::Cpu).unwrap())
     } else {
         let source = Resident::random_stored(params.clone(), seed, std, norm, storage, &Device::Cpu).unwrap();
         let index: BTreeMap<_, _> = params.iter().map(|p| p.name.clone()).zip(1..).collect();
@@ -223,7 +222,7 @@ fn a_step_has_the_same_bits_on_any_number_of_ranks() {
 
 /// Steps with averages: the loss on the averages, the averages as rank 0 saves them, the weights as stored with the averages in
 /// their place and without, and after the end of the turn of the first layer.
-fn averaged(case: Case, comm: Arc<dyn Collective>) -> Result<(Vec<u64>, Vec<u64>)> {
+pub(super) fn averaged(case: Case, comm: Arc<dyn Collective>) -> Result<(Vec<u64>, Vec<u64>)> {
     let (mut engine, active) = engine(case, comm);
     let config = EmaConfig { decay: 0.9, ramp: true };
     engine.ema = Some(Ema::new(config));
@@ -251,7 +250,7 @@ fn averaged(case: Case, comm: Arc<dyn Collective>) -> Result<(Vec<u64>, Vec<u64>
         .flat_map(Ema::saved)
         .map(|(n, _)| n.to_string())
         .collect();
-    assert!(names.iter().map(String::as_str).eq(active.names()) || case.sharded);
+    assert!(names.iter().map(String::as_str).eq(active.names()) || case.sharded || case.in_node);
     let read = |engine: &Engine, average: bool| -> Result<Vec<u64>> {
         let mut values = Vec::new();
         let mut add = |some: &[f32]| {
@@ -415,7 +414,7 @@ fn a_step_sends_the_bytes_that_the_plan_says() {
                 dtype: if size == 4 { Dtype::Bf16 } else { Dtype::F32 },
                 ..FULL
             };
-            let (mut engine, active) = engine(case, Arc::new(Counting(comm, sent.clone(), Arc::default())));
+            let (mut engine, active) = engine(case, Arc::new(Counting::new(comm, sent.clone(), Arc::default())));
             engine.step(1, &batches(micro_batches, 1), &active, 1e-3).unwrap();
             let bf16 = if case.dtype == Dtype::Bf16 {
                 Updated::Bf16

@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 fn train(case: Case, config: SequenceConfig, comm: Arc<dyn Collective>) -> (Vec<f64>, Vec<f32>, [u64; 2]) {
     let (rank, size) = (comm.world().rank, comm.world().size);
     let sent = Arc::new(AtomicU64::new(0));
-    let (mut engine, active) = engine(case, Arc::new(Counting(comm, sent.clone(), Arc::default())));
+    let (mut engine, active) = engine(case, Arc::new(Counting::new(comm, sent.clone(), Arc::default())));
     engine.sequence = config;
     let mut numbers = Vec::new();
     let mut bytes = [0, 0];

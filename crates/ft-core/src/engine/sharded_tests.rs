@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
 /// Blocks: layer 0 and embedding, the last layer, all layers, layer 0 again. Exact values at the end as bits.
-fn train_in_parts(case: Case, comm: Arc<dyn Collective>) -> Result<Vec<u64>> {
+pub(super) fn train_in_parts(case: Case, comm: Arc<dyn Collective>) -> Result<Vec<u64>> {
     let (mut engine, _) = engine(case, comm);
     let names: Vec<String> = engine.store.params().iter().map(|p| p.name.to_string()).collect();
     let block = |parts: &[&str]| {
@@ -127,7 +127,7 @@ fn collected_bytes_and_resident_bytes_are_those_of_the_plan() {
                 uploaded,
                 ..FULL
             };
-            let (mut engine, active) = engine(case, Arc::new(Counting(comm, Arc::default(), sent.clone())));
+            let (mut engine, active) = engine(case, Arc::new(Counting::new(comm, Arc::default(), sent.clone())));
             let own = |p: &ParamInfo| 4 * part_of(&p.name, p.elements(), rank, size).len() as u64;
             let params = engine.store.params().to_vec();
             let of_all = params.iter().map(|p| {

@@ -422,7 +422,7 @@ impl Engine {
                     };
                     names = sink.names();
                     sink.update(1.0, gate)?;
-                    self.store.updated(&|name| active.contains(name));
+                    self.store.updated(&|name| active.contains(name))?;
                 } else if scaled && overflowed(&sums)? {
                     skipped = true;
                 } else {
@@ -435,7 +435,7 @@ impl Engine {
                     }
                     let coefficient = clip_coefficient(grad_norm, self.max_grad_norm);
                     sink.update(coefficient, FoundInf::default())?;
-                    self.store.updated(&|name| active.contains(name));
+                    self.store.updated(&|name| active.contains(name))?;
                     if let Some(hook) = &mut self.step_hook {
                         hook.after_update(step, &|name| sink.gradient(name), coefficient)?;
                     }

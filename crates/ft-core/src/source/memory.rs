@@ -16,6 +16,8 @@ pub struct WeightMemory<'a> {
     pub placement: Placement,
     /// Ranks of the job.
     pub ranks: u64,
+    /// Ranks that have all weights together, if they divide them: all, or those of a machine.
+    pub near: u64,
     /// Routed experts of a layer.
     pub experts: usize,
     /// Tensors are on a GPU.
@@ -75,7 +77,7 @@ impl WeightMemory<'_> {
                 if storage.is_quantized() {
                     l.touch(self.staging(), bytes);
                 }
-                let own = part_bytes(p, bytes, storage.is_quantized(), self.ranks);
+                let own = part_bytes(p, bytes, storage.is_quantized(), self.near);
                 Some(l.alloc(self.kind(), own))
             }
             Placement::Sharded => Some(l.alloc(MemoryKind::Weights, bytes)),
@@ -121,7 +123,7 @@ impl WeightMemory<'_> {
             l.touch(self.staging(), (self.value_bytes + self.low_bytes) * n + bytes);
             l.free(exact);
             let own = if !whole_on_one_rank {
-                part_bytes(p, bytes, true, self.ranks)
+                part_bytes(p, bytes, true, self.near)
             } else if self.is_elsewhere(p) {
                 0
             } else {
@@ -276,6 +278,7 @@ mod tests {
             on_gpu: false,
             file_bytes: 2,
             ranks: 1,
+            near: 1,
             experts: 0,
             value_bytes: 2,
             low_bytes: 2,

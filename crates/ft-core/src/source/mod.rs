@@ -321,8 +321,17 @@ pub trait TrainableStore: WeightSource {
         None
     }
 
-    /// Parts of the matrices that `trained` accepts have changed: what was collected of their layers is dropped.
-    fn updated(&self, _trained: &dyn Fn(&str) -> bool) {}
+    /// The own parts of the matrices that `trained` accepts have changed: what was collected of their layers is dropped, and
+    /// copies on other ranks are renewed. All ranks call it for the same matrices.
+    ///
+    /// # Errors
+    /// Another rank has failed.
+    fn updated(&self, _trained: &dyn Fn(&str) -> bool) -> Result<()> {
+        Ok(())
+    }
+
+    /// Drops the layers that were collected from other ranks.
+    fn drop_collected(&self) {}
 
     /// Duration of the uploads to the device since the last call; `None` if there are no uploads.
     fn upload_times(&self) -> Result<Option<CopyTimes>>;

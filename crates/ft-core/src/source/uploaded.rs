@@ -519,12 +519,23 @@ impl TrainableStore for Uploaded {
         self.host.sharded()
     }
 
-    fn updated(&self, trained: &dyn Fn(&str) -> bool) {
+    fn updated(&self, trained: &dyn Fn(&str) -> bool) -> Result<()> {
         let changed = |name: &Arc<str>| trained(name) && self.is_in_parts(name);
         let changed = |part: &LayerPart| self.parts.get(part).is_some_and(|names| names.iter().any(changed));
         lock(&self.alone).take();
         lock(&self.slots).retain(|part| !changed(part));
-        self.host.updated(trained);
+        self.host.updated(trained)
+    }
+
+    fn drop_collected(&self) {
+        lock(&self.alone).take();
+        lock(&self.slots).retain(|part| {
+            !self
+                .parts
+                .get(part)
+                .is_some_and(|names| names.iter().any(|n| self.is_in_parts(n)))
+        });
+        self.host.drop_collected();
     }
 
     fn upload_times(&self) -> Result<Option<CopyTimes>> {

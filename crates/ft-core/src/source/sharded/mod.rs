@@ -1,6 +1,7 @@
 //! A source whose matrices of decoder layers are stored in parts: each rank of a job has 1/W of every one (as FSDP, and
 //! stage 3 of ZeRO: Rajbhandari et al. 2020, arXiv 1910.02054). A layer is collected from all ranks ahead of its use, into
-//! one of two buffers. Embedding, head, norms and biases are whole on every rank.
+//! one of two buffers. Embedding, head, norms and biases are whole on every rank. With `Division::InNode` a layer is collected from the
+//! ranks of one machine (`machines`).
 //!
 //! Or only the routed experts are divided, each whole on one rank (`Division::Experts`). Nothing is collected then: the rows of
 //! the tokens travel to the experts (`model::experts`).
@@ -11,11 +12,13 @@
 //! Letters: W ranks.
 
 mod expert_ranks;
+mod machines;
 mod origin;
 mod own;
 mod store;
 
 pub use expert_ranks::{ExpertRanks, own_experts};
+pub use machines::Machines;
 pub use origin::WeightOrigin;
 
 use super::slots::Slots;
@@ -64,6 +67,8 @@ pub fn own_bytes(p: &ParamInfo, format: Option<Format>, bytes: u64, (rank, size)
 pub enum Division {
     /// Those of the decoder layers: each rank has some elements of every one.
     Elements,
+    /// As `Elements`, but all ranks of a machine together have all of them.
+    InNode,
     /// Those of the routed experts: each is whole on one rank.
     Experts,
 }
@@ -71,13 +76,15 @@ pub enum Division {
 impl Division {
     /// True for a parameter that is divided.
     pub fn divides(self, p: &ParamInfo) -> bool {
-        is_in_parts(p) && (self == Self::Elements || p.expert().is_some())
+        is_in_parts(p) && (self != Self::Experts || p.expert().is_some())
     }
 }
 
 /// Stores a part of every matrix of the decoder layers.
 pub struct Sharded {
     division: Division,
+    /// All ranks are one machine, unless the weights are divided inside each.
+    machines: Machines,
     /// Of each layer.
     experts: BTreeMap<usize, usize>,
     expert_ranks: ExpertRanks,
@@ -129,10 +136,11 @@ const PARAM: &str = "parameter";
 impl Sharded {
     /// Reads the own parts of the matrices, and all other parameters, from `origin` into the storage that `storage` returns
     /// for them. A matrix that is quantized while it is read exists as a whole for that time. Active matrices have their parts on
-    /// `device`, where they are updated.
+    /// `device`, where they are updated. All ranks call it.
     ///
     /// # Errors
-    /// A missing parameter, or one of another shape; a number that is not finite.
+    /// A missing parameter, or one of another shape; a number that is not finite; with `Division::InNode`, machines with
+    /// different numbers of ranks.
     pub fn open(
         params: Vec<ParamInfo>,
         origin: WeightOrigin,
@@ -158,13 +166,36 @@ impl Sharded {
             }
         }
         let world = comm.world().clone();
-        let ranges = |p: &ParamInfo| ranges(division, &experts, p, world.size);
+        let machines = match division {
+            Division::InNode => Machines::of_job(&*comm)?,
+            _ => Machines::one(world.size),
+        };
+        let mut source = Self {
+            division,
+            machines,
+            experts,
+            expert_ranks: ExpertRanks::new(comm.clone()),
+            params: params.clone(),
+            comm,
+            origin: origin.clone(),
+            device: device.clone(),
+            whole,
+            layers: BTreeMap::new(),
+            quantized: BTreeMap::new(),
+            own: Mutex::default(),
+            trained: Mutex::default(),
+            active: Mutex::default(),
+            slots: Mutex::default(),
+            alone: Mutex::default(),
+        };
         for (index, p) in params.iter().enumerate().filter(|(_, p)| division.divides(p)) {
-            let range = ranges(p).swap_remove(world.rank);
+            let range = source.range(p);
             let elsewhere = division == Division::Experts && range.is_empty();
             let part = match (origin.format(p, storage(p))?, storage(p)) {
                 (None, StorageDtype::Dense(dtype) | StorageDtype::Quantized(_, dtype)) => {
-                    OwnPart::Dense(origin.part(p, dtype, &range)?)
+                    let own = origin.part(p, dtype, &range)?;
+                    let copies = source.copies(p, |range| origin.part(p, dtype, range))?;
+                    OwnPart::Dense { own, copies }
                 }
                 (Some((format, decoded)), _) if elsewhere => {
                     quantized.insert(p.name.clone(), (format, decoded));
@@ -174,8 +205,8 @@ impl Sharded {
                     Weight::Quantized(codes) => {
                         quantized.insert(p.name.clone(), (codes.format(), codes.dequantized_dtype()));
                         match division {
-                            Division::Elements => OwnPart::cut(&codes, &world)?,
                             Division::Experts => OwnPart::Whole(codes),
+                            _ => OwnPart::cut(&codes, |n| source.machines.bytes_of(n, world.rank))?,
                         }
                     }
                     _ => return Err(Error::internal("a weight on the CPU is not on the CPU").at(&*p.name)),
@@ -186,23 +217,8 @@ impl Sharded {
                 layers.entry(layer).or_default().push(index);
             }
         }
-        Ok(Self {
-            division,
-            experts,
-            expert_ranks: ExpertRanks::new(comm.clone()),
-            params,
-            comm,
-            origin,
-            device: device.clone(),
-            whole,
-            layers,
-            quantized,
-            own: Mutex::new(own),
-            trained: Mutex::default(),
-            active: Mutex::default(),
-            slots: Mutex::default(),
-            alone: Mutex::default(),
-        })
+        (source.layers, source.quantized, source.own) = (layers, quantized, Mutex::new(own));
+        Ok(source)
     }
 
     /// Which matrices are divided.
@@ -229,7 +245,7 @@ impl Sharded {
     /// The own part of an active matrix, flat: the optimizer updates it in place. `None`: it is not in parts.
     pub fn own(&self, name: &str) -> Option<Tensor> {
         match lock(&self.own).get(name) {
-            Some(OwnPart::Dense(part)) => Some(part.clone()),
+            Some(OwnPart::Dense { own, .. }) => Some(own.clone()),
             _ => None,
         }
     }
@@ -260,7 +276,7 @@ impl Sharded {
             _ => return None,
         };
         Some(
-            self.send(&indices, Some(0))
+            self.send(&indices, true)
                 .and_then(|(_, coming)| coming.wait().map(drop)),
         )
     }
@@ -286,7 +302,7 @@ impl Sharded {
         let of = |p: &&ParamInfo| p.expert() == Some(expert);
         for p in self.members(layer).filter(of) {
             let weight = match lock(&self.own).get(&p.name) {
-                Some(OwnPart::Dense(part)) => part.reshape(p.shape.as_slice())?.into(),
+                Some(OwnPart::Dense { own, .. }) => own.reshape(p.shape.as_slice())?.into(),
                 Some(OwnPart::Whole(codes)) => Weight::Quantized(codes.clone()),
                 _ => return Err(no_such(&p.name)),
             };
@@ -306,20 +322,20 @@ impl Sharded {
         lock(&self.alone).layer = None;
     }
 
-    /// Starts to collect these matrices, on `to` or on all ranks.
-    fn send(&self, indices: &[usize], to: Option<usize>) -> Result<Sent> {
+    /// Starts to collect these matrices on all ranks; `alone`: on rank 0.
+    fn send(&self, indices: &[usize], alone: bool) -> Result<Sent> {
         let own = lock(&self.own);
         let (mut forms, mut shards) = (Vec::new(), Vec::new());
         for &index in indices {
             let p = &self.params[index];
             let part = own.get(&p.name).ok_or_else(|| no_such(&p.name))?;
             forms.push((index, part.form()));
-            shards.extend(part.shards(&self.ranges(p), self.division)?);
+            shards.extend(self.shards(p, part)?);
         }
         let elements: usize = shards.iter().map(|shard| shard.elements()).sum();
         let first = indices.first().copied().unwrap_or(0);
         let key = (first as u64) << 40 ^ elements as u64;
-        Ok((forms, self.comm.collect(key, shards, to)))
+        Ok((forms, self.comm.collect(key, shards, self.receivers(alone))))
     }
 
     /// Builds the matrices that were collected.
@@ -337,24 +353,24 @@ impl Sharded {
     fn collect(&self, name: &str) -> Result<Weight> {
         let index = self.params.iter().position(|p| &*p.name == name);
         let index = index.ok_or_else(|| no_such(name))?;
-        let to = self.ask(name, PARAM)?;
-        let found = self.build(self.send(&[index], to)?)?.pop();
+        let alone = self.ask(name, PARAM)?;
+        let found = self.build(self.send(&[index], alone)?)?.pop();
         Ok(found.ok_or_else(|| no_such(name))?.1)
     }
 
-    /// If rank 0 works alone, asks the others to send something to it.
-    fn ask(&self, name: &str, what: &str) -> Result<Option<usize>> {
+    /// If rank 0 works alone, asks the others to send something to it. Returns whether it does.
+    fn ask(&self, name: &str, what: &str) -> Result<bool> {
         if !lock(&self.alone).works {
-            return Ok(None);
+            return Ok(false);
         }
         self.comm
             .bytes(format!("{name}\n{what}").into_bytes(), Patience::Step)?;
-        Ok(Some(0))
+        Ok(true)
     }
 
     fn start(&self, layer: usize) -> Result<Content> {
         let indices = self.layers.get(&layer).map_or(&[][..], Vec::as_slice);
-        Ok(Content::Coming(self.send(indices, None)?))
+        Ok(Content::Coming(self.send(indices, false)?))
     }
 
     fn receive(&self, layer: usize, content: Content) -> Result<Arc<GroupWeights>> {
@@ -387,9 +403,9 @@ impl Sharded {
             return Ok(weights.clone());
         }
         lock(&self.alone).layer = None;
-        let to = self.ask(&layer.to_string(), LAYER)?;
+        let alone = self.ask(&layer.to_string(), LAYER)?;
         let indices = self.layers.get(&layer).map_or(&[][..], Vec::as_slice);
-        let weights = self.with_others(layer, self.build(self.send(indices, to)?)?)?;
+        let weights = self.with_others(layer, self.build(self.send(indices, alone)?)?)?;
         lock(&self.alone).layer = Some((layer, weights.clone()));
         Ok(weights)
     }
@@ -412,8 +428,8 @@ fn ranges(division: Division, experts: &BTreeMap<usize, usize>, p: &ParamInfo, s
 impl WeightSource for Sharded {
     fn fetch_dense(&self, layer: usize) -> Result<Arc<GroupWeights>> {
         match self.division {
-            Division::Elements => self.fetch(Group::Layer(layer)),
             Division::Experts => self.whole.fetch(Group::Layer(layer)),
+            _ => self.fetch(Group::Layer(layer)),
         }
     }
 
@@ -450,7 +466,7 @@ impl WeightSource for Sharded {
 
     fn prefetch(&self, group: Group) {
         let Group::Layer(layer) = group else { return };
-        let collects = self.division == Division::Elements && self.layers.contains_key(&layer);
+        let collects = self.division != Division::Experts && self.layers.contains_key(&layer);
         if lock(&self.alone).works || !collects {
             return;
         }

@@ -1,8 +1,7 @@
 //! The part of a matrix that a rank stores, and how the parts of all ranks become the matrix.
 
-use super::Division;
 use crate::base::{Error, Result};
-use crate::comm::{Shard, Whole, World};
+use crate::comm::Whole;
 use crate::ops::Dtype;
 use crate::quant::{Format, QMatrix, Weight};
 use crate::source::{ParamInfo, tensor_bytes};
@@ -12,8 +11,8 @@ use std::sync::Arc;
 
 /// The own part of a matrix.
 pub(super) enum OwnPart {
-    /// Flat, the elements of `comm::part_of`.
-    Dense(Tensor),
+    /// Flat, the elements of `comm::part_of`; `copies`: those of the peers on other machines, in host memory.
+    Dense { own: Tensor, copies: Option<Tensor> },
     /// Quantized data, cut by bytes.
     Codes {
         format: Format,
@@ -28,9 +27,9 @@ pub(super) enum OwnPart {
 pub(super) struct CodePart {
     name: &'static str,
     /// All bytes.
-    length: usize,
+    pub length: usize,
     /// u8
-    own: Tensor,
+    pub own: Tensor,
 }
 
 /// The bytes of rank `rank`. Quantized data is never updated in parts, so it is cut anywhere.
@@ -40,11 +39,11 @@ pub(crate) fn bytes_of(length: usize, rank: usize, size: usize) -> Range<usize> 
 }
 
 impl OwnPart {
-    /// The part of this rank of a quantized matrix.
-    pub(super) fn cut(codes: &QMatrix, world: &World) -> Result<Self> {
+    /// The part of a quantized matrix that `range_of` says for a number of bytes.
+    pub(super) fn cut(codes: &QMatrix, range_of: impl Fn(usize) -> Range<usize>) -> Result<Self> {
         let mut parts = Vec::new();
         for part in codes.parts() {
-            let range = bytes_of(part.bytes.len(), world.rank, world.size);
+            let range = range_of(part.bytes.len());
             let own = part.bytes[range.clone()].to_vec();
             parts.push(CodePart {
                 name: part.name,
@@ -79,50 +78,14 @@ impl OwnPart {
     pub(super) fn bytes(&self) -> u64 {
         match self {
             Self::Whole(codes) => Weight::Quantized(codes.clone()).bytes(),
-            Self::Dense(part) => tensor_bytes(part),
+            Self::Dense { own, copies } => tensor_bytes(own) + copies.as_ref().map_or(0, tensor_bytes),
             Self::Codes { parts, .. } => parts.iter().map(|part| tensor_bytes(&part.own)).sum(),
         }
     }
 
-    /// What every rank contributes to the whole. `ranges`: the elements of each rank.
-    pub(super) fn shards(&self, ranges: &[Range<usize>], division: Division) -> Result<Vec<Shard>> {
-        let size = ranges.len();
-        let of_bytes = |length: usize| match division {
-            Division::Elements => (0..size).map(|rank| bytes_of(length, rank, size)).collect(),
-            Division::Experts => ranges
-                .iter()
-                .map(|r| 0..if r.is_empty() { 0 } else { length })
-                .collect(),
-        };
-        Ok(match self {
-            Self::Dense(own) => vec![Shard {
-                own: own.to_device(&Device::Cpu)?,
-                ranges: ranges.to_vec(),
-            }],
-            Self::Codes { parts, .. } => {
-                let shard = |part: &CodePart| Shard {
-                    own: part.own.clone(),
-                    ranges: of_bytes(part.length),
-                };
-                parts.iter().map(shard).collect()
-            }
-            Self::Whole(codes) => {
-                let mut shards = Vec::new();
-                for part in codes.parts() {
-                    let length = part.bytes.len();
-                    shards.push(Shard {
-                        own: Tensor::from_vec(part.bytes.into_owned(), length, &Device::Cpu)?,
-                        ranges: of_bytes(length),
-                    });
-                }
-                shards
-            }
-        })
-    }
-
     pub(super) fn form(&self) -> Form {
         match self {
-            Self::Dense(_) => Form::Dense,
+            Self::Dense { .. } => Form::Dense,
             Self::Whole(codes) => Form::Codes {
                 format: codes.format(),
                 decoded: codes.dequantized_dtype(),

@@ -1,5 +1,5 @@
-//! Training with matrices in parts: the owner of a part updates it, and nothing is sent after the update, because a layer
-//! is collected before its next use.
+//! Training with matrices in parts: the owner of a part updates it. After the update it is sent to the peers on other machines, if
+//! there are any, and to nobody else, because a layer is collected before its next use.
 
 use super::own::OwnPart;
 use super::{Division, ExactPart, Sharded, WeightSource, lock};
@@ -15,6 +15,8 @@ use crate::source::{
     ExpertReads, MasterLowBits, NumbersSink, ParamInfo, Requantized, TrainableStore, no_such, not_quantized,
 };
 use candle_core::{DType, Device, Tensor};
+use std::collections::BTreeSet;
+use std::ops::Range;
 use std::sync::Arc;
 
 impl Sharded {
@@ -42,19 +44,19 @@ impl Sharded {
 
     /// Moves an own part that is not quantized.
     fn move_own(&self, name: &str, device: &Device) -> Result<()> {
-        if let Some(OwnPart::Dense(part)) = lock(&self.own).get_mut(name) {
-            *part = part.to_device(device)?;
+        if let Some(OwnPart::Dense { own, .. }) = lock(&self.own).get_mut(name) {
+            *own = own.to_device(device)?;
         }
         Ok(())
     }
 
     fn set_quantized(&self, p: &ParamInfo, codes: QMatrix) -> Result<()> {
         let own = match self.division {
-            Division::Elements => OwnPart::cut(&codes, self.comm.world())?,
             Division::Experts if self.range(p).is_empty() => {
                 OwnPart::elsewhere(p, codes.format(), codes.dequantized_dtype())?
             }
             Division::Experts => OwnPart::Whole(Arc::new(codes)),
+            _ => OwnPart::cut(&codes, |n| self.machines.bytes_of(n, self.comm.world().rank))?,
         };
         self.set(p, own);
         Ok(())
@@ -63,12 +65,10 @@ impl Sharded {
     /// The whole of exact values. All ranks call it.
     fn join(&self, p: &ParamInfo, (weight, low): &ExactPart) -> Result<Exact> {
         let ranges = self.ranges(p);
-        let shard = |own: &Tensor| Shard {
-            own: own.clone(),
-            ranges: ranges.clone(),
-        };
+        let shard = |own: &Tensor| Shard::one(own.clone(), &ranges);
+        let all = (0..self.comm.world().size).collect();
         let shards: Vec<Shard> = [Some(weight), low.as_ref()].into_iter().flatten().map(shard).collect();
-        let mut lists = self.comm.collect(p.elements() as u64, shards, None).wait()?.into_iter();
+        let mut lists = self.comm.collect(p.elements() as u64, shards, all).wait()?.into_iter();
         let weight = lists.next().ok_or_else(|| no_such(&p.name))?.into_tensor(&p.shape)?;
         let low = lists.next().map(|low: Whole| low.into_tensor(&[p.elements()]));
         Ok(Exact {
@@ -80,6 +80,7 @@ impl Sharded {
 
 impl TrainableStore for Sharded {
     fn activate(&self, names: &[&str], low: &mut dyn MasterLowBits) -> Result<()> {
+        let mut exact = BTreeSet::new();
         for name in names.iter().filter(|name| self.in_parts(name)) {
             let p = self.param(name)?;
             if !lock(&self.active).insert(p.name.clone()) {
@@ -99,8 +100,12 @@ impl TrainableStore for Sharded {
                 }
                 None => self.origin.part(p, *dtype, &self.range(p))?,
             };
-            self.set(p, OwnPart::Dense(part.to_device(&self.device)?));
+            let own = part.to_device(&self.device)?;
+            self.set(p, OwnPart::Dense { own, copies: None });
+            exact.insert(*name);
         }
+        // Only the owners have exact values.
+        self.renew(&|name| exact.contains(name))?;
         self.whole.activate(names, low)
     }
 
@@ -159,12 +164,15 @@ impl TrainableStore for Sharded {
         let p = self.param(name)?;
         saved.require(name, &[p.elements()])?;
         let range = self.range(p);
-        let mut values = vec![0f32; range.len()];
-        saved.read_f32_at(name, range.start, &mut values)?;
+        let exact = |range: &Range<usize>, dtype: Dtype| {
+            let mut values = vec![0f32; range.len()];
+            saved.read_f32_at(name, range.start, &mut values)?;
+            Exact::new(values, &[range.len()], dtype, &Device::Cpu)
+        };
         if let Some(&(format, dtype)) = self.quantized.get(name) {
             let codes = quantize(&saved.read_f32(name)?, p, format, dtype)?;
             self.set_quantized(p, codes)?;
-            let exact = Exact::new(values, &[range.len()], dtype, &Device::Cpu)?;
+            let exact = exact(&range, dtype)?;
             lock(&self.trained).insert(p.name.clone(), (exact.weight, exact.low));
             return Ok(());
         }
@@ -173,10 +181,12 @@ impl TrainableStore for Sharded {
             Some(DType::F16) => Dtype::F16,
             _ => Dtype::F32,
         };
-        let exact = Exact::new(values, &[range.len()], dtype, &Device::Cpu)?;
+        let copies = self.copies(p, |range| Ok(exact(range, dtype)?.weight))?;
+        let exact = exact(&range, dtype)?;
         let active = lock(&self.active).contains(name);
         let device = if active { &self.device } else { &Device::Cpu };
-        self.set(p, OwnPart::Dense(exact.weight.to_device(device)?));
+        let own = exact.weight.to_device(device)?;
+        self.set(p, OwnPart::Dense { own, copies });
         if let Some(half) = exact.low {
             low.put_low(name, half);
         }
@@ -196,9 +206,14 @@ impl TrainableStore for Sharded {
         Some(self)
     }
 
-    fn updated(&self, trained: &dyn Fn(&str) -> bool) {
+    fn updated(&self, trained: &dyn Fn(&str) -> bool) -> Result<()> {
         let changed = |layer: &usize| self.members(*layer).any(|p| trained(&p.name));
         lock(&self.slots).retain(|layer| !changed(layer));
+        self.renew(trained)
+    }
+
+    fn drop_collected(&self) {
+        lock(&self.slots).clear();
     }
 
     fn expert_reads(&self) -> Option<ExpertReads> {

@@ -1,5 +1,5 @@
 //! Training with matrices in parts: the owner of a part updates it. After the update it is sent to the peers on other machines, if
-//! there are any, and to nobody else, because a layer is collected before its next use.
+//! there are any. Other ranks need nothing, because a layer is collected before its next use.
 
 use super::own::OwnPart;
 use super::{Division, ExactPart, Sharded, WeightSource, lock};

@@ -384,8 +384,14 @@ impl ModelFiles {
         let (dtype, init, seed) = (recipe.model.dtype, recipe.model.init, recipe.train.seed);
         dtype.runs_on(!device.is_cpu())?;
         let storage = &strategy.storage;
+        let shares = recipe.distributed.weights == RankWeights::Host && ranks.world().size > 1;
+        let (writer, run_dir) = if shares {
+            disk::Writer::of_machine(ranks.clone(), run_dir)?
+        } else {
+            (disk::Writer::default(), run_dir.to_path_buf())
+        };
         let decoded = if self.stored(init)?.is_decoded(recipe.tune.method) {
-            Some(self.decode(storage, dtype, run_dir)?)
+            Some(self.decode(storage, dtype, &run_dir, &writer)?)
         } else {
             None
         };
@@ -432,11 +438,14 @@ impl ModelFiles {
             ModelInit::Pretrained => self.open_weights()?,
             ModelInit::Random => {
                 let file = run_dir.join(DRAWN).join("model.safetensors");
-                if !file.is_file() {
+                writer.write(|| {
+                    if file.is_file() {
+                        return Ok(());
+                    }
                     staging::scratch(&run_dir.join(DRAWN))?;
                     let resident::RandomWeights { seed, std, norm } = self.random_weights(seed);
-                    disk::write_random(&file, &params, seed, std, norm, dtype)?;
-                }
+                    disk::write_random(&file, &params, seed, std, norm, dtype)
+                })?;
                 Weights::open_file(&file)?
             }
         };
@@ -449,7 +458,7 @@ impl ModelFiles {
             head: self.spec.head_name().to_string(),
             head_rows,
         };
-        let store = Arc::new(Disk::open(params, weights, options)?);
+        let store = Arc::new(Disk::open_written(params, weights, options, writer)?);
         if device.is_cpu() {
             Ok(TrainableNetwork::new(self.spec.clone(), store, device.clone()))
         } else {

@@ -5,13 +5,20 @@ use crate::base::{Result, staging};
 use crate::checkpoint;
 use crate::formats::weights::Weights;
 use crate::recipe::Dtype;
+use crate::source::disk::Writer;
 use crate::source::{StoragePolicy, resident, stored};
 use std::path::Path;
 
 impl ModelFiles {
     /// The weights of quantized files, those that `storage` does not keep in their format decoded, from a file in the
-    /// directory of the run.
-    pub(super) fn decode(&self, storage: &StoragePolicy, dtype: Dtype, run_dir: &Path) -> Result<Weights> {
+    /// directory of the run, which `writer` writes.
+    pub(super) fn decode(
+        &self,
+        storage: &StoragePolicy,
+        dtype: Dtype,
+        run_dir: &Path,
+        writer: &Writer,
+    ) -> Result<Weights> {
         let (dir, weights, all) = (run_dir.join(DECODED), self.open_weights()?, self.spec.params());
         let (mut params, mut without) = (Vec::new(), Vec::new());
         for p in &all {
@@ -34,10 +41,12 @@ impl ModelFiles {
             return Ok(weights);
         }
         let elements: u64 = params.iter().map(|p| p.elements() as u64).sum();
-        checkpoint::check_space(run_dir, dtype.bytes() * elements)?;
-        staging::scratch(&dir)?;
         let file = dir.join("model.safetensors");
-        stored::write_decoded(&weights, &params, dtype, &file)?;
+        writer.write(|| {
+            checkpoint::check_space(run_dir, dtype.bytes() * elements)?;
+            staging::scratch(&dir)?;
+            stored::write_decoded(&weights, &params, dtype, &file)
+        })?;
         Ok(weights.with_tensors_of(Weights::open_file(&file)?, &without))
     }
 }

@@ -345,12 +345,12 @@ fn a_plan_says_what_shared_files_need_in_memory() {
     assert!(peak.abs_diff(own_peak) < 4 << 20, "{peak}, {own_peak}");
     assert_eq!(sent, own_sent);
     let said = text(&shared.stderr);
-    assert!(said.contains("the ranks of a machine share its page cache: up to 15.0 GiB"), "{said}");
+    assert!(
+        said.contains("the ranks of a machine share its page cache: up to 15.0 GiB"),
+        "{said}"
+    );
     assert!(!text(&own.stderr).contains("page cache"));
-    for settings in [
-        [host, "memory.tier=device"],
-        [host, "tune.block.correction=sgd"],
-    ] {
+    for settings in [[host, "memory.tier=device"], [host, "tune.block.correction=sgd"]] {
         let refused = plan(&settings);
         let said = text(&refused.stderr);
         assert!(

@@ -339,9 +339,7 @@ impl PlanContext<'_> {
                     let least = least(&on_device)?;
                     say(Memory::tier, "host".into(), needs("all weights on the GPU", least));
                 }
-                Placement::Disk { .. }
-                    if self.process.ranks > 1 && recipe.distributed.weights == RankWeights::Host =>
-                {
+                Placement::Disk { .. } if self.process.ranks > 1 && recipe.distributed.weights == RankWeights::Host => {
                     say(
                         Memory::tier,
                         "disk".into(),

@@ -138,7 +138,10 @@ fn settings_that_need_a_copy_for_each_rank_are_refused() {
     ];
     for (settings, parts) in [
         (&tier[..], ["a copy of them for each rank", "`auto` or `disk`"]),
-        (&apart, ["contradict each other", "each rank changes all of its weights"]),
+        (
+            &apart,
+            ["contradict each other", "each rank changes all of its weights"],
+        ),
     ] {
         let arguments = [&BASE[..], settings, &[HOST, "train.output_dir=out"]].concat();
         let out = job::run(&bench, 2, &arguments);

@@ -75,7 +75,9 @@ fn model(case: Case) -> tempfile::TempDir {
 }
 
 fn names(dir: &Path) -> Vec<String> {
-    let Ok(found) = fs::read_dir(dir) else { return Vec::new() };
+    let Ok(found) = fs::read_dir(dir) else {
+        return Vec::new();
+    };
     let mut names: Vec<String> = found
         .map(|e| e.unwrap().file_name().to_string_lossy().into_owned())
         .filter(|name| !name.starts_with('.'))
@@ -131,7 +133,10 @@ fn shared_files_have_the_bits_of_one_rank_and_are_written_once() {
 
 #[test]
 fn an_error_of_the_rank_that_writes_is_the_error_of_all() {
-    let case = Case { part: "layers.1.", ..NF4 };
+    let case = Case {
+        part: "layers.1.",
+        ..NF4
+    };
     let dir = model(case);
     let found = threads::run(3, |comm| {
         let (mut engine, active) = on_disk(case, comm.clone(), dir.path());
@@ -147,8 +152,15 @@ fn an_error_of_the_rank_that_writes_is_the_error_of_all() {
         comm.fail(1, error.clone());
         error
     });
-    assert!(!found[0].contains("rank 0") && found[0].contains("trained"), "{}", found[0]);
+    assert!(
+        !found[0].contains("rank 0") && found[0].contains("trained"),
+        "{}",
+        found[0]
+    );
     for error in &found[1..] {
-        assert!(error.contains("rank 0 (host here)") && error.contains(&found[0]), "{error}");
+        assert!(
+            error.contains("rank 0 (host here)") && error.contains(&found[0]),
+            "{error}"
+        );
     }
 }

@@ -3,8 +3,8 @@
 
 use super::Active;
 use super::Exchange;
-use super::step::Engine;
 use super::ranks_tests::{Case, FULL, batches, engine};
+use super::step::Engine;
 use crate::base::Result;
 use crate::comm::threads::{self, Counting};
 use crate::comm::{Alone, Collective, part_of};

@@ -133,12 +133,7 @@ impl Disk {
     ///
     /// # Errors
     /// As `open`; another rank has failed.
-    pub fn open_written(
-        params: Vec<ParamInfo>,
-        weights: Weights,
-        options: Options,
-        writer: Writer,
-    ) -> Result<Self> {
+    pub fn open_written(params: Vec<ParamInfo>, weights: Weights, options: Options, writer: Writer) -> Result<Self> {
         check_names(&params, &weights)?;
         if options
             .head_rows

@@ -140,6 +140,7 @@ fn an_error_of_the_rank_that_writes_is_the_error_of_all() {
     let dir = model(case);
     let found = threads::run(3, |comm| {
         let (mut engine, active) = on_disk(case, comm.clone(), dir.path());
+        engine.switch(&active, |_| true).unwrap();
         engine.step(1, &batches(3, 1), &active, 1e-3).unwrap();
         if comm.world().is_root() {
             // A file in the place of its directory.

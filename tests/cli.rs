@@ -313,3 +313,49 @@ fn a_plan_can_be_for_several_machines() {
         "{said}"
     );
 }
+
+/// Frozen weights in files that the ranks of a machine share: the memory of a rank is that with weights on the disk, and the
+/// plan says what the page cache needs.
+#[test]
+fn a_plan_says_what_shared_files_need_in_memory() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let plan = |settings: &[&str]| {
+        let first = [
+            "plan",
+            "recipes/block-llama3-8b-24gb.toml",
+            "--json",
+            "--ranks",
+            "2",
+            "model.path=shape:llama-3.1-8b",
+            "model.init=random",
+            "model.device=cpu",
+            "memory.budget=1TB",
+        ];
+        ft(root, &[&first[..], settings].concat())
+    };
+    let bytes = |out: &Output| -> [u64; 2] {
+        let plan: serde_json::Value = serde_json::from_slice(&out.stdout).unwrap();
+        ["peak_bytes", "sent_bytes"].map(|key| plan[key].as_u64().unwrap_or_else(|| panic!("{key}: {plan}")))
+    };
+    let host = "distributed.weights=host";
+    let shared = plan(&[host]);
+    let own = plan(&["memory.tier=disk", "distributed.weights=replicated"]);
+    let ([peak, sent], [own_peak, own_sent]) = (bytes(&shared), bytes(&own));
+    // Each process measures its own memory before it plans.
+    assert!(peak.abs_diff(own_peak) < 4 << 20, "{peak}, {own_peak}");
+    assert_eq!(sent, own_sent);
+    let said = text(&shared.stderr);
+    assert!(
+        said.contains("the ranks of a machine share its page cache: up to 15.0 GiB"),
+        "{said}"
+    );
+    assert!(!text(&own.stderr).contains("page cache"));
+    for settings in [[host, "memory.tier=device"], [host, "tune.block.correction=sgd"]] {
+        let refused = plan(&settings);
+        let said = text(&refused.stderr);
+        assert!(
+            !refused.status.success() && said.contains("`distributed.weights = \"host\"`"),
+            "{settings:?}: {said}"
+        );
+    }
+}

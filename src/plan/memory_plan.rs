@@ -339,6 +339,13 @@ impl PlanContext<'_> {
                     let least = least(&on_device)?;
                     say(Memory::tier, "host".into(), needs("all weights on the GPU", least));
                 }
+                Placement::Disk { .. } if self.process.ranks > 1 && recipe.distributed.weights == RankWeights::Host => {
+                    say(
+                        Memory::tier,
+                        "disk".into(),
+                        "the ranks of a machine share the files".into(),
+                    )
+                }
                 Placement::Disk { .. } => {
                     let on_host = |w: &StepStrategy| w.placement == Placement::Host;
                     let (what, least) = if self.on_gpu {

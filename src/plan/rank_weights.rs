@@ -3,7 +3,7 @@
 use super::search::{PlanContext, corrects_all};
 use super::updates_in_parts;
 use crate::base::{Error, Result};
-use crate::recipe::{Method, RankWeights, Recipe, Tier};
+use crate::recipe::{Distributed, Method, RankWeights, Recipe, Tier};
 use crate::source::sharded::is_in_parts;
 use crate::source::{Placement, expert_of};
 
@@ -69,6 +69,32 @@ impl PlanContext<'_> {
         } else {
             Placement::Sharded
         })
+    }
+
+    /// Frozen weights in files that the ranks of a machine share. Errors: a tier without files; a correction of all weights.
+    pub(super) fn shared_files(&self, recipe: &Recipe) -> Result<()> {
+        let refused = |why: &str, found: String| {
+            Error::usage(format!("`distributed.weights = \"host\"` {why}"))
+                .at(Distributed::weights)
+                .found(found)
+        };
+        let tier = recipe.memory.tier;
+        if !matches!(tier, Tier::Auto | Tier::Disk) {
+            return Err(refused(
+                "reads frozen weights from files, and this tier has a copy of them for each rank",
+                format!("`memory.tier = \"{}\"`", tier.name()),
+            )
+            .expected("`memory.tier` = `auto` or `disk`"));
+        }
+        if corrects_all(recipe) {
+            let correction = recipe.tune.block.correction.name();
+            return Err(refused(
+                "shares weights that do not change, and this correction changes all of them in each step",
+                format!("`tune.block.correction = \"{correction}\"`"),
+            )
+            .hint("set `distributed.weights = \"replicated\"`"));
+        }
+        Ok(())
     }
 
     /// Routed experts divided among the ranks. Errors: a model without experts; adapters on them; an update that needs

@@ -447,6 +447,7 @@ impl PlanContext<'_> {
             (true, RankWeights::ExpertParallel) => {
                 return self.expert_parallel(recipe).map(|placement| vec![placement]);
             }
+            (true, RankWeights::Host) => return self.shared_files(recipe).map(|()| disk),
             (true, RankWeights::Auto) if on_gpu => {}
             (true, RankWeights::Auto) if recipe.memory.tier == Tier::Device => {
                 return Ok([Placement::Device]

@@ -1,6 +1,6 @@
 //! Opens the model directory with its config, tokenizer and template: the first step of every program.
 
-use crate::base::{Error, ErrorKind, Result, progress, staging};
+use crate::base::{Error, ErrorKind, Result, progress};
 use crate::comm::Collective;
 use crate::data::codec::ChatRender;
 use crate::engine::StepStrategy;
@@ -384,8 +384,9 @@ impl ModelFiles {
         let (dtype, init, seed) = (recipe.model.dtype, recipe.model.init, recipe.train.seed);
         dtype.runs_on(!device.is_cpu())?;
         let storage = &strategy.storage;
+        let (writer, run_dir) = decoded::writer(recipe, run_dir, ranks)?;
         let decoded = if self.stored(init)?.is_decoded(recipe.tune.method) {
-            Some(self.decode(storage, dtype, run_dir)?)
+            Some(self.decode(storage, dtype, &run_dir, &writer)?)
         } else {
             None
         };
@@ -430,15 +431,7 @@ impl ModelFiles {
             ModelInit::Pretrained if decoded.is_some() => decoded.map_or_else(|| self.open_weights(), Ok)?,
             // The disk tier opens the files again: it sets read hints on its own handles.
             ModelInit::Pretrained => self.open_weights()?,
-            ModelInit::Random => {
-                let file = run_dir.join(DRAWN).join("model.safetensors");
-                if !file.is_file() {
-                    staging::scratch(&run_dir.join(DRAWN))?;
-                    let resident::RandomWeights { seed, std, norm } = self.random_weights(seed);
-                    disk::write_random(&file, &params, seed, std, norm, dtype)?;
-                }
-                Weights::open_file(&file)?
-            }
+            ModelInit::Random => self.draw(&params, seed, dtype, &run_dir, &writer)?,
         };
         let options = disk::DiskOptions {
             dtype,
@@ -449,7 +442,7 @@ impl ModelFiles {
             head: self.spec.head_name().to_string(),
             head_rows,
         };
-        let store = Arc::new(Disk::open(params, weights, options)?);
+        let store = Arc::new(Disk::open_written(params, weights, options, writer)?);
         if device.is_cpu() {
             Ok(TrainableNetwork::new(self.spec.clone(), store, device.clone()))
         } else {

@@ -97,7 +97,7 @@ fn an_error_of_all_ranks_is_one_message() {
     for (arguments, code, message) in [
         ("train.sead=1", 2, "train.sead"),
         ("train.gradient_accumulation_steps=2", 2, "2 with 3 ranks"),
-        ("distributed.weights=host", 2, "not available yet"),
+        ("distributed.checkpoint=parts", 2, "not available yet"),
         ("distributed.sequence=2", 2, "a divisor of 3"),
         ("optimizer.learning_rate=1e38", 1, "is not finite"),
     ] {

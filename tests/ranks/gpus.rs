@@ -384,6 +384,27 @@ fn ranks_that_share_micro_batches_have_the_losses_of_one_gpu() {
     );
 }
 
+/// Layers of all ranks come from the same files.
+#[test]
+fn shared_files_have_the_bits_of_one_gpu() {
+    if !has_gpus() {
+        return;
+    }
+    let settings = [
+        &WIDE[..],
+        &[
+            "tune.method=block",
+            "tune.block.switch_every=1",
+            "model.dtype=bf16",
+            "memory.tier=disk",
+            "memory.frozen_weights=nf4",
+            "distributed.weights=host",
+        ],
+    ]
+    .concat();
+    check(&settings, &[2]);
+}
+
 #[test]
 fn each_rank_has_a_gpu_of_its_own_or_says_so() {
     if !in_software() {

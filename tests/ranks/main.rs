@@ -10,6 +10,7 @@ mod experts;
 mod faults;
 #[cfg(feature = "cuda")]
 mod gpus;
+mod host;
 mod job;
 mod machines;
 mod memory;

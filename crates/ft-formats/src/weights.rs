@@ -128,6 +128,8 @@ pub struct Weights {
     place: PathBuf,
     paths: Vec<PathBuf>,
     handles: Vec<File>,
+    /// What is read in parts stays in the page cache.
+    stays_cached: bool,
     tensors: BTreeMap<String, TensorInfo>,
     metadata: HashMap<String, String>,
     /// By the stored name of the tensor.
@@ -277,6 +279,7 @@ impl Weights {
             place: place.to_path_buf(),
             paths,
             handles,
+            stays_cached: false,
             tensors,
             metadata,
             patches: BTreeMap::new(),

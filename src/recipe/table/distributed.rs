@@ -58,7 +58,8 @@ section! {
         /// Where the weights are. `replicated`: all on every rank. `sharded`: each rank has a part of every matrix of the
         /// layers, and a layer is collected from all ranks before it is used. `expert-parallel`: each rank has some of the routed
         /// experts and all other weights, and the hidden states of the tokens travel to the experts. `sharded-in-node`: as `sharded`,
-        /// but all ranks of a machine together have all weights, and a layer is collected from them. Not available yet: `host`.
+        /// but all ranks of a machine together have all weights, and a layer is collected from them. `host`: the ranks of a machine
+        /// read frozen weights from the same files (`memory.tier = "disk"`), which are in its memory once.
         weights: RankWeights = "auto", "replicated if it fits or on GPUs, else sharded", resume FREE;
         /// How gradients are added. `ordered`: in the order of the micro-batches, which gives the result of one rank, bit for bit. On one GPU
         /// `auto` lets a product add to the sum, which is faster and rounds differently: write `ordered` there for the result of
@@ -161,7 +162,7 @@ fn check_apart(s: &Settings, faults: &mut Faults) {
     let d = &s.distributed;
     if matches!(
         d.weights,
-        RankWeights::Sharded | RankWeights::ShardedInNode | RankWeights::ExpertParallel
+        RankWeights::Sharded | RankWeights::ShardedInNode | RankWeights::Host | RankWeights::ExpertParallel
     ) {
         fault(
             Keys::weights,
@@ -291,13 +292,6 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
                 .expected(use_instead),
         );
     };
-    if d.weights == RankWeights::Host {
-        refuse(
-            Keys::weights,
-            d.weights.name().into(),
-            "`replicated`, `sharded`, `sharded-in-node` or `expert-parallel`",
-        );
-    }
     if d.checkpoint == RankCheckpoint::Parts {
         refuse(Keys::checkpoint, d.checkpoint.name().into(), "`one`");
     }

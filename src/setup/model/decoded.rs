@@ -1,17 +1,57 @@
-//! Decoded copies of weights that are quantized in the model files.
+//! Decoded copies of weights that are quantized in the model files, drawn weights, and who writes such files.
 
-use super::{DECODED, ModelFiles};
+use super::{DECODED, DRAWN, ModelFiles};
 use crate::base::{Result, staging};
 use crate::checkpoint;
+use crate::comm::Collective;
 use crate::formats::weights::Weights;
-use crate::recipe::Dtype;
-use crate::source::{StoragePolicy, resident, stored};
-use std::path::Path;
+use crate::recipe::{Dtype, RankWeights, Recipe};
+use crate::source::disk::{self, Writer};
+use crate::source::{ParamInfo, StoragePolicy, resident, stored};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// Who writes the files that a run needs meanwhile, and their directory: with `distributed.weights = "host"` the first rank of
+/// each machine, in its directory; else each rank in `run_dir`, its own.
+pub(super) fn writer(recipe: &Recipe, run_dir: &Path, ranks: &Arc<dyn Collective>) -> Result<(Writer, PathBuf)> {
+    if recipe.distributed.weights == RankWeights::Host && ranks.world().size > 1 {
+        Writer::of_machine(ranks.clone(), run_dir)
+    } else {
+        Ok((Writer::default(), run_dir.to_path_buf()))
+    }
+}
 
 impl ModelFiles {
+    /// Random weights, from a file in the directory of the run, which `writer` writes.
+    pub(super) fn draw(
+        &self,
+        params: &[ParamInfo],
+        seed: u64,
+        dtype: Dtype,
+        run_dir: &Path,
+        writer: &Writer,
+    ) -> Result<Weights> {
+        let (dir, resident::RandomWeights { seed, std, norm }) = (run_dir.join(DRAWN), self.random_weights(seed));
+        let file = dir.join("model.safetensors");
+        writer.write(|| {
+            if file.is_file() {
+                return Ok(());
+            }
+            staging::scratch(&dir)?;
+            disk::write_random(&file, params, seed, std, norm, dtype)
+        })?;
+        Weights::open_file(&file)
+    }
+
     /// The weights of quantized files, those that `storage` does not keep in their format decoded, from a file in the
-    /// directory of the run.
-    pub(super) fn decode(&self, storage: &StoragePolicy, dtype: Dtype, run_dir: &Path) -> Result<Weights> {
+    /// directory of the run, which `writer` writes.
+    pub(super) fn decode(
+        &self,
+        storage: &StoragePolicy,
+        dtype: Dtype,
+        run_dir: &Path,
+        writer: &Writer,
+    ) -> Result<Weights> {
         let (dir, weights, all) = (run_dir.join(DECODED), self.open_weights()?, self.spec.params());
         let (mut params, mut without) = (Vec::new(), Vec::new());
         for p in &all {
@@ -34,10 +74,12 @@ impl ModelFiles {
             return Ok(weights);
         }
         let elements: u64 = params.iter().map(|p| p.elements() as u64).sum();
-        checkpoint::check_space(run_dir, dtype.bytes() * elements)?;
-        staging::scratch(&dir)?;
         let file = dir.join("model.safetensors");
-        stored::write_dequantized(&weights, &params, dtype, &file)?;
+        writer.write(|| {
+            checkpoint::check_space(run_dir, dtype.bytes() * elements)?;
+            staging::scratch(&dir)?;
+            stored::write_dequantized(&weights, &params, dtype, &file)
+        })?;
         Ok(weights.with_tensors_of(Weights::open_file(&file)?, &without))
     }
 }

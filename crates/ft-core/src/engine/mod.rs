@@ -40,6 +40,8 @@ mod ranks_tests;
 #[cfg(test)]
 mod sharded_tests;
 #[cfg(test)]
+mod host_tests;
+#[cfg(test)]
 mod in_node_tests;
 #[cfg(test)]
 mod sequence_tests;

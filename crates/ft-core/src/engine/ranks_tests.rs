@@ -7,7 +7,7 @@ use crate::base::Result;
 use crate::comm::threads::{self, Counting};
 use crate::comm::{Alone, Collective};
 use crate::data::{Batch, Example};
-use crate::model::spec::Mixer;
+use crate::model::spec::{Mixer, Spec};
 use crate::model::{TrainableNetwork, families, shapes};
 use crate::ops::transfer::HostMemory;
 use crate::ops::{Dtype, update};
@@ -70,17 +70,18 @@ pub(super) const FULL: Case = Case {
     convolution: false,
 };
 
-pub(super) fn engine(case: Case, comm: Arc<dyn Collective>) -> (Engine, Active) {
+/// The model of a case.
+pub(super) fn spec_of(case: Case) -> Spec {
     let mut spec = families::read(&shapes::config("shape:small").unwrap().unwrap()).unwrap();
     if case.convolution {
         spec.layers[0].mixer = Mixer::ShortConv { kernel: 9, bias: true };
     }
-    let (params, vocab) = (spec.params(), spec.vocab);
-    let settings = OptimizerConfig {
-        state: case.state,
-        master: case.master,
-        ..OptimizerConfig::default()
-    };
+    spec
+}
+
+pub(super) fn engine(case: Case, comm: Arc<dyn Collective>) -> (Engine, Active) {
+    let spec = spec_of(case);
+    let params = spec.params();
     let storage = |p: &ParamInfo| match case.format {
         Some(format) if p.name.contains("proj.weight") => StorageDtype::Quantized(format, case.dtype),
         _ => StorageDtype::Dense(case.dtype),
@@ -105,7 +106,19 @@ pub(super) fn engine(case: Case, comm: Arc<dyn Collective>) -> (Engine, Active) 
     } else {
         source
     };
-    let names = params.iter().map(|p| p.name.to_string());
+    engine_of(case, comm, source)
+}
+
+/// As `engine`, with weights of `source`.
+pub(super) fn engine_of(case: Case, comm: Arc<dyn Collective>, source: Arc<dyn TrainableStore>) -> (Engine, Active) {
+    let spec = spec_of(case);
+    let vocab = spec.vocab;
+    let settings = OptimizerConfig {
+        state: case.state,
+        master: case.master,
+        ..OptimizerConfig::default()
+    };
+    let names = source.params().iter().map(|p| p.name.to_string());
     let (own, others): (Vec<String>, BTreeSet<String>) = partition(names, case.part);
     let mut active = Active::new(own);
     if case.corrected {

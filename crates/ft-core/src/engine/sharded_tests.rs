@@ -4,6 +4,7 @@
 use super::Active;
 use super::Exchange;
 use super::ranks_tests::{Case, FULL, batches, engine};
+use super::step::Engine;
 use crate::base::Result;
 use crate::comm::threads::{self, Counting};
 use crate::comm::{Alone, Collective, part_of};
@@ -16,7 +17,11 @@ use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
 /// Blocks: layer 0 and embedding, the last layer, all layers, layer 0 again. Exact values at the end as bits.
 pub(super) fn train_in_parts(case: Case, comm: Arc<dyn Collective>) -> Result<Vec<u64>> {
-    let (mut engine, _) = engine(case, comm);
+    train_blocks(engine(case, comm).0)
+}
+
+/// As `train_in_parts`, with this engine.
+pub(super) fn train_blocks(mut engine: Engine) -> Result<Vec<u64>> {
     let names: Vec<String> = engine.store.params().iter().map(|p| p.name.to_string()).collect();
     let block = |parts: &[&str]| {
         let own = names.iter().filter(|name| parts.iter().any(|part| name.contains(part)));

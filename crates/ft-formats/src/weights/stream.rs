@@ -40,6 +40,12 @@ impl Weights {
         self
     }
 
+    /// What is read in parts stays in the page cache: other processes read it too. Otherwise it is dropped after each read.
+    pub fn cached(mut self) -> Self {
+        self.stays_cached = true;
+        self
+    }
+
     /// Reads elements of tensor `name` as f32, from element `first` on, as many as `out` has.
     ///
     /// # Errors
@@ -130,6 +136,9 @@ impl Weights {
     fn read_and_forget(&self, name: &str, at: u64, out: &mut [u8]) -> Result<()> {
         let info = self.must(name)?;
         self.read_exact(info, at, out)?;
+        if self.stays_cached {
+            return Ok(());
+        }
         let stored = self.stored_part(info, at, out.len());
         let (handle, size) = (&self.handles[info.file], info.dtype.size());
         match info.view {
@@ -211,5 +220,55 @@ mod tests {
         assert_eq!(low, [2, -1]);
         assert!(w.read_f32_at("low", 0, &mut [0.0; 1]).is_err());
         assert!(w.read_f32_at("none", 0, &mut [0.0; 1]).is_err());
+    }
+
+    /// Pages of a file that are in the page cache, and all of its pages.
+    #[cfg(target_os = "linux")]
+    fn cached_pages(file: &std::fs::File) -> (usize, usize) {
+        use std::os::fd::AsRawFd;
+        let bytes = file.metadata().unwrap().len() as usize;
+        let mut pages = vec![0u8; bytes.div_ceil(4096)];
+        // SAFETY: the map is as long as the file, and `pages` has a byte for each of its pages. Nothing reads the map.
+        unsafe {
+            let map = libc::mmap(
+                std::ptr::null_mut(),
+                bytes,
+                libc::PROT_READ,
+                libc::MAP_SHARED,
+                file.as_raw_fd(),
+                0,
+            );
+            assert_ne!(map, libc::MAP_FAILED);
+            assert_eq!(libc::mincore(map, bytes, pages.as_mut_ptr()), 0);
+            libc::munmap(map, bytes);
+        }
+        (pages.iter().filter(|page| **page & 1 == 1).count(), pages.len())
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn cached_weights_stay_in_the_page_cache() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("w.safetensors");
+        let values = vec![1.0; 1 << 20];
+        let plan = TensorPlan {
+            name: "w".into(),
+            dtype: StoredDtype::F32,
+            shape: vec![values.len()],
+        };
+        write_file(&path, &[plan], &[], |_, sink| sink(Values::F32(&values))).unwrap();
+        let file = files::open(&path).unwrap();
+        files::forget(&file, 0, 0);
+        let (left, all) = cached_pages(&file);
+        if left == all {
+            eprintln!("skipped: the files of this folder are always in memory");
+            return;
+        }
+        let mut read = vec![0.0; values.len()];
+        let weights = || Weights::open_file(&path).unwrap();
+        weights().streamed().read_f32_at("w", 0, &mut read).unwrap();
+        assert!(cached_pages(&file).0 < all / 2, "{:?}", cached_pages(&file));
+        weights().cached().read_f32_at("w", 0, &mut read).unwrap();
+        assert_eq!(cached_pages(&file), (all, all));
     }
 }

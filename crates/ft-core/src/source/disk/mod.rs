@@ -9,6 +9,7 @@ mod loaders;
 mod numbers;
 mod pool;
 mod store;
+mod writer;
 #[cfg(test)]
 mod tests;
 
@@ -37,6 +38,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, mpsc};
 use std::thread::JoinHandle;
 use store::STEP;
+pub use writer::Writer;
 
 /// Options of a disk source.
 #[derive(Debug, Clone)]
@@ -123,6 +125,20 @@ impl Disk {
     /// # Errors
     /// As `Resident::load`; a number of head rows that is not a multiple of `PIECE`.
     pub fn open(params: Vec<ParamInfo>, weights: Weights, options: DiskOptions) -> Result<Self> {
+        Self::open_written(params, weights, options, Writer::default())
+    }
+
+    /// As `open`, with files that `writer` writes. If ranks share them, all ranks open the source, and call every method of
+    /// `TrainableStore` that changes weights in the same order.
+    ///
+    /// # Errors
+    /// As `open`; another rank has failed.
+    pub fn open_written(
+        params: Vec<ParamInfo>,
+        weights: Weights,
+        options: DiskOptions,
+        writer: Writer,
+    ) -> Result<Self> {
         check_names(&params, &weights)?;
         if options
             .head_rows
@@ -159,7 +175,7 @@ impl Disk {
             }
         }
         to_code.retain(|(p, _)| !in_files.contains_key(&p.name));
-        let mut files = Files::new(weights, in_files, options.dtype, &options.trained)?;
+        let mut files = Files::new(weights, in_files, options.dtype, &options.trained, writer)?;
         if !to_code.is_empty() {
             files.quantize_others(&to_code, &options.codes)?;
         }

@@ -1,7 +1,8 @@
 //! Reads and writes parameters: in the checkpoint, or, after training, in the store.
 
 use super::store::{CODES, LOW, STEP, Store, WEIGHT, part_name};
-use crate::base::{Error, Result, files};
+use super::writer::Writer;
+use crate::base::{Error, Result};
 use crate::formats::StoredDtype;
 use crate::formats::weights::Weights;
 use crate::formats::writer::{TensorPlan, Values, write_file};
@@ -25,6 +26,7 @@ pub(super) struct Files {
     /// Other weights of the checkpoint, quantized by `quantize_others`.
     codes: Option<Weights>,
     dtype: Dtype,
+    writer: Writer,
 }
 
 impl Files {
@@ -33,18 +35,26 @@ impl Files {
         stored: BTreeMap<Arc<str>, Checked>,
         dtype: Dtype,
         trained: &Path,
+        writer: Writer,
     ) -> Result<Self> {
         Ok(Self {
-            weights: weights.streamed(),
+            weights: writer.to_read(weights),
             stored,
-            store: Store::create(trained)?,
+            store: Store::create(trained, writer.clone())?,
             codes: None,
             dtype,
+            writer,
         })
     }
 
     /// Quantizes these weights of the checkpoint, one at a time, into a separate file.
     pub(super) fn quantize_others(&mut self, params: &[(&ParamInfo, Format)], file: &Path) -> Result<()> {
+        self.writer.write(|| self.write_quantized(params, file))?;
+        self.codes = Some(self.writer.to_read(Weights::open_file(file)?));
+        Ok(())
+    }
+
+    fn write_quantized(&self, params: &[(&ParamInfo, Format)], file: &Path) -> Result<()> {
         let mut plans = Vec::new();
         for (p, format) in params {
             let &[rows, columns] = p.shape.as_slice() else {
@@ -72,9 +82,7 @@ impl Files {
                 None => Ok(()),
             }
         })?;
-        files::forget(&files::open(file)?, 0, 0);
-        self.codes = Some(Weights::open_file(file)?.streamed());
-        Ok(())
+        self.writer.written(file)
     }
 
     /// Quantizes one weight of the checkpoint.

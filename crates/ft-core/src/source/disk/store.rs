@@ -5,7 +5,8 @@
 //! only, further training and checkpoints read both. The files are scratch files of the running process: a resumed run
 //! writes them again from its checkpoint.
 
-use crate::base::{Result, files, staging};
+use super::writer::Writer;
+use crate::base::{Result, staging};
 use crate::formats::StoredDtype;
 use crate::formats::weights::Weights;
 use crate::formats::writer::{TensorPlan, Values, write_file};
@@ -36,22 +37,24 @@ pub(super) const STEP: usize = 1 << 19;
 pub(super) struct Store {
     dir: PathBuf,
     names: Mutex<BTreeSet<String>>,
+    writer: Writer,
 }
 
 impl Store {
     /// Creates an empty store in `dir`; removes the files that another run of ft left there.
-    pub(super) fn create(dir: &Path) -> Result<Self> {
-        staging::remove_scratch(dir)?;
+    pub(super) fn create(dir: &Path, writer: Writer) -> Result<Self> {
+        writer.write(|| staging::remove_scratch(dir).map(drop))?;
         Ok(Self {
             dir: dir.to_path_buf(),
             names: Mutex::new(BTreeSet::new()),
+            writer,
         })
     }
 
     /// Opens the file of a parameter, if it was trained.
     pub(super) fn open(&self, name: &str) -> Result<Option<Weights>> {
         if lock(&self.names).contains(name) {
-            Ok(Some(Weights::open_file(&self.path(name))?.streamed()))
+            Ok(Some(self.writer.to_read(Weights::open_file(&self.path(name))?)))
         } else {
             Ok(None)
         }
@@ -127,10 +130,12 @@ impl Store {
     }
 
     fn put(&self, name: &str, tensors: &[TensorPlan], fill: &mut Fill) -> Result<()> {
-        staging::scratch(&self.dir)?;
-        let path = self.path(name);
-        write_file(&path, tensors, &[], fill)?;
-        files::forget(&files::open(&path)?, 0, 0);
+        self.writer.write(|| {
+            staging::scratch(&self.dir)?;
+            let path = self.path(name);
+            write_file(&path, tensors, &[], fill)?;
+            self.writer.written(&path)
+        })?;
         let mut names = lock(&self.names);
         names.insert(name.to_string());
         Ok(())

@@ -49,12 +49,12 @@ impl Files {
 
     /// Quantizes these weights of the checkpoint, one at a time, into a separate file.
     pub(super) fn quantize_others(&mut self, params: &[(&ParamInfo, Format)], file: &Path) -> Result<()> {
-        self.writer.write(|| self.write_quantized(params, file))?;
+        self.writer.write(|| self.write_others(params, file))?;
         self.codes = Some(self.writer.to_read(Weights::open_file(file)?));
         Ok(())
     }
 
-    fn write_quantized(&self, params: &[(&ParamInfo, Format)], file: &Path) -> Result<()> {
+    fn write_others(&self, params: &[(&ParamInfo, Format)], file: &Path) -> Result<()> {
         let mut plans = Vec::new();
         for (p, format) in params {
             let &[rows, columns] = p.shape.as_slice() else {

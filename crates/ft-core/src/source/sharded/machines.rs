@@ -86,6 +86,11 @@ impl Machines {
     }
 }
 
+/// The list of one part.
+fn one(part: Range<usize>) -> Vec<Range<usize>> {
+    std::iter::once(part).collect()
+}
+
 impl Sharded {
     /// The ranks of this machine, to which this rank sends its parts; `alone`: rank 0 alone, from the ranks of its machine.
     pub(super) fn receivers(&self, alone: bool) -> Vec<usize> {
@@ -109,9 +114,9 @@ impl Sharded {
         let codes = |own: Tensor, length: usize| Shard {
             own: vec![own],
             ranges: of_near(&|rank| match self.division {
-                Division::Experts if parts[rank].is_empty() => vec![0..0],
-                Division::Experts => vec![0..length],
-                _ => vec![self.machines.bytes_of(length, rank)],
+                Division::Experts if parts[rank].is_empty() => one(0..0),
+                Division::Experts => one(0..length),
+                _ => one(self.machines.bytes_of(length, rank)),
             }),
         };
         match part {
@@ -184,10 +189,10 @@ impl Sharded {
                 let (mut ranges, mut first) = (vec![Vec::new(); size], 0);
                 for &peer in &peers {
                     let length = if peer == rank { 0 } else { parts[peer].len() };
-                    ranges[peer] = vec![first..first + length];
+                    ranges[peer] = one(first..first + length);
                     first += length;
                 }
-                ranges[rank] = vec![0..0];
+                ranges[rank] = one(0..0);
                 let own = vec![own.to_device(&Device::Cpu)?];
                 shards.push(Shard { own, ranges });
                 found.push(index);

@@ -10,6 +10,7 @@
 mod collect;
 mod group;
 #[cfg(any(feature = "nccl", test))]
+#[cfg_attr(not(feature = "nccl"), allow(unreachable_pub, reason = "exported with the feature"))]
 mod meeting;
 #[cfg(any(feature = "nccl", test))]
 mod mesh;

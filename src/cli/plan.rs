@@ -53,7 +53,11 @@ pub fn run(mut args: Args) -> Result<i32> {
     let link = args.link.as_deref().map(Link::parse).transpose()?;
     let planned = plan_for(&loaded.recipe, like, (args.ranks.into(), args.nodes.into()))?;
     planned.notes.iter().for_each(|line| super::note(line));
-    if let (Some(link), Some(text)) = (link, &args.link) {
+    if let (Some(text), true) = (&args.link, args.nodes > 1) {
+        super::note(&format!(
+            "the seconds over {text} are not known: the ranks of a machine exchange layers over another connection"
+        ));
+    } else if let (Some(link), Some(text)) = (link, &args.link) {
         let seconds = link.seconds(planned.sent);
         super::note(&match planned.sync_every {
             0 => format!(

@@ -34,9 +34,6 @@ impl ModelFiles {
         let (dir, resident::RandomWeights { seed, std, norm }) = (run_dir.join(DRAWN), self.random_weights(seed));
         let file = dir.join("model.safetensors");
         writer.write(|| {
-            if file.is_file() {
-                return Ok(());
-            }
             staging::scratch(&dir)?;
             disk::write_random(&file, params, seed, std, norm, dtype)
         })?;

@@ -112,7 +112,7 @@ fn groups_of_ranks_collect_lists_of_their_own() {
         let read = |list: Whole| list.into_tensor(&[n]).unwrap().to_vec1::<f32>().unwrap();
         assert_eq!(
             all.wait().unwrap().into_iter().map(read).collect::<Vec<_>>(),
-            [want.clone()]
+            std::slice::from_ref(&want)
         );
         let one: Vec<_> = one.wait().unwrap().into_iter().map(read).collect();
         assert_eq!(one, if rank == 1 { vec![want] } else { Vec::new() });

@@ -264,7 +264,13 @@ impl Engine {
         if ranks == 1 {
             return evaluate(network, objective, batch);
         }
-        if batch.len() >= ranks {
+        // All groups of ranks or none, because all exchange at the same time.
+        let mut shares = batch.len() >= ranks;
+        if self.comm.world().size > ranks {
+            let all = self.comm.bytes(vec![u8::from(shares)], Patience::Step)?;
+            shares = all.iter().all(|own| own == &[1]);
+        }
+        if shares {
             let sequence = Sequence::new(&*self.comm, self.sequence, batch)?;
             return evaluate_part(network, objective, batch, Some(&sequence));
         }

@@ -4,6 +4,7 @@ use super::ranks_tests::{Case, FULL, batches, engine};
 use super::{Updated, sent_bytes};
 use crate::comm::threads::Counting;
 use crate::comm::{Alone, Collective, threads};
+use crate::data::Batch;
 use crate::model::sequence::sequence_bytes;
 use crate::model::{SequenceBy, SequenceConfig};
 use crate::ops::{Dtype, update};
@@ -60,6 +61,34 @@ fn train(case: Case, config: SequenceConfig, comm: Arc<dyn Collective>) -> (Vec<
         .flat_map(|name| update::to_f32_vec(&engine.network.param(name).unwrap().tensor).unwrap());
     let weights = weights.collect();
     (numbers, weights, bytes)
+}
+
+/// A batch with fewer tokens than ranks is evaluated by one rank, and then the other group does not share its batch either.
+#[test]
+fn a_short_batch_of_one_group_keeps_the_ranks_in_step() {
+    let whole = batches(3, 9).swap_remove(0);
+    let short = Batch {
+        ids: whole.ids[..1].to_vec(),
+        positions: whole.positions[..1].to_vec(),
+        targets: whole.targets[..1].to_vec(),
+        documents: vec![0, 1],
+        columns: Default::default(),
+    };
+    let both = [whole, short];
+    let want = both.each_ref().map(|batch| {
+        let (engine, _) = engine(FULL, Arc::new(Alone::default()));
+        engine.evaluate(batch).unwrap().loss_sum
+    });
+    let found = threads::run(4, |comm| {
+        let group = comm.world().rank / 2;
+        let (mut engine, _) = engine(FULL, comm);
+        engine.sequence = SequenceConfig {
+            ranks: 2,
+            by: SequenceBy::Keys,
+        };
+        engine.evaluate(&both[group]).unwrap().loss_sum
+    });
+    assert_eq!([found[0] + found[1], found[2] + found[3]], want);
 }
 
 #[test]

@@ -29,11 +29,12 @@ impl Writer {
         let (rank, host) = (comm.world().rank, comm.world().host.clone().into_bytes());
         let hosts = comm.bytes(host.clone(), Patience::Long)?;
         let first = hosts.iter().position(|other| *other == host).unwrap_or(rank);
-        let path = own.into_os_string().into_encoded_bytes();
+        let path = own.as_os_str().as_encoded_bytes().to_vec();
         let dir = comm.bytes(path, Patience::Long)?.swap_remove(first);
         let dir = PathBuf::from(String::from_utf8_lossy(&dir).into_owned());
-        let first = first == rank;
-        Ok((Self(Some(Machine { comm, first })), dir))
+        let is_first = first == rank;
+        let dir = if is_first { own } else { dir };
+        Ok((Self(Some(Machine { comm, first: is_first })), dir))
     }
 
     /// These weights, for reads that leave nothing in the page cache unless ranks share it.
@@ -52,8 +53,8 @@ impl Writer {
         Ok(())
     }
 
-    /// Calls `work`, which writes files, on the process that writes. If ranks share the files, all ranks call it: no rank reads
-    /// a file that is replaced, and all find the new one afterwards.
+    /// Calls `work`, which writes files, on the process that writes. If ranks share the files, all ranks call it, and all find the
+    /// new files afterwards. A thread that reads ahead may still read an old file: `work` replaces files by renaming.
     ///
     /// # Errors
     /// Any error of `work`; another rank has failed.

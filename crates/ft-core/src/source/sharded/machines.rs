@@ -51,7 +51,7 @@ impl Machines {
         if all.iter().any(|(_, ranks)| ranks.len() != each) {
             let of = |(name, ranks): &(&str, Vec<usize>)| format!("{} on {name}", ranks.len());
             return Err(Error::usage(
-                "weights that are divided inside each machine need as many ranks on every machine",
+                "weights that are divided inside each machine need the same number of ranks on every machine",
             )
             .found(all.iter().map(of).collect::<Vec<_>>().join(", ")));
         }

@@ -31,7 +31,7 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
     pub ranks: u16,
     /// The ranks are on N machines like this one, the same number on each
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..), requires = "ranks")]
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..), requires = "ranks", hide_short_help = true)]
     pub nodes: u16,
     /// The connection of the ranks: seconds that the bytes of a step take at least
     #[arg(long, value_name = "RATE", requires = "ranks")]

@@ -353,7 +353,10 @@ mod tests {
         // A tick is 1/100 s.
         let end = std::time::Instant::now() + std::time::Duration::from_secs(60);
         while processor() == 0.0 {
-            assert!(std::time::Instant::now() < end, "no processor time after a minute of work");
+            assert!(
+                std::time::Instant::now() < end,
+                "no processor time after a minute of work"
+            );
         }
     }
 }

@@ -142,7 +142,7 @@ impl Ranks {
 
     /// The state of the processes for a plan that all ranks make alike: of the tightest one.
     ///
-    /// Errors: `weights` needs as many ranks on every machine.
+    /// Errors: `weights` needs the same number of ranks on every machine.
     pub fn process(&self, weights: RankWeights) -> Result<ProcessState> {
         let now = ProcessState::now();
         if !self.several() {

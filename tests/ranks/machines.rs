@@ -74,7 +74,7 @@ fn machines_with_different_numbers_of_ranks_are_refused() {
     let text = said(&out);
     assert!(!out.status.success() && !bench.path("out").exists(), "{text}");
     for part in [
-        "as many ranks on every machine",
+        "the same number of ranks on every machine",
         "2 on a, 1 on b",
         "distributed.weights = \"sharded\"",
     ] {

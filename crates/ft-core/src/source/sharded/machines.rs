@@ -237,7 +237,7 @@ mod tests {
     fn machines_have_the_same_number_of_ranks() {
         let error = machines("a a b a").unwrap_err().to_string();
         assert!(
-            error.contains("as many ranks on every machine") && error.contains("3 on a, 1 on b"),
+            error.contains("the same number of ranks on every machine") && error.contains("3 on a, 1 on b"),
             "{error}"
         );
     }

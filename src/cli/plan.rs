@@ -14,7 +14,6 @@ use crate::report;
   ft plan recipes/quickstart.toml
   ft plan --recipe my.toml --budget 24GiB            does it fit?
   ft plan --recipe my.toml --device-like 4090        does it fit there, and how fast is it?
-  ft plan --recipe my.toml --ranks 4                 four ranks on this machine
   ft plan --recipe my.toml --ranks 4 --link 10Gb     four ranks, and the time of their bytes
   ft plan --recipe my.toml --ranks 8 --nodes 2       eight ranks on two machines like this one
   ft plan --recipe my.toml tune.method=lora --json")]

@@ -148,16 +148,27 @@ fn precompiled(compiler: &str, flags: &[&str], scratch: &Path, kind: &str) -> Pa
     header
 }
 
+/// True if the compiler takes these flags, and has the libraries for them.
+fn takes(compiler: &str, flags: &[&str], scratch: &Path) -> bool {
+    let source = scratch.join("empty.cpp");
+    fs::write(&source, "int main() { return 0; }\n").unwrap();
+    compile(compiler, &source, flags, &scratch.join("empty"))
+        .status
+        .success()
+}
+
 /// True if the compiler has the libraries of the sanitizers; some do not.
 fn has_sanitizers(compiler: &str, scratch: &Path) -> bool {
     static FOUND: OnceLock<bool> = OnceLock::new();
-    *FOUND.get_or_init(|| {
-        let source = scratch.join("empty.cpp");
-        fs::write(&source, "int main() { return 0; }\n").unwrap();
-        compile(compiler, &source, SANITIZED, &scratch.join("empty"))
-            .status
-            .success()
-    })
+    *FOUND.get_or_init(|| takes(compiler, SANITIZED, scratch))
+}
+
+/// A local variable without a value has the same wrong bits in every run: a test that reads one fails everywhere, not on one
+/// machine in ten. None for a compiler that cannot do so.
+fn pattern(compiler: &str, scratch: &Path) -> Option<&'static str> {
+    const FLAG: &str = "-ftrivial-auto-var-init=pattern";
+    static FOUND: OnceLock<bool> = OnceLock::new();
+    FOUND.get_or_init(|| takes(compiler, &[FLAG], scratch)).then_some(FLAG)
 }
 
 /// When a file, or the newest file in a folder, was changed.
@@ -196,15 +207,16 @@ fn check(name: &str, sanitized: bool, seeds: &[&str]) {
     } else {
         (PLAIN, "plain")
     };
+    let flags: Vec<&str> = flags.iter().copied().chain(pattern(compiler, &scratch)).collect();
     let source = folder().join("tests").join(format!("{name}.cpp"));
     let program = scratch.join(format!("{name}-{kind}"));
     // This program too: the flags are in it.
     let sources = [folder(), folder().join("../cuda"), env::current_exe().unwrap()];
     if !program.exists() || sources.iter().any(|source| changed(source) >= changed(&program)) {
         let unfinished = program.with_extension("new");
-        let header = precompiled(compiler, flags, &scratch, kind);
+        let header = precompiled(compiler, &flags, &scratch, kind);
         let include = ["-include", header.to_str().unwrap()];
-        let built = compile(compiler, &source, &[flags, &include].concat(), &unfinished);
+        let built = compile(compiler, &source, &[&flags[..], &include].concat(), &unfinished);
         assert!(built.status.success(), "{name} does not compile:\n{}", said(&built));
         fs::rename(&unfinished, &program).unwrap();
     }

@@ -14,6 +14,8 @@ struct Parameter {
     bool half, half_gradient, shifted;
     u32 group;
     bool random;
+    // Elements of the whole parameter before these.
+    i64 begin;
 };
 
 /// One parameter with everything that belongs to it, and its exact values.
@@ -45,7 +47,7 @@ struct Held {
     }
     Entry entry(u32 first, bool moments, bool second) {
         const int s = p.shifted;
-        Entry e;
+        Entry e = {};
         e.weight = p.half ? (void*)(upper_half.data + s) : (void*)(weight.data + s);
         e.low = p.half && !p.random ? low.data + s : nullptr;
         e.key = KEY;
@@ -54,6 +56,7 @@ struct Held {
         e.v = second ? v.data + s : nullptr;
         e.m_scales = e.v_scales = nullptr;
         e.n = p.n;
+        e.begin = p.begin;
         e.first = first;
         e.form = (p.half ? 1 : 0) | (p.half_gradient ? 2 : 0) | (p.shifted ? 0 : 4) | (p.random ? 8 : 0) | p.group << 8;
         return e;
@@ -69,7 +72,7 @@ enum Rule { ADAMW, SGD, PLAIN_SGD, LION, SIGN };
 
 static float sign_of(float x) { return x > 0 ? 1.0f : x < 0 ? -1.0f : 0.0f; }
 
-/// As `round` of ops/master.rs, by the number that element i takes.
+/// As `round` of ops/master.rs, by the number that element i of the whole parameter takes.
 static float rounded(float x, i64 i) {
     const u64 number = draw(KEY, i / 4) >> (16 * (i % 4)) & 0xffff;
     return float_of((bits_of(x) + static_cast<u32>(number)) & 0xffff0000u);
@@ -77,9 +80,9 @@ static float rounded(float x, i64 i) {
 
 static void steps(Rule rule, const float* device_factor, const double* finite, int checked, uint64_t seed) {
     const Parameter list[] = {
-        {5, false, false, false, 0, false}, {SHARE + 7, true, false, false, 1, false}, {300, true, true, true, 0, false},
-        {1, false, true, false, 1, false},  {1000, false, false, true, 1, false},       {64, true, false, false, 0, false},
-        {517, true, false, false, 1, true}, {SHARE + 11, true, true, true, 0, true},
+        {5, false, false, false, 0, false, 0}, {SHARE + 7, true, false, false, 1, false, 4}, {300, true, true, true, 0, false, 0},
+        {1, false, true, false, 1, false, 0},  {1000, false, false, true, 1, false, 8},       {64, true, false, false, 0, false, 0},
+        {517, true, false, false, 1, true, 0}, {SHARE + 11, true, true, true, 0, true, 8 * SHARE + 4},
     };
     std::vector<std::unique_ptr<Held>> all;
     std::vector<Entry> table;
@@ -125,7 +128,7 @@ static void steps(Rule rule, const float* device_factor, const double* finite, i
                 if (rule == SGD) m = direction;
                 w = w - k[0] * direction;
             }
-            if (happens && held->p.random) w = rounded(w, i);
+            if (happens && held->p.random) w = rounded(w, held->p.begin + i);
             good &= bits_of(held->now(i)) == bits_of(w);
             good &= bits_of(held->m[i + held->p.shifted]) == bits_of(m);
             good &= bits_of(held->v[i + held->p.shifted]) == bits_of(v);
@@ -194,7 +197,7 @@ static void coded_steps(Rule rule, i64 n, bool half, bool shifted, uint64_t seed
     e.v = rule == ADAMW ? v.data : nullptr;
     e.m_scales = m_scales.data;
     e.v_scales = rule == ADAMW ? v_scales.data : nullptr;
-    e.key = 0, e.n = n, e.first = 0;
+    e.key = 0, e.n = n, e.begin = 0, e.first = 0;
     e.form = (half ? 1 : 0) | (shifted ? 0 : 4);
     const Common common{0.9f, 0.999f, 1e-8f, 0.5f};
     Groups groups = {};

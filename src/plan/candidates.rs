@@ -3,7 +3,7 @@
 use super::Inputs;
 use super::model::Model;
 use crate::engine::Active;
-use crate::setup::{ActivePeriod, InactiveElements};
+use crate::setup::{ActivePeriod, ElementBytes, InactiveElements};
 use crate::source::StoragePolicy;
 use std::collections::BTreeMap;
 
@@ -14,12 +14,12 @@ type Likeness = (u64, Vec<u64>, bool);
 
 /// Of sets that differ only in the index of their layer, returns those that can be the worst. A lower set saves more
 /// layer inputs, a later one has more inactive masters. Memory is linear in both, so only corners of the hull matter.
-pub(super) fn candidates<'a>(model: &Model, inputs: &'a Inputs, bytes: (u64, u64)) -> Vec<&'a ActivePeriod> {
+pub(super) fn candidates<'a>(model: &Model, inputs: &'a Inputs, element: ElementBytes) -> Vec<&'a ActivePeriod> {
     let layers = model.layers();
     let mut alike: BTreeMap<Likeness, Vec<Point>> = BTreeMap::new();
     for turn in inputs.turns.iter() {
         let kinds = turn.active.layers().map(|l| model.kind(l)).collect();
-        let inactive = inputs.inactive_bytes(turn, bytes);
+        let inactive = inputs.inactive_bytes(turn, element);
         let point = (turn.active.lowest_layer(layers) as u64, inactive, turn);
         let key = (turn.active.shape(), kinds, turn.deactivates);
         alike.entry(key).or_default().push(point);

@@ -51,10 +51,10 @@ use crate::optim::Optimizer;
 use crate::optim::config::{Master, OptimizerName};
 use crate::peft::start::cost;
 use crate::recipe::{Dtype, LoraInit, Method, PeftType, RankWeights, Recipe, RolloutWeights};
-use crate::setup::ActivePeriod;
 use crate::setup::rewards::RewardModelSpec;
 use crate::setup::row_sizes::Evaluation;
 use crate::setup::teacher::TeacherSpec;
+use crate::setup::{ActivePeriod, ElementBytes};
 use crate::source::Placement;
 use candidates::candidates;
 use gpu_time::{GPUS, GpuRates};
@@ -205,9 +205,9 @@ impl Inputs {
     }
 
     /// `InactiveElements::bytes` of this rank.
-    fn inactive_bytes(&self, turn: &ActivePeriod, bytes: (u64, u64)) -> u64 {
+    fn inactive_bytes(&self, turn: &ActivePeriod, element: ElementBytes) -> u64 {
         let placement = self.strategy.placement;
-        let all = turn.inactive.bytes(placement, bytes);
+        let all = turn.inactive.bytes(placement, element);
         match placement {
             Placement::Sharded | Placement::ShardedHost => all.div_ceil(self.ranks as u64),
             _ => all,
@@ -313,7 +313,7 @@ pub fn sent(model: &Model, recipe: &Recipe, inputs: &Inputs) -> u64 {
             };
             (name, n, updated)
         });
-        let how = (parts(recipe, inputs, active) > 1, exchange);
+        let divided = parts(recipe, inputs, active) > 1;
         // Each rank that shares a micro-batch gives a contribution of its own.
         let shared = inputs.sequence.ranks;
         let (rounds, place) = ((inputs.micro_batches * shared) as u64, (rank, inputs.ranks));
@@ -323,8 +323,8 @@ pub fn sent(model: &Model, recipe: &Recipe, inputs: &Inputs) -> u64 {
         let corrected = active.corrected().map(|name| (name, model.elements(name)));
         let stored = recipe.model.dtype.bytes();
         squares
-            + sent_bytes(sizes, rounds, place, how, inputs.on_gpu)
-            + corrected_bytes(corrected, rounds, place, how.1)
+            + sent_bytes(sizes, rounds, place, divided, exchange, inputs.on_gpu)
+            + corrected_bytes(corrected, rounds, place, exchange)
             + weights::collected(model, inputs, stored, active, rank)
             + attention * rounds.div_ceil(inputs.ranks as u64)
             + experts::sent(model, recipe, inputs, active, words[rank])
@@ -336,7 +336,7 @@ pub fn sent(model: &Model, recipe: &Recipe, inputs: &Inputs) -> u64 {
 
 /// Bytes of the optimizer state of a parameter of `shape`: moments of its active part, and the low 16 bits of
 /// the master, both divided over `parts` ranks.
-fn state_bytes(recipe: &Recipe, active: &Active, name: &str, shape: &[usize], (bf16, parts): (bool, u64)) -> u64 {
+fn state_bytes(recipe: &Recipe, active: &Active, name: &str, shape: &[usize], bf16: bool, parts: u64) -> u64 {
     let n: usize = shape.iter().product();
     let moments = match active.subset(name, n) {
         Some(part) => Optimizer::state_bytes(&recipe.optimizer, &[part.len]),
@@ -362,9 +362,10 @@ pub fn forecast_of(model: &Model, recipe: &Recipe, inputs: &Inputs) -> Plan {
     let stored = recipe.model.dtype.bytes();
     // The low 16 bits of the fp32 master stay when its block is deactivated.
     let master = Optimizer::master_bytes(&recipe.optimizer, stored == 2);
+    let element = ElementBytes { stored, master };
     let mut worst: Option<(Ledger, u64)> = None;
-    for turn in candidates(model, inputs, (stored, master)) {
-        let found = of_turn(model, recipe, inputs, turn, (stored, master));
+    for turn in candidates(model, inputs, element) {
+        let found = of_turn(model, recipe, inputs, turn, element);
         if worst.as_ref().is_none_or(|(w, _)| found.0.peak > w.peak) {
             worst = Some(found);
         }
@@ -374,16 +375,16 @@ pub fn forecast_of(model: &Model, recipe: &Recipe, inputs: &Inputs) -> Plan {
     table::plan(model, recipe, inputs, ledger, parameters, trained)
 }
 
-/// Simulates a whole run for one active set; also returns the number of active elements. `stored`: bytes per value in
-/// the model's type; `master`: bytes of the low part of the fp32 master.
+/// Simulates a whole run for one active set; also returns the number of active elements.
 fn of_turn(
     model: &Model,
     recipe: &Recipe,
     inputs: &Inputs,
     turn: &ActivePeriod,
-    (stored, master): (u64, u64),
+    element: ElementBytes,
 ) -> (Ledger, u64) {
     let (spec, active) = (model.spec, &turn.active);
+    let ElementBytes { stored, master } = element;
     let outer = recipe.distributed.outer(inputs.ranks, 0);
     let fixed: u64 = inputs.adapters.values().map(|c| c.fixed).sum();
     let trained = model.sum_trained(active, |name| {
@@ -405,7 +406,7 @@ fn of_turn(
         let outer = outer.map_or(0, |outer| {
             outer_bytes(&outer, model.elements(name), inputs.ranks as u64)
         });
-        outer + shape.map_or(0, |shape| state_bytes(recipe, active, name, shape, (bf16, parts)))
+        outer + shape.map_or(0, |shape| state_bytes(recipe, active, name, shape, bf16, parts))
     });
     // Corrected parameters need the low 16 bits of their masters too.
     let corrected = model.sum_corrected(active, |name| master * model.elements(name));
@@ -423,7 +424,8 @@ fn of_turn(
                 model,
                 &inputs.strategy.storage,
                 stored,
-                (inputs.strategy.placement, inputs.ranks as u64),
+                inputs.strategy.placement,
+                inputs.ranks as u64,
                 active,
                 &|name| inputs.trains_rows_of(name),
             );
@@ -449,24 +451,20 @@ fn of_turn(
             layers: 0,
         },
         placement => {
-            let place = (placement, inputs.ranks as u64);
-            weights::resident(model, &inputs.strategy.storage, stored, place, active, &|name| {
-                inputs.trains_rows_of(name)
-            })
+            let (storage, ranks) = (&inputs.strategy.storage, inputs.ranks as u64);
+            let held = |name: &str| inputs.trains_rows_of(name);
+            weights::resident(model, storage, stored, placement, ranks, active, &held)
         }
     };
     held.push(ledger.alloc(MemoryKind::Weights, resident.always));
     let layers = ledger.alloc(MemoryKind::Weights, resident.layers);
     held.push(weights::reordered(model, inputs, &mut ledger));
-    held.push(ledger.alloc(
-        MemoryKind::InactiveMasters,
-        inputs.inactive_bytes(turn, (stored, master)),
-    ));
+    held.push(ledger.alloc(MemoryKind::InactiveMasters, inputs.inactive_bytes(turn, element)));
     if inputs.reference {
         held.push(ledger.alloc(MemoryKind::Reference, stored * model.parameters()));
     }
     if turn.deactivates {
-        weights::deactivate(&mut ledger, model, inputs, active, (stored, master));
+        weights::deactivate(&mut ledger, model, inputs, active, element);
     }
     if let Some(teacher) = &inputs.teacher {
         held.push(ledger.alloc(MemoryKind::Teacher, teacher.weights()));

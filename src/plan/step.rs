@@ -359,7 +359,8 @@ fn pass(
     model: &Model,
     recipe: &Recipe,
     inputs: &Inputs,
-    (sink, fetched): (&mut Sink, &mut FetchedLayers),
+    sink: &mut Sink,
+    fetched: &mut FetchedLayers,
     micro: usize,
 ) {
     let spec = model.spec;

@@ -25,7 +25,8 @@ impl TeacherSpec {
             &self.model(),
             &self.storage,
             self.stored(),
-            (self.place, 1),
+            self.place,
+            1,
             &Active::new([]),
             &|_| false,
         )

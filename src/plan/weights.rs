@@ -9,6 +9,7 @@ use crate::model::spec::EMBEDDING;
 use crate::model::{Spec, tokens};
 use crate::quant::StorageDtype;
 use crate::recipe::Recipe;
+use crate::setup::ElementBytes;
 use crate::source::memory::{LayerSlots, WeightMemory, head_slots};
 use crate::source::sharded::{collections, is_in_parts, own_bytes, part_bytes};
 use crate::source::{Group, ParamInfo, Placement, StoragePolicy};
@@ -123,7 +124,8 @@ pub(super) fn resident(
     model: &Model,
     storage: &StoragePolicy,
     value_bytes: u64,
-    (placement, ranks): (Placement, u64),
+    placement: Placement,
+    ranks: u64,
     active: &Active,
     held: &dyn Fn(&str) -> bool,
 ) -> WeightBytes {
@@ -250,7 +252,7 @@ pub(super) fn parts_on_host(model: &Model, inputs: &Inputs, active: &Active) -> 
 
 /// Bytes of the weights of a rank that has some of the routed experts, and everything else.
 pub(super) fn with_own_experts(model: &Model, inputs: &Inputs, value_bytes: u64, active: &Active) -> u64 {
-    let memory = inputs.weight_memory(model.experts(), (0, 0));
+    let memory = inputs.weight_memory(model.experts(), ElementBytes::default());
     model.sum(active, |p| {
         if memory.is_elsewhere(p) {
             0
@@ -343,11 +345,11 @@ pub(super) fn reordered(model: &Model, inputs: &Inputs, l: &mut Ledger) -> Alloc
             }
         });
     }
-    l.alloc(inputs.weight_memory(0, (0, 0)).staging(), most)
+    l.alloc(inputs.weight_memory(0, ElementBytes::default()).staging(), most)
 }
 
 impl Inputs {
-    fn weight_memory(&self, experts: usize, (value_bytes, low_bytes): (u64, u64)) -> WeightMemory<'_> {
+    fn weight_memory(&self, experts: usize, element: ElementBytes) -> WeightMemory<'_> {
         WeightMemory {
             storage: &self.strategy.storage,
             placement: self.strategy.placement,
@@ -356,8 +358,8 @@ impl Inputs {
             experts,
             on_gpu: self.on_gpu,
             file_bytes: self.file_bytes,
-            value_bytes,
-            low_bytes,
+            value_bytes: element.stored,
+            low_bytes: element.master,
         }
     }
 }
@@ -365,7 +367,7 @@ impl Inputs {
 /// Loads every weight of the model.
 pub(super) fn load(l: &mut Ledger, model: &Model, inputs: &Inputs) {
     l.moment("loading");
-    let memory = inputs.weight_memory(model.experts(), (0, 0));
+    let memory = inputs.weight_memory(model.experts(), ElementBytes::default());
     let (first, last) = model.outside().split_at(model.outside().len().min(1));
     let mut allocations: Vec<Allocation> = first.iter().filter_map(|p| memory.load(l, p)).collect();
     each_layer(l, model, &Active::new([]), &mut allocations, |l, p| memory.load(l, p));
@@ -399,7 +401,7 @@ fn each_layer<A: IntoIterator<Item = Allocation>>(
 /// Deactivates a trained block: requantizes its quantized weights one by one. The caller holds the `resident` weights
 /// and the exact values of other blocks. `value_bytes`: bytes per value in the model's type, and of the low part of the
 /// fp32 master.
-pub(super) fn deactivate(l: &mut Ledger, model: &Model, inputs: &Inputs, active: &Active, value_bytes: (u64, u64)) {
+pub(super) fn deactivate(l: &mut Ledger, model: &Model, inputs: &Inputs, active: &Active, element: ElementBytes) {
     let quantized = |p: &ParamInfo| active.contains(&p.name) && inputs.strategy.storage.of(p).is_quantized();
     let (mut elements, mut any) = (0, false);
     model.each(active, |p, count| {
@@ -414,7 +416,7 @@ pub(super) fn deactivate(l: &mut Ledger, model: &Model, inputs: &Inputs, active:
         return;
     }
     l.moment("the requantization of a block");
-    let memory = inputs.weight_memory(model.experts(), value_bytes);
+    let memory = inputs.weight_memory(model.experts(), element);
     let mut allocations = vec![memory.low_bits(l, elements)];
     each_layer(l, model, active, &mut allocations, |l, p| {
         if quantized(p) {

@@ -11,10 +11,20 @@ pub struct InactiveElements {
     pub quantized: u64,
 }
 
+/// Bytes of a parameter for each of its elements.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct ElementBytes {
+    /// In the model's type.
+    pub stored: u64,
+    /// The low part of the fp32 master.
+    pub master: u64,
+}
+
 impl InactiveElements {
     /// Bytes in the model's type and of the low part of fp32 masters. With weights on the disk both are read back on
     /// demand.
-    pub fn bytes(self, place: Placement, (stored, master): (u64, u64)) -> u64 {
+    pub fn bytes(self, place: Placement, element: ElementBytes) -> u64 {
+        let ElementBytes { stored, master } = element;
         match place {
             // The exact values stay beside the quantized data.
             Placement::Device

@@ -17,5 +17,5 @@ pub mod teacher;
 pub mod active_schedule;
 pub mod vocabulary;
 
-pub use active_period::{ActivePeriod, InactiveElements};
+pub use active_period::{ActivePeriod, ElementBytes, InactiveElements};
 pub use model::*;

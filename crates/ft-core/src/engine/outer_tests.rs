@@ -178,7 +178,7 @@ fn seconds(apart: bool) -> (f64, u64) {
             window: apart,
             ..Exchange::default()
         };
-        let planned = sent_bytes(names, 2, place, (!apart, exchange), false);
+        let planned = sent_bytes(names, 2, place, !apart, exchange, false);
         for step in 1..=if apart { EVERY } else { 1 } {
             engine.step(step, &batches(2, 1), &active, 1e-3).unwrap();
         }

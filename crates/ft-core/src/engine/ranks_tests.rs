@@ -439,13 +439,8 @@ fn a_step_sends_the_bytes_that_the_plan_says() {
                 .map(|name| (name, engine.elements(name).unwrap() as u64, bf16));
             let corrected = active.corrected();
             let corrected = corrected.map(|name| (name, engine.elements(name).unwrap() as u64));
-            sent_bytes(
-                sizes,
-                micro_batches.into(),
-                place,
-                (engine.is_divided(), exchange),
-                false,
-            ) + corrected_bytes(corrected, micro_batches.into(), place, exchange)
+            sent_bytes(sizes, micro_batches.into(), place, engine.is_divided(), exchange, false)
+                + corrected_bytes(corrected, micro_batches.into(), place, exchange)
         });
         // Of all ranks together, to the byte.
         assert_eq!(4 * sent.load(SeqCst), planned.iter().sum::<u64>(), "{size} ranks");

@@ -71,7 +71,8 @@ pub fn sent_bytes<'a>(
     params: impl Iterator<Item = (&'a str, u64, Updated)>,
     micro_batches: u64,
     (rank, size): (usize, usize),
-    (divided, exchange): (bool, Exchange),
+    divided: bool,
+    exchange: Exchange,
     on_gpu: bool,
 ) -> u64 {
     let rounds = own_rounds(micro_batches, rank, size);
@@ -371,7 +372,8 @@ impl<'a> Reduce<'a> {
     pub(super) fn take_own(
         &mut self,
         param: &Param,
-        (shape, parts): (&[usize], Vec<Range<usize>>),
+        shape: &[usize],
+        parts: Vec<Range<usize>>,
         gradient: Option<&Tensor>,
     ) -> Result<()> {
         let sum = match self.sums.get_mut(&param.name) {

@@ -48,7 +48,8 @@ fn train(case: Case, config: SequenceConfig, comm: Arc<dyn Collective>) -> (Vec<
                 sizes,
                 contributions,
                 (rank, size),
-                (engine.is_divided(), case.exchange),
+                engine.is_divided(),
+                case.exchange,
                 false,
             );
     }

@@ -330,7 +330,7 @@ impl GradSink for Accumulate<'_> {
             && store.on_one_rank(&param.name)
             && let Some(parts) = store.parts(&param.name)
         {
-            return reduce.take_own(param, (gradient.dims(), parts), Some(&gradient));
+            return reduce.take_own(param, gradient.dims(), parts, Some(&gradient));
         }
         match (&mut self.reduce, &self.window) {
             (Some(reduce), None) => return reduce.take(param, &gradient),
@@ -356,7 +356,7 @@ impl GradSink for Accumulate<'_> {
         };
         if let (Some(tensor), Some(parts)) = (store.own(name), store.parts(name)) {
             let name = store.param(name)?.name.clone();
-            return reduce.take_own(&Param { name, tensor }, (&shape, parts), None);
+            return reduce.take_own(&Param { name, tensor }, &shape, parts, None);
         }
         Ok(())
     }

@@ -21,7 +21,7 @@ use super::delta_net::{DeltaNet, SavedDeltaNet};
 use super::experts::Experts;
 use super::latent::{Latent, SavedLatent};
 use super::linear::Linear;
-use super::mlp::SavedMlp;
+use super::mlp::{MlpGradient, SavedMlp};
 use super::norm::Norm;
 use super::projections::Projections;
 use super::short_conv::{SavedShortConv, ShortConv};
@@ -325,8 +325,8 @@ impl Layer for Block {
     ) -> Result<Option<Tensor>> {
         // The layers that read them are done.
         ctx.shared.drop_keys(self.index);
-        if let Some(altup) = &self.altup {
-            return self.altup_vjp(altup, (x, saved), dy, ctx, need_dx, sink);
+        if self.altup.is_some() {
+            return self.altup_vjp(x, saved, dy, ctx, need_dx, sink);
         }
         let (x1, mixer, parts, x2) = match saved {
             Some(saved) => (saved.x1, saved.mixer, saved.parts, saved.x2),
@@ -359,7 +359,14 @@ impl Layer for Block {
         };
         let input = self.mlp_input(x, x1.as_ref())?;
         drop(x1);
-        let d_input = self.mlp_backward(&input, parts, &dy, ctx, need_input, sink)?;
+        let gradient = MlpGradient {
+            x: &input,
+            saved: parts,
+            dy: &dy,
+            ctx,
+            need_dx: need_input,
+        };
+        let d_input = self.mlp_backward(gradient, sink)?;
         drop(input);
         let Some(saved) = mixer else { return Ok(None) };
         let (dx1, d_shared) = if self.spec.parallel {

@@ -44,6 +44,17 @@ pub(super) struct SavedMlp {
     sum: Option<Tensor>,
 }
 
+/// The backward pass of the MLP half.
+pub(super) struct MlpGradient<'a> {
+    /// The input of the half, `[N, D]`.
+    pub x: &'a Tensor,
+    pub saved: SavedMlp,
+    /// The gradient of the output, `[N, D]`.
+    pub dy: &'a Tensor,
+    pub ctx: &'a Context,
+    pub need_dx: bool,
+}
+
 /// Gradients that the backward pass of an MLP must compute.
 #[derive(Clone, Copy)]
 pub struct Needs {
@@ -171,12 +182,16 @@ impl Block {
     fn experts_half_backward(
         &self,
         experts: &Experts,
-        (x, mut saved): (&Tensor, SavedMlp),
-        dy: &Tensor,
-        ctx: &Context,
-        need_dx: bool,
+        gradient: MlpGradient<'_>,
         sink: &mut dyn GradSink,
     ) -> Result<Option<Tensor>> {
+        let MlpGradient {
+            x,
+            mut saved,
+            dy,
+            ctx,
+            need_dx,
+        } = gradient;
         if !need_dx && !self.mlp_wanted(sink) {
             return Ok(None);
         }
@@ -242,18 +257,17 @@ impl Block {
 
     /// Maps `dy` `[N, D]` to `∂x` through the MLP if needed; passes weight gradients to `sink`. Recomputes `parts` if
     /// empty.
-    pub(super) fn mlp_backward(
-        &self,
-        x: &Tensor,
-        saved: SavedMlp,
-        dy: &Tensor,
-        ctx: &Context,
-        need_dx: bool,
-        sink: &mut dyn GradSink,
-    ) -> Result<Option<Tensor>> {
+    pub(super) fn mlp_backward(&self, gradient: MlpGradient<'_>, sink: &mut dyn GradSink) -> Result<Option<Tensor>> {
         if let Some(experts) = &self.experts {
-            return self.experts_half_backward(experts, (x, saved), dy, ctx, need_dx, sink);
+            return self.experts_half_backward(experts, gradient, sink);
         }
+        let MlpGradient {
+            x,
+            saved,
+            dy,
+            ctx,
+            need_dx,
+        } = gradient;
         let post_wanted = self.mlp_post_norm.as_ref().is_some_and(|norm| norm.wanted(sink));
         let dh = need_dx || self.mlp_norm.as_ref().is_some_and(|norm| norm.wanted(sink));
         let needs = Needs {

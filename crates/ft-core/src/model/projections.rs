@@ -240,10 +240,7 @@ impl Projections {
             dys = vec![Tensor::cat(&dys, 1)?.contiguous()?];
         }
         let mut total: Option<Tensor> = None;
-        let low = match self.pairs(ctx) {
-            Some(pairs) => self.low_backward(pairs, x, saved, &mut dys, (ctx, need_dx), sink)?,
-            None => None,
-        };
+        let low = self.low_backward(x, saved, &mut dys, ctx, need_dx, sink)?;
         let mut next = 0;
         if let Some(low) = &low {
             total = low.dx.clone();
@@ -268,16 +265,17 @@ impl Projections {
         Ok(total)
     }
 
-    /// The part of the pairs. Replaces `dys` of DoRA linears by the gradients of x·Wᵀ + u·Bᵀ.
+    /// The part of the pairs, if they are computed together. Replaces `dys` of DoRA linears by the gradients of x·Wᵀ + u·Bᵀ.
     fn low_backward<'a>(
-        &self,
-        pairs: &'a PairStack,
+        &'a self,
         x: Option<&'a Tensor>,
         saved: SavedLow,
         dys: &mut [Tensor],
-        (ctx, need_dx): (&Context, bool),
+        ctx: &Context,
+        need_dx: bool,
         sink: &mut dyn GradSink,
     ) -> Result<Option<LowBackward<'a>>> {
+        let Some(pairs) = self.pairs(ctx) else { return Ok(None) };
         let adapters_x = x.filter(|_| self.members().any(|(l, _)| l.adapter_wanted(sink)));
         if adapters_x.is_none() && !need_dx {
             return Ok(None);

@@ -17,6 +17,7 @@ use super::{Block, MixerGradient, SavedActivations};
 use crate::base::{Error, Result};
 use crate::model::contracts::{Context, GradSink, KvStore, Param};
 use crate::model::linear::{Dx, Linear};
+use crate::model::mlp::MlpGradient;
 use crate::model::named_sums::NamedSums;
 use crate::model::norm::Norm;
 use crate::model::spec::AltUpSpec;
@@ -207,16 +208,23 @@ impl Block {
         Ok((y, saved))
     }
 
+    fn with_streams(&self) -> Result<&AltUp> {
+        let missing = || Error::internal("a layer with one residual stream has no AltUp");
+        self.altup.as_ref().ok_or_else(missing)
+    }
+
     /// From the gradients `dy` `[N, A·D]` of the output to the gradient of x2 `[N, D]`; `dy` become those of the predictions.
+    /// `own`: the predicted active stream, `[N, D]`.
     fn corrected_backward(
         &self,
-        altup: &AltUp,
-        (own, x2): (&Tensor, &Tensor),
+        own: &Tensor,
+        x2: &Tensor,
         dy: &Tensor,
         ctx: &Context,
         sums: &mut RouterSums,
         sink: &mut dyn GradSink,
     ) -> Result<Tensor> {
+        let altup = self.with_streams()?;
         let AltUpSpec { count, active, .. } = altup.streams;
         let (r, f) = self.factors(altup, x2, ctx)?;
         if let Some(p) = &self.per_layer {
@@ -242,13 +250,14 @@ impl Block {
     /// As `Layer::vjp`.
     pub(super) fn altup_vjp(
         &self,
-        altup: &AltUp,
-        (x, saved): (&Tensor, Option<SavedActivations>),
+        x: &Tensor,
+        saved: Option<SavedActivations>,
         dy: Tensor,
         ctx: &Context,
         need_dx: bool,
         sink: &mut dyn GradSink,
     ) -> Result<Option<Tensor>> {
+        let altup = self.with_streams()?;
         altup.check_clip()?;
         let AltUpSpec { count, active, .. } = altup.streams;
         let (read, r, c) = self.coefficients(altup, x, ctx)?;
@@ -271,9 +280,16 @@ impl Block {
         let mixer_needed = need_own || laurel_wanted || self.mixer_wanted(sink);
         let mixer = mixer_needed.then_some(mixer);
         let mut sums = RouterSums::new(altup, sink);
-        let dx2 = self.corrected_backward(altup, (&own, &x2), &dy, ctx, &mut sums, sink)?;
+        let dx2 = self.corrected_backward(&own, &x2, &dy, ctx, &mut sums, sink)?;
         drop(x2);
-        let dx1 = self.mlp_backward(&x1, parts, &dx2, ctx, mixer_needed, sink)?;
+        let gradient = MlpGradient {
+            x: &x1,
+            saved: parts,
+            dy: &dx2,
+            ctx,
+            need_dx: mixer_needed,
+        };
+        let dx1 = self.mlp_backward(gradient, sink)?;
         drop((x1, dx2));
         let mut d_own = None;
         if let (Some(mixer), Some(dx1)) = (mixer, dx1) {

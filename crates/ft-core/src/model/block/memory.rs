@@ -359,7 +359,7 @@ impl<'a> LayerMemory<'a> {
         sink: &mut dyn GradSinkMemory,
     ) -> Option<Allocation> {
         if let Some(streams) = self.settings.spec.streams {
-            return self.altup_vjp(l, (streams, kept), dy, need_dx, sink);
+            return self.altup_vjp(l, streams, kept, dy, need_dx, sink);
         }
         let copies = self.pair_copies(l);
         let mixer_needed = need_dx || self.mixer_wanted(sink);

@@ -36,6 +36,18 @@ pub(super) struct ExpertUnit<'a> {
     pairs: &'a [PairsTogether<'a>],
 }
 
+/// The backward pass of pairs that read x `[R, ·]`.
+struct PairGradient<'a> {
+    /// Needed only for the gradients of the pairs.
+    x: Option<&'a Tensor>,
+    /// `[R, P]`; computed again if it is not given.
+    u: Option<Tensor>,
+    /// The gradients of the outputs, `[R, ·]` each.
+    dys: &'a [Tensor],
+    /// The gradient of x, to which that of the pairs is added.
+    dx: Option<&'a Tensor>,
+}
+
 impl JoinedExperts<'_> {
     pub(super) fn group(&self, unit: Range<usize>) -> ExpertUnit<'_> {
         ExpertUnit {
@@ -123,16 +135,15 @@ impl<'a> ExpertUnit<'a> {
         Ok(Some(u))
     }
 
-    /// The backward pass of `add_pairs`: adds to `dx` `[R, ·]`, if it is given, and to the gradients in the sink. x is needed only for
-    /// gradients; u is computed again if it is not given.
+    /// The backward pass of `add_pairs`: adds to `dx`, if it is given, and to the gradients in the sink.
     fn pairs_backward(
         &self,
-        (of, p): (&Assigned, usize),
-        (x, u): (Option<&Tensor>, Option<Tensor>),
-        dys: &[Tensor],
-        dx: Option<&Tensor>,
+        of: &Assigned,
+        p: usize,
+        gradient: PairGradient<'_>,
         sink: &mut dyn GradSink,
     ) -> Result<()> {
+        let PairGradient { x, u, dys, dx } = gradient;
         let Some((joined, members)) = self.pairs(p, of) else {
             return Ok(());
         };
@@ -247,8 +258,13 @@ impl Block {
             routing::scale_rows(scaled, &of.weights)?;
             own_gradients(group, of, 2, scaled, dy, sink)?;
         }
-        let dys = std::slice::from_ref(dy);
-        all.pairs_backward((of, 2), (scaled.as_ref(), None), dys, dm.as_ref(), sink)?;
+        let down = PairGradient {
+            x: scaled.as_ref(),
+            u: None,
+            dys: std::slice::from_ref(dy),
+            dx: dm.as_ref(),
+        };
+        all.pairs_backward(of, 2, down, sink)?;
         drop(scaled);
         if let (Some(dm), Some(d_weights)) = (&dm, d_weights) {
             routing::row_products(dm, &m, d_weights)?;
@@ -274,7 +290,13 @@ impl Block {
                 None => dx = Some(grouped::backward_input(d, &groups)?),
             }
         }
-        all.pairs_backward((of, 0), (Some(rows), u), &d_parts, dx.as_ref(), sink)?;
+        let inputs = PairGradient {
+            x: Some(rows),
+            u,
+            dys: &d_parts,
+            dx: dx.as_ref(),
+        };
+        all.pairs_backward(of, 0, inputs, sink)?;
         for (p, d) in d_parts.iter().enumerate() {
             own_gradients(group, of, p, rows, d, sink)?;
         }

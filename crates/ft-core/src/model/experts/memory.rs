@@ -14,6 +14,15 @@ use crate::ops::{expert_pairs, grouped};
 use crate::peft::Cost;
 use std::sync::Arc;
 
+/// Gradients that the backward pass of the experts must compute.
+#[derive(Clone, Copy)]
+struct ExpertNeeds {
+    /// Of the rows that they read.
+    dh: bool,
+    /// Of the input of down.
+    dm: bool,
+}
+
 impl LayerMemory<'_> {
     /// Chooses the experts; the routing stays.
     fn route(&self, l: &mut Ledger, sizes: &ExpertsSpec) -> Allocation {
@@ -280,7 +289,10 @@ impl LayerMemory<'_> {
         if !kept && routing.is_none() {
             routing = Some(self.route(l, sizes));
         }
-        let need_dm = need_dh || self.router_wanted(sink, sizes);
+        let needs = ExpertNeeds {
+            dh: need_dh,
+            dm: need_dh || self.router_wanted(sink, sizes),
+        };
         let mut dh = None;
         if let Some(shared) = sizes.shared {
             let width = self.bytes(shared.intermediate);
@@ -320,12 +332,10 @@ impl LayerMemory<'_> {
         // Experts that compute the rows of other ranks save nothing.
         let kept = kept && self.settings.expert_ranks == 1;
         for e in 0..sizes.count {
-            // The work is that of the last expert, when most gradients are stored.
-            let busy = e + 1 == sizes.count;
-            self.one_expert_backward(l, sizes, (e, busy), kept, (need_dh, need_dm), sink);
+            self.one_expert_backward(l, sizes, e, kept, needs, sink);
         }
         l.free_all(rows);
-        if need_dm {
+        if needs.dm {
             // On a GPU also in bf16.
             let outputs = sizes.router.outputs(sizes.count);
             let narrow = if self.settings.element < 4 {
@@ -359,15 +369,17 @@ impl LayerMemory<'_> {
         &self,
         l: &mut Ledger,
         sizes: &ExpertsSpec,
-        (expert, busy): (usize, bool),
+        expert: usize,
         kept: bool,
-        (need_dh, need_dm): (bool, bool),
+        needs: ExpertNeeds,
         sink: &mut dyn GradSinkMemory,
     ) {
+        // The work is that of the last expert, when most gradients are stored.
+        let busy = expert + 1 == sizes.count;
         let [gate, up, down] = [0, 1, 2].map(|p| self.expert_wanted(sink, sizes, expert, p));
         let adapters = EXPERT_PARAMETERS.map(|name| !self.joined_wanted(sink, sizes, name).is_empty());
         let (gate, down) = (gate || adapters[0], down || adapters[1]);
-        if !need_dm && !gate && !up && !down {
+        if !needs.dm && !gate && !up && !down {
             return;
         }
         let width = if busy { self.bytes(sizes.intermediate) } else { 0 };
@@ -395,7 +407,7 @@ impl LayerMemory<'_> {
         l.free_all([scaled, m]);
         let parts = self.gate_gradients(l, vec![parts], width);
         l.free(dm);
-        let dh = l.alloc(LayerWork, if need_dh { nd } else { 0 });
+        let dh = l.alloc(LayerWork, if needs.dh { nd } else { 0 });
         if busy {
             self.dequantize_expert(l, sizes, 0);
         }

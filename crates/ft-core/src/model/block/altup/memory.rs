@@ -209,7 +209,8 @@ impl LayerMemory<'_> {
     pub(in crate::model) fn altup_vjp(
         &self,
         l: &mut Ledger,
-        (streams, kept): (AltUpSpec, Option<SavedActivationsMemory>),
+        streams: AltUpSpec,
+        kept: Option<SavedActivationsMemory>,
         dy: Allocation,
         need_dx: bool,
         sink: &mut dyn GradSinkMemory,

@@ -157,6 +157,19 @@ pub trait Collective: Send + Sync {
     fn set_timeout(&self, timeout: Duration);
 }
 
+/// The name of the machine of each rank. All ranks call it.
+///
+/// # Errors
+/// Another rank has failed.
+pub fn hosts(comm: &dyn Collective) -> Result<Vec<String>> {
+    let own = comm.world().host.clone().into_bytes();
+    let hosts = comm.bytes(own, Patience::Long)?;
+    Ok(hosts
+        .iter()
+        .map(|host| String::from_utf8_lossy(host).into_owned())
+        .collect())
+}
+
 /// The job of one rank.
 #[derive(Debug, Clone)]
 pub struct Alone(World);

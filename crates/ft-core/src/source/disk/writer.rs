@@ -2,7 +2,7 @@
 //! ranks share stay in the page cache, so the memory of a machine has them once.
 
 use crate::base::{Result, files};
-use crate::comm::{Collective, Patience};
+use crate::comm::{Collective, Patience, hosts};
 use crate::formats::weights::Weights;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -26,9 +26,9 @@ impl Writer {
     /// Another rank has failed.
     pub fn of_machine(comm: Arc<dyn Collective>, own: &Path) -> Result<(Self, PathBuf)> {
         let own = std::path::absolute(own).unwrap_or_else(|_| own.to_path_buf());
-        let (rank, host) = (comm.world().rank, comm.world().host.clone().into_bytes());
-        let hosts = comm.bytes(host.clone(), Patience::Long)?;
-        let first = hosts.iter().position(|other| *other == host).unwrap_or(rank);
+        let rank = comm.world().rank;
+        let hosts = hosts(&*comm)?;
+        let first = hosts.iter().position(|host| *host == hosts[rank]).unwrap_or(rank);
         let path = own.as_os_str().as_encoded_bytes().to_vec();
         let dir = comm.bytes(path, Patience::Long)?.swap_remove(first);
         let dir = PathBuf::from(String::from_utf8_lossy(&dir).into_owned());

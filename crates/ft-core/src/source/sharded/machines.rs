@@ -7,7 +7,7 @@
 use super::own::{OwnPart, bytes_of};
 use super::{Division, Sharded};
 use crate::base::{Error, Result};
-use crate::comm::{Collective, Patience, Shard, World};
+use crate::comm::{Collective, Shard, World, hosts};
 use crate::source::{ParamInfo, lock};
 use candle_core::{Device, Tensor};
 use std::ops::Range;
@@ -30,9 +30,7 @@ impl Machines {
     /// # Errors
     /// Machines with different numbers of ranks; another rank has failed.
     pub fn of_job(comm: &dyn Collective) -> Result<Self> {
-        let hosts = comm.bytes(comm.world().host.clone().into_bytes(), Patience::Long)?;
-        let hosts: Vec<_> = hosts.iter().map(|host| String::from_utf8_lossy(host)).collect();
-        Self::of_hosts(&hosts)
+        Self::of_hosts(&hosts(comm)?)
     }
 
     /// The machines of a job; `hosts`: the name of the machine of each rank.
@@ -64,14 +62,17 @@ impl Machines {
     }
 
     /// The ranks of the machine of `rank`.
-    pub fn with(&self, rank: usize) -> &[usize] {
+    pub fn ranks_with(&self, rank: usize) -> &[usize] {
         let own = self.0.iter().find(|ranks| ranks.contains(&rank));
         own.map_or(&[], Vec::as_slice)
     }
 
     /// The number of `rank` on its machine.
     pub(super) fn local(&self, rank: usize) -> usize {
-        self.with(rank).iter().position(|other| *other == rank).unwrap_or(0)
+        self.ranks_with(rank)
+            .iter()
+            .position(|other| *other == rank)
+            .unwrap_or(0)
     }
 
     /// `rank` and its peers, in the order of the machines.
@@ -82,7 +83,7 @@ impl Machines {
 
     /// The bytes of quantized data of `length` bytes that a rank stores.
     pub(super) fn bytes_of(&self, length: usize, rank: usize) -> Range<usize> {
-        bytes_of(length, self.local(rank), self.with(rank).len())
+        bytes_of(length, self.local(rank), self.ranks_with(rank).len())
     }
 }
 
@@ -94,7 +95,7 @@ fn one(part: Range<usize>) -> Vec<Range<usize>> {
 impl Sharded {
     /// The ranks of this machine, to which this rank sends its parts; `alone`: rank 0 alone, from the ranks of its machine.
     pub(super) fn receivers(&self, alone: bool) -> Vec<usize> {
-        let near = self.machines.with(self.comm.world().rank);
+        let near = self.machines.ranks_with(self.comm.world().rank);
         match alone {
             false => near.to_vec(),
             true if near.contains(&0) => vec![0],
@@ -105,7 +106,7 @@ impl Sharded {
     /// What the ranks of this machine store of a matrix.
     pub(super) fn shards(&self, p: &ParamInfo, part: &OwnPart) -> Result<Vec<Shard>> {
         let World { rank, size, .. } = *self.comm.world();
-        let near = self.machines.with(rank);
+        let near = self.machines.ranks_with(rank);
         let parts = self.ranges(p);
         let of_near = |of: &dyn Fn(usize) -> Vec<Range<usize>>| -> Vec<Vec<Range<usize>>> {
             let of = |rank| if near.contains(&rank) { of(rank) } else { Vec::new() };
@@ -224,7 +225,7 @@ mod tests {
     #[test]
     fn ranks_of_a_machine_need_not_follow_each_other() {
         let found = machines("a b a b a b").unwrap();
-        assert_eq!((found.count(), found.with(3)), (2, &[1, 3, 5][..]));
+        assert_eq!((found.count(), found.ranks_with(3)), (2, &[1, 3, 5][..]));
         assert_eq!(
             (found.local(4), found.peers(4), found.peers(5)),
             (2, vec![4, 5], vec![4, 5])

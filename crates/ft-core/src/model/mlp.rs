@@ -51,7 +51,7 @@ pub(super) struct MlpGradient<'a> {
     pub saved: SavedMlp,
     /// The gradient of the output, `[N, D]`.
     pub dy: &'a Tensor,
-    pub ctx: &'a Context,
+    pub ctx: &'a Context<'a>,
     pub need_dx: bool,
 }
 

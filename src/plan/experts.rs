@@ -7,6 +7,7 @@ use crate::engine::Active;
 use crate::model::expert_words;
 use crate::model::spec::ExpertsSpec;
 use crate::recipe::{Method, Recipe};
+use crate::setup::ElementBytes;
 use crate::source::sharded::own_experts;
 use crate::source::{Group, Placement, Sublayer, expert_of};
 
@@ -44,7 +45,7 @@ pub(super) fn forecast(model: &Model, recipe: &Recipe, inputs: &Inputs) -> Optio
     }
     let mut with_experts = model.spec.layers.iter().filter_map(|l| l.experts);
     let share = share(&with_experts.next()?, inputs.tokens);
-    let turns = candidates(model, inputs, (0, 0)).into_iter();
+    let turns = candidates(model, inputs, ElementBytes::default()).into_iter();
     let bytes = turns.map(|turn| bytes(model, recipe, inputs, &turn.active));
     Some(ExpertForecast {
         share,

@@ -204,7 +204,7 @@ pub(super) fn walk(
     ];
     // The second micro-batch finds the sums of the first; those after it are like the second.
     for micro in 0..inputs.micro_batches.min(2) {
-        micro_batch(l, model, recipe, inputs, (&mut sink, &mut fetched), micro);
+        micro_batch(l, model, recipe, inputs, &mut sink, &mut fetched, micro);
     }
     l.moment("the optimizer update");
     // Sums of the host are brought to the device.
@@ -334,7 +334,8 @@ fn micro_batch(
     model: &Model,
     recipe: &Recipe,
     inputs: &Inputs,
-    to: (&mut Sink, &mut FetchedLayers),
+    sink: &mut Sink,
+    fetched: &mut FetchedLayers,
     micro: usize,
 ) {
     // With offloading, two layer inputs are on the device at a time: one is copied, one is in use.
@@ -343,7 +344,7 @@ fn micro_batch(
         MemoryKind::LayerInputs,
         offloaded * inputs.element * (inputs.tokens * model.spec.row()) as u64,
     );
-    pass(l, model, recipe, inputs, to, micro);
+    pass(l, model, recipe, inputs, sink, fetched, micro);
     l.free(here);
 }
 

@@ -11,6 +11,7 @@ use crate::model::Spec;
 use crate::model::pieces::pieces;
 use crate::ops::prepacked::{self, Orders};
 use crate::recipe::{Dtype, Recipe};
+use crate::setup::ElementBytes;
 use crate::sft::CausalLm;
 use crate::source::Sublayer;
 use crate::source::sharded::is_in_parts;
@@ -50,13 +51,15 @@ pub fn seconds(spec: &Spec, recipe: &Recipe, inputs: &Inputs) -> f64 {
 /// As `seconds`, for a model that was inspected before with the storage and the adapters of `inputs`.
 pub fn seconds_of(model: &Model, recipe: &Recipe, inputs: &Inputs) -> f64 {
     // Of equal sets the lowest one is the slowest; `candidates` always contains it.
-    let sets = candidates(model, inputs, (0, 0)).into_iter().map(|turn| {
-        if inputs.on_gpu {
-            gpu_time::turn_time(model, recipe, inputs, &turn.active).seconds()
-        } else {
-            cpu_seconds(model, recipe, inputs, &turn.active)
-        }
-    });
+    let sets = candidates(model, inputs, ElementBytes::default())
+        .into_iter()
+        .map(|turn| {
+            if inputs.on_gpu {
+                gpu_time::turn_time(model, recipe, inputs, &turn.active).seconds()
+            } else {
+                cpu_seconds(model, recipe, inputs, &turn.active)
+            }
+        });
     sets.fold(0.0, f64::max)
 }
 

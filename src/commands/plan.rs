@@ -9,7 +9,7 @@ use crate::plan::gpu_time::{self, GpuRates, StepTime};
 use crate::plan::memory_plan::Verdict;
 use crate::plan::{self as plans, Model, Plan, PlanDevice, ProcessState, RunPlan};
 use crate::recipe::table::KeyPath;
-use crate::recipe::{self, Memory, ModelInit, ModelRef, RankWeights, Recipe};
+use crate::recipe::{self, Memory, ModelInit, ModelRef, Recipe};
 use crate::setup::defaults::ResumedValues;
 use crate::setup::rows::{self, RecipeRows};
 use crate::setup::vocabulary::{self, NewRows, TextChanges};
@@ -284,7 +284,7 @@ pub fn plan_for(
             "a rank sends up to {} {when}{even}; the memory is that of one rank",
             bytes(sent)
         ));
-        if recipe.distributed.weights == RankWeights::Host && recipe.distributed.sync_every == 0 {
+        if recipe.distributed.shares_files() && recipe.distributed.sync_every == 0 {
             let storage = &memory.strategy.storage;
             let weights = spec.params().iter().map(|p| storage.of(p).bytes(&p.shape)).sum();
             notes.push(format!(

@@ -65,7 +65,9 @@ pub struct MemoryLimits {
 }
 
 impl MemoryLimits {
-    fn of(recipe: &Recipe, gpu_free: Option<u64>, on_gpu: bool, process: ProcessState) -> Self {
+    /// `page_cache`: bytes of the free memory of this rank for files that the ranks of a machine share. The goal of a run on a CPU
+    /// leaves it free, up to half of the memory: what is not in the page cache is read from the disk.
+    fn of(recipe: &Recipe, gpu_free: Option<u64>, on_gpu: bool, process: ProcessState, page_cache: u64) -> Self {
         let free = process.available;
         // The plan includes the current memory of this process.
         let here = free.map(|free| free + process.resident);
@@ -74,7 +76,7 @@ impl MemoryLimits {
             (Some(budget), _) => (Some(budget), Some(budget)),
             (None, Some(free)) => (Some(goal(free)), Some(free)),
             (None, None) if on_gpu => (None, None),
-            (None, None) => (free.map(goal), here),
+            (None, None) => (free.map(|free| goal(free - page_cache.min(free / 2))), here),
         };
         // If the GPU is on another machine, its host is assumed to be like this one.
         let host = recipe.memory.host_budget.or(here).filter(|_| on_gpu);
@@ -218,7 +220,8 @@ pub fn forecast(
         judges: &judges,
         process,
     };
-    let limits = MemoryLimits::of(recipe, gpu.map(|g| g.free), setting.on_gpu, process);
+    let gpu_free = gpu.map(|g| g.free);
+    let limits = MemoryLimits::of(recipe, gpu_free, setting.on_gpu, process, setting.page_cache(recipe)?);
     let mut chosen = setting.choose(recipe, limits)?;
     setting.check_loftq(recipe, &chosen.inputs.strategy.storage)?;
     chosen.plan.choices = setting.choices(recipe, limits, &chosen)?;
@@ -271,6 +274,17 @@ impl MemoryPlan {
 }
 
 impl PlanContext<'_> {
+    /// The part of this rank of the frozen weights that the ranks of its machine share in the page cache, in bytes.
+    fn page_cache(&self, recipe: &Recipe) -> Result<u64> {
+        let ProcessState { ranks, machines, .. } = self.process;
+        if self.on_gpu || !recipe.distributed.shares_files() || ranks < 2 {
+            return Ok(0);
+        }
+        let storage = self.policy(recipe, None)?;
+        let all: u64 = self.spec.params().iter().map(|p| storage.of(p).bytes(&p.shape)).sum();
+        Ok(all / ranks.div_ceil(machines) as u64)
+    }
+
     /// The chosen values of open settings, with reasons.
     fn choices(&self, recipe: &Recipe, limits: MemoryLimits, chosen: &PlannedStrategy) -> Result<Vec<Choice>> {
         let strategy = &chosen.inputs.strategy;
@@ -288,10 +302,14 @@ impl PlanContext<'_> {
             None => format!("{what}: does not fit"),
         };
         if let (None, Some(goal)) = (recipe.memory.budget, limits.goal) {
+            let without = match self.page_cache(recipe)? {
+                0 => "",
+                _ => " without the page cache of frozen weights",
+            };
             say(
                 Memory::budget,
                 bytes(goal),
-                format!("{} % of the free memory", 10 * OF_FREE),
+                format!("{} % of the free memory{without}", 10 * OF_FREE),
             );
         }
         let goal = knee::choice(chosen);
@@ -339,13 +357,11 @@ impl PlanContext<'_> {
                     let least = least(&on_device)?;
                     say(Memory::tier, "host".into(), needs("all weights on the GPU", least));
                 }
-                Placement::Disk { .. } if self.process.ranks > 1 && recipe.distributed.weights == RankWeights::Host => {
-                    say(
-                        Memory::tier,
-                        "disk".into(),
-                        "the ranks of a machine share the files".into(),
-                    )
-                }
+                Placement::Disk { .. } if self.process.ranks > 1 && recipe.distributed.shares_files() => say(
+                    Memory::tier,
+                    "disk".into(),
+                    "the ranks of a machine share the files".into(),
+                ),
                 Placement::Disk { .. } => {
                     let on_host = |w: &StepStrategy| w.placement == Placement::Host;
                     let (what, least) = if self.on_gpu {
@@ -506,6 +522,29 @@ mod tests {
     use super::*;
     use crate::recipe;
     use std::path::Path;
+
+    #[test]
+    fn the_goal_of_a_cpu_leaves_the_page_cache_of_shared_files_free() {
+        let recipe = recipe::parse("[model]\npath = \"shape:small\"\n", "r.toml", &[])
+            .unwrap()
+            .recipe;
+        let process = ProcessState {
+            available: Some(1000),
+            resident: 50,
+            threads: 1,
+            ranks: 2,
+            machines: 1,
+        };
+        let limits = |on_gpu, page_cache| {
+            let limits = MemoryLimits::of(&recipe, None, on_gpu, process, page_cache);
+            (limits.goal, limits.most, limits.host)
+        };
+        assert_eq!(limits(false, 0), (Some(900), Some(1050), None));
+        assert_eq!(limits(false, 300), (Some(630), Some(1050), None));
+        // What does not fit is read from the disk again.
+        assert_eq!(limits(false, 5000), (Some(450), Some(1050), None));
+        assert_eq!(limits(true, 300), (None, None, Some(1050)));
+    }
 
     #[test]
     fn a_run_that_goes_on_keeps_what_it_chose() {

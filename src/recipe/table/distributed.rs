@@ -95,6 +95,11 @@ section! {
 }
 
 impl Distributed {
+    /// True if the ranks of a machine read the frozen weights from the same files.
+    pub fn shares_files(&self) -> bool {
+        self.weights == RankWeights::Host
+    }
+
     /// How the ranks add gradients.
     pub fn exchange(&self) -> Exchange {
         Exchange {

@@ -5,7 +5,7 @@ use crate::base::{Result, staging};
 use crate::checkpoint;
 use crate::comm::Collective;
 use crate::formats::weights::Weights;
-use crate::recipe::{Dtype, RankWeights, Recipe};
+use crate::recipe::{Dtype, Recipe};
 use crate::source::disk::{self, Writer};
 use crate::source::{ParamInfo, StoragePolicy, resident, stored};
 use std::path::{Path, PathBuf};
@@ -14,7 +14,7 @@ use std::sync::Arc;
 /// Who writes the files that a run needs meanwhile, and their directory: with `distributed.weights = "host"` the first rank of
 /// each machine, in its directory; else each rank in `run_dir`, its own.
 pub(super) fn writer(recipe: &Recipe, run_dir: &Path, ranks: &Arc<dyn Collective>) -> Result<(Writer, PathBuf)> {
-    if recipe.distributed.weights == RankWeights::Host && ranks.world().size > 1 {
+    if recipe.distributed.shares_files() && ranks.world().size > 1 {
         Writer::of_machine(ranks.clone(), run_dir)
     } else {
         Ok((Writer::default(), run_dir.to_path_buf()))

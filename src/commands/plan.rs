@@ -284,7 +284,7 @@ pub fn plan_for(
             "a rank sends up to {} {when}{even}; the memory is that of one rank",
             bytes(sent)
         ));
-        if recipe.distributed.shares_files() && recipe.distributed.sync_every == 0 {
+        if recipe.distributed.shares_files() {
             let storage = &memory.strategy.storage;
             let weights = spec.params().iter().map(|p| storage.of(p).bytes(&p.shape)).sum();
             notes.push(format!(

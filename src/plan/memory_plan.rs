@@ -539,10 +539,10 @@ mod tests {
             let limits = MemoryLimits::of(&recipe, None, on_gpu, process, page_cache);
             (limits.goal, limits.most, limits.host)
         };
-        assert_eq!(limits(false, 0), (Some(900), Some(1050), None));
-        assert_eq!(limits(false, 300), (Some(630), Some(1050), None));
+        assert_eq!(limits(false, 0), (Some(800), Some(1050), None));
+        assert_eq!(limits(false, 300), (Some(560), Some(1050), None));
         // What does not fit is read from the disk again.
-        assert_eq!(limits(false, 5000), (Some(450), Some(1050), None));
+        assert_eq!(limits(false, 5000), (Some(400), Some(1050), None));
         assert_eq!(limits(true, 300), (None, None, Some(1050)));
     }
 

@@ -81,7 +81,8 @@ int cuDeviceGetAttribute(int* value, int attribute, int) {
         case 16: *value = 108; return SUCCESS;      // multiprocessors
         case 75: *value = sm / 10; return SUCCESS;  // compute capability
         case 76: *value = sm % 10; return SUCCESS;
-        case 81: *value = 164 << 10; return SUCCESS;  // shared memory of a multiprocessor
+        // Shared memory of a multiprocessor: one KiB more than a block may have.
+        case 81: *value = static_cast<int>(largest_shared()) + (1 << 10); return SUCCESS;
         case 115: *value = static_cast<int>(setting("SOFT_CUDA_POOLS", 1)); return SUCCESS;  // memory pools
         default: return refuse(INVALID_VALUE, "cuDeviceGetAttribute: attribute %d is not implemented", attribute);
     }

@@ -49,6 +49,9 @@ mod layers;
 #[path = "gpu/generation.rs"]
 mod generation;
 #[cfg(feature = "cuda")]
+#[path = "gpu/stages.rs"]
+mod stages;
+#[cfg(feature = "cuda")]
 #[path = "gpu/quantized.rs"]
 mod quantized;
 #[cfg(feature = "cuda")]

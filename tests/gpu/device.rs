@@ -104,25 +104,61 @@ fn without_the_setting_a_later_call_fails() {
     assert!(update::to_f32_vec(&t).is_err());
 }
 
+/// Settings of a short run on the GPU.
+const RUN: &str = "train --recipe recipes/quickstart.toml model.device=cuda:0 train.batch_size=1 train.sample_prompts=[] data.eval=[] \
+    train.predict_with_generate=false train.logging_steps=1";
+
+/// `ft` with these settings and this variable.
+fn ft_with(settings: &str, place: String, more: &[&str], variable: (&str, &str)) -> std::process::Output {
+    let built = |name: &str, built: &str| std::env::var(name).unwrap_or_else(|_| built.to_string());
+    let mut command = Command::new(built("FT_BIN", env!("CARGO_BIN_EXE_ft")));
+    command.args(RUN.split_whitespace().chain(settings.split_whitespace()));
+    command.arg(place).args(more).env("NO_COLOR", "1");
+    command.current_dir(built("FT_ROOT", env!("CARGO_MANIFEST_DIR")));
+    command.env(variable.0, variable.1).output().unwrap()
+}
+
+fn on_software_driver() -> bool {
+    let soft = gpu().is_some() && device::gpus().unwrap()[0].name == "software CUDA driver";
+    if !soft {
+        eprintln!("skipped: on the software driver only");
+    }
+    soft
+}
+
+/// The system refuses to page-lock host memory: the run says so once, and goes on.
+#[test]
+fn memory_that_cannot_be_page_locked_is_a_warning() {
+    if !on_software_driver() {
+        return;
+    }
+    let said = |refuse: &str| {
+        let dir = tempfile::tempdir().unwrap();
+        let place = format!("train.output_dir={}", dir.path().join("run").display());
+        let settings = "tune.method=lora memory.tier=host train.max_steps=2 train.save_steps=0";
+        let out = ft_with(settings, place, &[], ("SOFT_CUDA_REFUSE_LOCK", refuse));
+        let said = String::from_utf8_lossy(&out.stderr).into_owned();
+        assert!(out.status.success(), "{said}");
+        said
+    };
+    let warned = said("1");
+    assert_eq!(warned.matches("refuses to page-lock").count(), 1, "{warned}");
+    assert!(!said("0").contains("page-lock"));
+}
+
 /// Row S6: from the N-th kernel launch on, the device returns an error. Nothing after it is saved, and the run resumes from its
 /// last checkpoint.
 #[test]
 fn a_lost_device_ends_the_run_and_its_last_checkpoint_goes_on() {
-    if gpu().is_none() || device::gpus().unwrap()[0].name != "software CUDA driver" {
-        eprintln!("skipped: on the software driver only");
+    if !on_software_driver() {
         return;
     }
     let dir = tempfile::tempdir().unwrap();
     let count = dir.path().join("count");
     let train = |run: &str, more: &[&str], variable: (&str, &str)| {
         let place = format!("train.output_dir={}", dir.path().join(run).display());
-        let mut command = Command::new(env!("CARGO_BIN_EXE_ft"));
-        let settings = "train --recipe recipes/quickstart.toml model.device=cuda:0 tune.method=full train.max_steps=4 \
-            train.batch_size=1 train.sample_prompts=[] data.eval=[] train.predict_with_generate=false train.save_steps=1 \
-            train.save_total_limit=9 train.logging_steps=1";
-        command.args(settings.split_whitespace()).arg(place).args(more);
-        command.current_dir(env!("CARGO_MANIFEST_DIR")).env("NO_COLOR", "1");
-        command.env(variable.0, variable.1).output().unwrap()
+        let settings = "tune.method=full train.max_steps=4 train.save_steps=1 train.save_total_limit=9";
+        ft_with(settings, place, more, variable)
     };
     let said = |out: &std::process::Output| String::from_utf8_lossy(&out.stderr).into_owned();
     let whole = train("whole", &[], ("SOFT_CUDA_COUNT", count.to_str().unwrap()));

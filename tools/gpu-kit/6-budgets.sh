@@ -20,4 +20,12 @@ for budget in ${KIT_BUDGETS:-24 16 12 8}; do
     run "$method in $budget GiB" "model.path=shape:${KIT_SHAPE:-llama-3.1-8b}" "tune.method=$method" "memory.budget=${budget}GiB"
   done
 done
+# Streamed layers against resident weights, at 16,384 tokens a step: 8 micro-batches.
+streamed=(tune.method=block "train.gradient_accumulation_steps=${KIT_MICRO_BATCHES:-8}")
+for tier in ${KIT_STREAMED:-host device}; do
+  budget=(memory.budget=${KIT_STREAMED_BUDGET:-8GiB})
+  if [ "$tier" = device ]; then budget=(); fi
+  run "block, ${KIT_MICRO_BATCHES:-8} micro-batches, weights in the memory of the $tier" "model.path=shape:${KIT_SHAPE:-llama-3.1-8b}" "memory.tier=$tier" \
+    "${streamed[@]}" "${budget[@]}"
+done
 [ "$failed" -eq 0 ] || stop "$failed runs failed or needed more than their forecast"

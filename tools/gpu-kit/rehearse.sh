@@ -16,7 +16,7 @@ done
 # In CI the rehearsal gets only what other programs leave of the cores: ten times the limits.
 export KIT_SLOW=10 KIT_LIMIT=4000 KIT_BIN=$OUT/bin KIT_STEPS=1 KIT_NO_PEER=1 KIT_MODULES="transfer updates" KIT_LIST="small lora 1 64 none
 small block 1 64 all" KIT_SHAPE=tiny KIT_DECODE="2 8 6 0
-2 8 6 100" KIT_DECODE_SHAPE=assets/tiny KIT_BUDGETS=1 KIT_METHODS=block KIT_TOKENS=128 FT_GPU_RUNS=lora
+2 8 6 100" KIT_DECODE_SHAPE=assets/tiny KIT_BUDGETS=1 KIT_METHODS=block KIT_TOKENS=128 KIT_MICRO_BATCHES=1 FT_GPU_RUNS=lora
 fail() {
   echo "rehearsal: $1" >&2
   tail -n 30 "$OUT"/*.log >&2

@@ -37,29 +37,39 @@ logs="$CARGO_TARGET_DIR/logs"
 rm -rf "$logs"
 mkdir -p "$logs"
 
-# ORDER FILTER [RUNS]: tests in one order of execution. An order makes a difference only where a second stream is used:
-# the copies, layer inputs in host memory, layers of the host and of the disk. The long ones first.
+# ORDER[@CAPABILITY] FILTER [RUNS]: tests in one order of execution. An order makes a difference only where a second stream is
+# used: the copies, layer inputs in host memory, layers of the host and of the disk. The long ones first.
 list() {
-  echo "late train::every_method"
-  "$tests" --list | sed -n 's/^\([a-z0-9_]*\)::.*: test$/\1/p' | sort -u | grep -vx 'train\|transfer' | sed 's/.*/late &::/'
-  echo "late train::generation"
+  local names every="train::every_method"
+  names=$("$tests" --list | sed -n 's/: test$//p')
+  echo "late $every"
+  sed -n 's/^\([a-z0-9_]*\)::.*/late \1::/p' <<< "$names" | sort -u | grep -vx 'late train::\|late transfer::'
+  grep '^train::' <<< "$names" | grep -v "^$every\|^train::layer_inputs" | sed 's/^/late /'
   local copied="lora on layers of the host,blocks from the host,lora on layers and a head of the disk,blocks from the disk"
   for order in early random:1; do
-    echo "$order train::every_method $copied"
+    echo "$order $every $copied"
   done
+  # Quantized weights and experts from the host and the disk, teachers with a head in parts.
+  echo "early tiers::files_that_are_quantized"
+  echo "random:1 tiers::loftq"
+  echo "early tiers::distillation"
+  echo "random:1 families::published_experts"
   for order in late early random:1; do echo "$order train::layer_inputs"; done
+  # Less shared memory for a block: a GPU of a consumer.
+  echo "late@86 attention::"
   for order in late early random:1 random:2 random:3 random:4; do echo "$order transfer::"; done
 }
 
 job() {
-  local order=$1 filter=$2 log
+  local order=${1%@*} filter=$2 log
+  if [ "$order" != "$1" ]; then export SOFT_CUDA_SM=${1#*@}; fi
   shift 2
-  log="$logs/${order/:/-}-${filter//:/}.log"
+  log="$logs/${order/:/-}${SOFT_CUDA_SM:-}-${filter//:/}.log"
   local start=$SECONDS
   # Products in fp8 need a newer device.
   if [ "$filter" = eight_bit:: ]; then export SOFT_CUDA_SM=90; fi
   if SOFT_CUDA_ORDER=$order FT_GPU_RUNS="$*" "$tests" "$filter" > "$log" 2>&1 && ! grep -q ' 0 passed' "$log"; then
-    echo "ok      $order $filter ($((SECONDS - start)) s)"
+    echo "ok      $order${SOFT_CUDA_SM:+@$SOFT_CUDA_SM} $filter ($((SECONDS - start)) s)"
   else
     echo "FAILED  $order $filter: $log"
     tail -n 40 "$log"

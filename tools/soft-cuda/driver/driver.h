@@ -164,6 +164,8 @@ std::recursive_mutex& lock();
 /// Prints a message, returns the code: what a real driver refuses.
 int refuse(int code, const char* format, ...) __attribute__((format(printf, 2, 3)));
 uint64_t setting(const char* name, uint64_t usual);
+/// Dynamic shared memory that a block may have with the attribute, in bytes.
+size_t largest_shared();
 uint64_t random_number();
 
 // streams.cpp

@@ -14,6 +14,15 @@
 
 namespace soft {
 
+size_t largest_shared() {
+    switch (setting("SOFT_CUDA_SM", 80)) {
+        case 80: return 163 << 10;
+        case 86:
+        case 89: return 99 << 10;
+        default: return 227 << 10;
+    }
+}
+
 namespace {
 
 constexpr size_t USUAL_SHARED = 48 << 10;
@@ -31,16 +40,6 @@ struct Loaded {
 
 /// The kernel that runs, for messages.
 std::string running;
-
-/// Dynamic shared memory that a block may have, with the attribute.
-size_t largest_shared() {
-    switch (setting("SOFT_CUDA_SM", 80)) {
-        case 80: return 163 << 10;
-        case 86:
-        case 89: return 99 << 10;
-        default: return 227 << 10;
-    }
-}
 
 struct sigaction before;
 

@@ -86,22 +86,41 @@ pub fn quantize(request: &Request) -> Result<Report> {
             (choice.formats.clone(), Some((measured, choice)))
         }
     };
-    write(request, &config, &weights, &params, decoded, &formats, before, measured)
+    let work = Work {
+        config: &config,
+        weights: &weights,
+        params: &params,
+        decoded,
+        formats: &formats,
+        before,
+    };
+    write(request, &work, measured)
 }
 
 type Formats = BTreeMap<Arc<str>, Format>;
 
-#[allow(clippy::too_many_arguments)]
-fn write(
-    request: &Request,
-    config: &Config,
-    weights: &Weights,
-    params: &[ParamInfo],
+/// The model that is quantized, and the formats that were chosen.
+#[derive(Clone, Copy)]
+struct Work<'a> {
+    config: &'a Config,
+    weights: &'a Weights,
+    params: &'a [ParamInfo],
+    /// The type of dequantized values.
     decoded: Dtype,
-    formats: &Formats,
+    formats: &'a Formats,
+    /// Bytes of all weights.
     before: u64,
-    measured: Option<(Sensitivity, FormatChoice)>,
-) -> Result<Report> {
+}
+
+fn write(request: &Request, work: &Work, measured: Option<(Sensitivity, FormatChoice)>) -> Result<Report> {
+    let Work {
+        config,
+        weights,
+        params,
+        decoded,
+        formats,
+        before,
+    } = *work;
     let nf4 = |p: &&ParamInfo| matches!(formats.get(&p.name), Some(Format::Nf4 { .. }));
     let layout = if params.iter().filter(|p| is_projection(p)).all(|p| nf4(&p)) {
         QuantizedLayout::Bitsandbytes

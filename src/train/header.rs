@@ -27,19 +27,33 @@ pub fn trained_elements(schedule: &ActiveSchedule, steps: u64, params: &[ParamIn
     (weights + lora) as u64
 }
 
+/// A run before its first step.
+#[derive(Clone, Copy)]
+pub struct HeaderInput<'a> {
+    pub recipe: &'a Recipe,
+    pub model: &'a ModelDir,
+    pub train: &'a Dataset,
+    pub eval: Option<&'a Dataset>,
+    pub stream: &'a BatchStream,
+    pub plan: &'a Plan,
+    pub schedule: &'a ActiveSchedule,
+    /// Elements that train in the whole run.
+    pub elements: u64,
+}
+
 /// The lines of the box before the first step, each with a name and a text.
-#[allow(clippy::too_many_arguments)]
-pub fn header(
-    recipe: &Recipe,
-    model: &ModelDir,
-    train: &Dataset,
-    eval: Option<&Dataset>,
-    stream: &BatchStream,
-    plan: &Plan,
-    schedule: &ActiveSchedule,
-    elements: u64,
-    params: &[ParamInfo],
-) -> Vec<(&'static str, String)> {
+pub fn header(run: &HeaderInput) -> Vec<(&'static str, String)> {
+    let HeaderInput {
+        recipe,
+        model,
+        train,
+        eval,
+        stream,
+        plan,
+        schedule,
+        elements,
+    } = *run;
+    let params = &model.spec.params();
     let all: usize = params.iter().map(|p| p.elements()).sum();
     let share = 100.0 * elements as f64 / all as f64;
     let eval_rows = eval;

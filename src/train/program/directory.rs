@@ -13,7 +13,7 @@ use crate::setup::active_schedule::ActiveSchedule;
 use crate::setup::{locate, rows};
 use crate::train::directory::{self, Directory};
 use crate::train::gpus::OwnDevice;
-use crate::train::header::{header, trained_elements};
+use crate::train::header::{HeaderInput, header, trained_elements};
 use crate::train::state::{self, RunFingerprint};
 use crate::train::{learning, owner, ranks, rehearsal};
 use serde_json::json;
@@ -146,7 +146,7 @@ impl OpenedRun {
         } else {
             Reporter::silent(run_dir, cx.total_steps)
         };
-        let mut lines = header(
+        let mut lines = header(&HeaderInput {
             recipe,
             model,
             train,
@@ -154,9 +154,8 @@ impl OpenedRun {
             stream,
             plan,
             schedule,
-            self.elements,
-            &model.spec.params(),
-        );
+            elements: self.elements,
+        });
         let dropped = screened.iter().flat_map(|s| s.lines());
         lines.extend(dropped.map(|line| ("screen", visible(&line))));
         lines.extend(ranks::header(recipe, ranks.size()).map(|line| ("ranks", line)));

@@ -1,7 +1,7 @@
 //! Fused linear and cross-entropy on a GPU: cuBLAS computes the products, one kernel does the rest of a chunk in place.
 
 use super::elementwise::cast;
-use super::embedding::{gather_rows, put_rows};
+use super::embedding::{RowNumbers, gather_rows, put_rows};
 use super::gemm::{GpuMatrix, gemm};
 use super::{Arg, FloatType, Gpu, Grid, address, address_of};
 use candle_core::{DType, Tensor};
@@ -100,7 +100,10 @@ pub(crate) fn run(
     for start in (0..trained).step_by(chunk) {
         let rows = &job.trained[start..(start + chunk).min(trained)];
         let count = rows.len();
-        let row_numbers = (numbers + 4 * start as u64, count);
+        let row_numbers = RowNumbers {
+            address: numbers + 4 * start as u64,
+            count,
+        };
         // Contiguous rows need no copy.
         let together = rows[count - 1] - rows[0] + 1 == count;
         let offset = rows[0] as u64 * row_bytes;
@@ -116,10 +119,10 @@ pub(crate) fn run(
             hidden,
             head,
             row_numbers,
-            (
-                numbers + 4 * (trained + start) as u64,
-                weights.map_or(0, |w| w + 4 * start as u64),
-            ),
+            TokenAddresses {
+                targets: numbers + 4 * (trained + start) as u64,
+                weights: weights.map_or(0, |w| w + 4 * start as u64),
+            },
             job,
             wanted,
         )?;
@@ -158,17 +161,26 @@ struct Buffers<'a> {
     correct: u64,
 }
 
+/// Addresses of the targets of a chunk (u32), and of the weights of its tokens (f32; 0: all are 1).
+#[derive(Clone, Copy)]
+struct TokenAddresses {
+    targets: u64,
+    weights: u64,
+}
+
 impl Buffers<'_> {
     /// Computes logits, losses and, if requested, the gradient of the logits of the tokens with these hidden states.
     fn losses(
         &self,
         hidden: GpuMatrix,
         head: GpuMatrix,
-        (rows, count): (u64, usize),
-        (targets, weights): (u64, u64),
+        rows: RowNumbers,
+        tokens: TokenAddresses,
         job: &GpuCrossEntropyJob,
         wanted: Option<GradientOptions>,
     ) -> Result<()> {
+        let RowNumbers { address: rows, count } = rows;
+        let TokenAddresses { targets, weights } = tokens;
         let logits = GpuMatrix::new(self.logits, FloatType::F32, self.stride);
         // SAFETY: [count, D] · [D, V] into rows of `stride` elements.
         unsafe { gemm(self.gpu, (count, self.v, self.d), hidden, head.t(), logits, false)? };

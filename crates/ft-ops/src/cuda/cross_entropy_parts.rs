@@ -2,7 +2,7 @@
 //! each row, and once for the gradient. Only logits of some tokens and one piece of the vocabulary are in memory.
 
 use super::elementwise::cast;
-use super::embedding::{gather_rows, put_rows};
+use super::embedding::{RowNumbers, gather_rows, put_rows};
 use super::gemm::{GpuMatrix, gemm};
 use super::{Arg, FloatType, Gpu, Grid, address, address_of};
 use crate::cross_entropy::{PIECE, PIECE_TOKENS, Pieces};
@@ -45,7 +45,10 @@ pub(crate) fn run(job: &PieceJob, head: &Pieces, scale: Option<f32>) -> Result<O
     let mut numbers: Vec<u32> = job.trained.iter().map(|row| *row as u32).collect();
     numbers.extend(job.trained.iter().map(|row| job.targets[*row]));
     let numbers = gpu.upload_u32(&numbers)?;
-    let rows = address(&numbers, "trained tokens")?;
+    let rows = RowNumbers {
+        address: address(&numbers, "trained tokens")?,
+        count,
+    };
     let weights = job.weights.map(|all| {
         let bits: Vec<u32> = job.trained.iter().map(|row| all[*row].to_bits()).collect();
         gpu.upload_u32(&bits)
@@ -60,7 +63,7 @@ pub(crate) fn run(job: &PieceJob, head: &Pieces, scale: Option<f32>) -> Result<O
         let to = gpu.empty((count, d), kind.dtype())?;
         let (from, place) = (address(job.h, "the hidden states")?, address(&to, "gathered rows")?);
         // SAFETY: the rows lie in h, the copy has space for all of them.
-        unsafe { gather_rows(&gpu, kind, from, (rows, count), 1.0, d, place)? };
+        unsafe { gather_rows(&gpu, kind, from, rows, 1.0, d, place)? };
         to
     };
     let stride = PIECE.min(head.rows).next_multiple_of(8);
@@ -76,7 +79,7 @@ pub(crate) fn run(job: &PieceJob, head: &Pieces, scale: Option<f32>) -> Result<O
         stride,
         hidden: address(&gathered, "the hidden states")?,
         logits: address(&logits, "logits")?,
-        targets: rows + 4 * count as u64,
+        targets: rows.address + 4 * count as u64,
         seen: address(&seen, "the row statistics")?,
         softcap: job.softcap.unwrap_or(0.0),
         smoothing: job.smoothing,
@@ -85,12 +88,15 @@ pub(crate) fn run(job: &PieceJob, head: &Pieces, scale: Option<f32>) -> Result<O
     places.each(head, |start, tokens, first, part| {
         places.survey(start, tokens, first, part)
     })?;
-    places.finish(job, rows)?;
+    places.finish(job, rows.address)?;
 
     let Some(scale) = scale else { return Ok(None) };
     let sum = gpu.empty((count, d), DType::F32)?;
     let to = address(&sum, "dh")?;
-    let factors = (scale, weights.unwrap_or(0));
+    let factors = TokenFactors {
+        scale,
+        weights: weights.unwrap_or(0),
+    };
     places.each(head, |start, tokens, first, part| {
         places.turn(start, tokens, first, part, factors, to)
     })?;
@@ -103,8 +109,15 @@ pub(crate) fn run(job: &PieceJob, head: &Pieces, scale: Option<f32>) -> Result<O
     let all = gpu.zeros((n, d), kind.dtype())?;
     let (from, to) = (address(&dh, "dh")?, address(&all, "dh")?);
     // SAFETY: no row occurs twice, and each lies in dh.
-    unsafe { put_rows(&gpu, kind, from, (rows, count), d, to)? };
+    unsafe { put_rows(&gpu, kind, from, rows, d, to)? };
     Ok(Some(all))
+}
+
+/// The factor of all gradients, and the address of the weights of the tokens (f32 `[count]`; 0: all are 1).
+#[derive(Clone, Copy)]
+struct TokenFactors {
+    scale: f32,
+    weights: u64,
 }
 
 /// Addresses and sizes: hidden states `[count, D]`, logits `[step, stride]`, targets and row statistics `[count]`.
@@ -240,25 +253,24 @@ impl ChunkAddresses<'_> {
         }
     }
 
-    /// Adds the contribution of a piece to dh `[count, D]` f32; the first piece overwrites it. `weights`: an
-    /// address, or 0.
+    /// Adds the contribution of a piece to dh `[count, D]` f32; the first piece overwrites it.
     fn turn(
         &self,
         start: usize,
         tokens: usize,
         first: usize,
         part: HeadPart,
-        (scale, weights): (f32, u64),
+        factors: TokenFactors,
         dh: u64,
     ) -> Result<()> {
         self.product(start, tokens, part)?;
-        let weights = match weights {
+        let weights = match factors.weights {
             0 => 0,
             all => all + 4 * start as u64,
         };
         let args = self.args(start, first, part.1)?;
         let more = [
-            Arg::F32(scale),
+            Arg::F32(factors.scale),
             Arg::F32(self.smoothing),
             Arg::small(self.vocab, "the vocabulary")?,
             Arg::Address(weights),

@@ -7,7 +7,7 @@
 use super::cross_entropy_parts::SEEN;
 use super::distill_model::Model;
 use super::elementwise::cast;
-use super::embedding::put_rows;
+use super::embedding::{RowNumbers, put_rows};
 use super::gemm::{self, gemm};
 use super::memory::to_f32_vec;
 use super::{Arg, FloatType, Gpu, Grid, address};
@@ -211,7 +211,10 @@ impl<'a> Group<'a> {
         if let (Some(sum), Some(dh)) = (&sum, &found.dh) {
             let dh_rows = cast(sum, kind)?;
             let (from, to) = (address(&dh_rows, "dh")?, address(dh, "dh")?);
-            let places = (address(&self.numbers, "trained tokens")?, self.count);
+            let places = RowNumbers {
+                address: address(&self.numbers, "trained tokens")?,
+                count: self.count,
+            };
             // SAFETY: no row occurs twice, and each lies in dh.
             unsafe { put_rows(self.gpu, kind, from, places, d, to)? };
         }

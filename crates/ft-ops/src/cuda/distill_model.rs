@@ -1,7 +1,7 @@
 //! A model of a distillation on a GPU: hidden states of some tokens, the output projection whole or in parts, and logits.
 
 use super::elementwise::cast;
-use super::embedding::gather_rows;
+use super::embedding::{RowNumbers, gather_rows};
 use super::gemm::{self, gemm};
 use super::{FloatType, Gpu, address};
 use crate::cross_entropy::PIECE;
@@ -43,7 +43,10 @@ impl<'a> Model<'a> {
         } else {
             let numbers = gpu.upload_u32(&tokens.iter().map(|n| *n as u32).collect::<Vec<_>>())?;
             let to = gpu.empty((tokens.len(), d), kind.dtype())?;
-            let rows = (address(&numbers, "trained tokens")?, tokens.len());
+            let rows = RowNumbers {
+                address: address(&numbers, "trained tokens")?,
+                count: tokens.len(),
+            };
             // SAFETY: the rows lie in h, the copy has space for all of them.
             unsafe { gather_rows(gpu, kind, address(side.h, NAME)?, rows, 1.0, d, address(&to, NAME)?)? };
             to

@@ -40,15 +40,25 @@ pub(super) fn rows(table: &Tensor, ids: &Tensor, scale: f32, d: usize) -> Result
     let gpu = Gpu::of(table, "the embedding table")?;
     let count = ids.elem_count();
     let y = gpu.empty((count, d), table.dtype())?;
-    let place = address(ids, "token ids")?;
+    let ids = RowNumbers {
+        address: address(ids, "token ids")?,
+        count,
+    };
     let kind = FloatType::of(table, "the embedding table")?;
     let (from, to) = (address(table, "the embedding table")?, address(&y, "embeddings")?);
     // SAFETY: the caller checked that every id is a row.
-    unsafe { gather_rows(&gpu, kind, from, (place, count), scale, d, to)? };
+    unsafe { gather_rows(&gpu, kind, from, ids, scale, d, to)? };
     Ok(y)
 }
 
-/// Computes `to[n] = scale · from[ids[n]]`; `ids` are an address and a count.
+/// Row numbers (u32) in the memory of the GPU.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct RowNumbers {
+    pub address: u64,
+    pub count: usize,
+}
+
+/// Computes `to[n] = scale · from[ids[n]]`.
 ///
 /// # Safety
 /// The addresses are matrices of `d` columns of this kind; every id is a row of the first.
@@ -56,20 +66,20 @@ pub(super) unsafe fn gather_rows(
     gpu: &Gpu,
     kind: FloatType,
     from: u64,
-    (ids, count): (u64, usize),
+    ids: RowNumbers,
     scale: f32,
     d: usize,
     to: u64,
 ) -> Result<()> {
     let args = [
         Arg::Address(from),
-        Arg::Address(ids),
+        Arg::Address(ids.address),
         Arg::F32(scale),
         Arg::size(d),
         Arg::size(packs(kind, d, from, to)),
         Arg::Address(to),
     ];
-    let grid = Grid::line(count, threads(d, kind.pack()));
+    let grid = Grid::line(ids.count, threads(d, kind.pack()));
     // SAFETY: promised by the caller.
     unsafe { gpu.launch("embedding", ["gather_", kind.name()], grid, &args) }
 }
@@ -82,18 +92,18 @@ pub(super) unsafe fn put_rows(
     gpu: &Gpu,
     kind: FloatType,
     from: u64,
-    (rows, count): (u64, usize),
+    rows: RowNumbers,
     d: usize,
     to: u64,
 ) -> Result<()> {
     let args = [
         Arg::Address(from),
-        Arg::Address(rows),
+        Arg::Address(rows.address),
         Arg::size(d),
         Arg::size(packs(kind, d, from, to)),
         Arg::Address(to),
     ];
-    let grid = Grid::line(count, threads(d, kind.pack()));
+    let grid = Grid::line(rows.count, threads(d, kind.pack()));
     // SAFETY: promised by the caller.
     unsafe { gpu.launch("embedding", ["put_rows_", kind.name()], grid, &args) }
 }

@@ -30,13 +30,20 @@ pub fn objective(recipe: &Recipe, width: usize, device: &Device) -> Result<Box<d
     if recipe.train.stage == recipe::Stage::Grpo {
         return Ok(Box::new(Grpo::new(grpo_settings(recipe), policy)));
     }
+    Ok(Box::new(Ppo::new(
+        ppo_settings(recipe),
+        policy,
+        ValueHead::new(width, device)?,
+    )))
+}
+
+fn ppo_settings(recipe: &Recipe) -> ppo::PpoSettings {
     let ppo = &recipe.rl.ppo;
-    let settings = ppo::PpoSettings {
+    ppo::PpoSettings {
         cliprange: ppo.cliprange,
         cliprange_value: ppo.cliprange_value,
         vf_coef: ppo.vf_coef,
-    };
-    Ok(Box::new(Ppo::new(settings, policy, ValueHead::new(width, device)?)))
+    }
 }
 
 fn grpo_settings(recipe: &Recipe) -> grpo::GrpoSettings {
@@ -291,5 +298,20 @@ impl<'a> AdvantageComputer<'a> {
                 window.iter_mut().for_each(|k| k.counts = 1.0);
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::recipe;
+
+    /// A Rust user who writes `Default::default()` gets what a recipe without these keys gets.
+    #[test]
+    fn defaults_of_the_library_are_those_of_a_recipe() {
+        let text = "[model]\npath = \"m\"\n[data]\ntrain = \"t\"\n";
+        let recipe = recipe::parse(text, "r.toml", &[]).unwrap().recipe;
+        assert_eq!(grpo_settings(&recipe), grpo::GrpoSettings::default());
+        assert_eq!(ppo_settings(&recipe), ppo::PpoSettings::default());
     }
 }

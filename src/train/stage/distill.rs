@@ -34,14 +34,19 @@ pub(super) fn check(recipe: &Recipe, model: &setup::ModelDir, train: &Dataset) -
     }
 }
 
-pub(super) fn open<'a>(setting: StageContext<'a>) -> Result<Stage<'a>> {
-    let recipe = setting.recipe;
+fn terms(recipe: &Recipe) -> DistillTerms {
     let d = &recipe.distill;
-    let terms = DistillTerms {
+    DistillTerms {
         beta: d.beta as f32,
         temperature: d.temperature as f32,
         alpha: d.alpha as f32,
-    };
+    }
+}
+
+pub(super) fn open<'a>(setting: StageContext<'a>) -> Result<Stage<'a>> {
+    let recipe = setting.recipe;
+    let d = &recipe.distill;
+    let terms = terms(recipe);
     let (teacher, matched, fingerprint) = match &d.teacher_cache {
         Some(dir) => {
             let cache = teacher_cache::open(dir.as_ref(), recipe, setting.model, setting.train)?;
@@ -272,5 +277,18 @@ impl BatchSource for DistillSource<'_> {
             ("student_tokens", of(tokens)),
             ("student_ended", of(ended)),
         ]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A Rust user who writes `Default::default()` gets what a recipe without these keys gets.
+    #[test]
+    fn defaults_of_the_library_are_those_of_a_recipe() {
+        let text = "[model]\npath = \"m\"\n[data]\ntrain = \"t\"\n";
+        let recipe = recipe::parse(text, "r.toml", &[]).unwrap().recipe;
+        assert_eq!(terms(&recipe), DistillTerms::default());
     }
 }

@@ -36,6 +36,17 @@ pub struct DistillTerms {
     pub alpha: f32,
 }
 
+/// The divergence alone, symmetric (the default of TRL).
+impl Default for DistillTerms {
+    fn default() -> Self {
+        Self {
+            beta: 0.5,
+            temperature: 1.0,
+            alpha: 0.0,
+        }
+    }
+}
+
 /// Distillation from one teacher.
 pub struct Distill {
     teacher: Teacher,

@@ -63,6 +63,22 @@ pub struct GrpoSettings {
     pub max_completion_length: usize,
 }
 
+/// The defaults of TRL.
+impl Default for GrpoSettings {
+    fn default() -> Self {
+        Self {
+            loss_type: GrpoLoss::Dapo,
+            level: ImportanceLevel::Token,
+            epsilon: 0.2,
+            epsilon_high: 0.2,
+            delta: None,
+            beta: 0.0,
+            kl_weighted: true,
+            max_completion_length: 256,
+        }
+    }
+}
+
 /// Inputs of one completion, each `[T]`.
 #[derive(Debug, Clone, Copy)]
 pub struct GrpoCompletion<'a> {

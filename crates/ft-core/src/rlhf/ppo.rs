@@ -24,6 +24,17 @@ pub struct PpoSettings {
     pub vf_coef: f64,
 }
 
+/// The defaults of TRL.
+impl Default for PpoSettings {
+    fn default() -> Self {
+        Self {
+            cliprange: 0.2,
+            cliprange_value: 0.2,
+            vf_coef: 0.1,
+        }
+    }
+}
+
 /// Inputs of one completion, each `[T]`.
 #[derive(Debug, Clone, Copy)]
 pub struct PpoCompletion<'a> {

@@ -304,7 +304,6 @@ impl<'a> AdvantageComputer<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::recipe;
 
     /// A Rust user who writes `Default::default()` gets what a recipe without these keys gets.
     #[test]

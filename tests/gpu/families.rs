@@ -161,25 +161,6 @@ fn published_experts_lose_what_they_lose_on_the_cpu() {
     }
 }
 
-/// A checkpoint of bitsandbytes, whose layers come from the host and from the disk.
-#[test]
-fn files_of_bitsandbytes_lose_what_they_lose_on_the_cpu() {
-    let Some(_gpu) = gpu() else { return };
-    let dir = TempDir::new().unwrap();
-    let model = with_tokenizer("quantfiles/bnb-nf4-double", dir.path());
-    for tier in ["memory.tier=host", "memory.tier=disk"] {
-        compare_runs(
-            "bnb-nf4-double",
-            &model,
-            &[LORA, F32, "tune.lora.r=4", tier],
-            dir.path(),
-        );
-        for run in ["cpu", "gpu"] {
-            std::fs::remove_dir_all(dir.path().join(run)).unwrap();
-        }
-    }
-}
-
 #[test]
 fn latent_attention_loses_what_it_loses_on_the_cpu() {
     let Some(_gpu) = gpu() else { return };

@@ -61,6 +61,7 @@ fn gradients_of_codes_and_bf16_below_f32_are_alike_wherever_the_weights_are() {
     }
 }
 
+/// With NF4 the files have the layout of bitsandbytes.
 #[test]
 fn files_that_are_quantized_are_read_layer_by_layer() {
     let Some(_gpu) = gpu() else { return };

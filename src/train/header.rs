@@ -34,7 +34,7 @@ pub struct HeaderInput<'a> {
     pub model: &'a ModelDir,
     pub train: &'a Dataset,
     pub eval: Option<&'a Dataset>,
-    pub stream: &'a BatchStream,
+    pub stream: &'a BatchStream<'a>,
     pub plan: &'a Plan,
     pub schedule: &'a ActiveSchedule,
     /// Elements that train in the whole run.
@@ -42,7 +42,7 @@ pub struct HeaderInput<'a> {
 }
 
 /// The lines of the box before the first step, each with a name and a text.
-pub fn header(run: &HeaderInput) -> Vec<(&'static str, String)> {
+pub fn header(run: &HeaderInput<'_>) -> Vec<(&'static str, String)> {
     let HeaderInput {
         recipe,
         model,

@@ -1,6 +1,6 @@
 //! The linear: products, accumulation into existing values, gradients in f32.
 
-use crate::support::{KINDS, assert_close, assert_same_bits, flat, gpu};
+use crate::support::{KINDS, Pair, assert_close, assert_same_bits, flat, gpu};
 use candle_core::{DType, Device, Tensor};
 use ft::ops::low_rank::LowRank;
 use ft::ops::pairs::{self, LoraPair};
@@ -62,6 +62,48 @@ fn linear_matches_the_cpu() {
             assert_eq!(db.dtype(), DType::F32);
             assert_close(&db, &linear::grad_bias(&dy.cpu).unwrap(), 1e-4);
         }
+    }
+}
+
+/// k and v, or gate and up: weights and results lie in allocations of their own, in any order.
+#[test]
+fn two_weights_in_one_call_are_two_products() {
+    let Some(gpu) = gpu() else { return };
+    for (dtype, tolerance) in KINDS {
+        let x = gpu.random((33, 64), dtype, 1);
+        let [a, b] = [2, 3].map(|seed| gpu.random((24, 64), dtype, seed));
+        let [c, d] = [4, 5].map(|seed| gpu.random(24, dtype, seed));
+        for (first, second) in [(&a, &b), (&b, &a)] {
+            let ws = [&first.gpu, &second.gpu];
+            assert!(linear::can_join(&x.gpu, ws));
+            let want =
+                |w: &Pair, bias: Option<&Pair>| linear::forward(&x.cpu, &w.weight(), bias.map(|b| &b.cpu)).unwrap();
+            let [y, z] = linear::forward_two(&x.gpu, ws, None).unwrap();
+            assert_eq!((y.dtype(), y.dims()), (dtype, &[33, 24][..]));
+            assert_close(&y, &want(first, None), tolerance);
+            assert_close(&z, &want(second, None), tolerance);
+            let [y, z] = linear::forward_two(&x.gpu, ws, Some([&c.gpu, &d.gpu])).unwrap();
+            assert_close(&y, &want(first, Some(&c)), tolerance);
+            assert_close(&z, &want(second, Some(&d)), tolerance);
+            linear::forward_add_two([&y, &z], &x.gpu, ws).unwrap();
+            let twice = |w: &Pair, bias: &Pair| {
+                let y = want(w, Some(bias));
+                linear::forward_add(&y, &x.cpu, &w.weight()).unwrap();
+                y
+            };
+            assert_close(&y, &twice(first, &c), tolerance);
+            assert_close(&z, &twice(second, &d), tolerance);
+        }
+        // Not of one shape, of another type, too many rows, on a CPU.
+        let other = gpu.random((16, 64), dtype, 6);
+        assert!(!linear::can_join(&x.gpu, [&a.gpu, &other.gpu]));
+        let wide = gpu.random((24, 64), if dtype == DType::F32 { DType::BF16 } else { DType::F32 }, 7);
+        assert!(!linear::can_join(&x.gpu, [&a.gpu, &wide.gpu]));
+        assert!(!linear::can_join(
+            &gpu.random((1025, 64), dtype, 8).gpu,
+            [&a.gpu, &b.gpu]
+        ));
+        assert!(!linear::can_join(&x.cpu, [&a.cpu, &b.cpu]));
     }
 }
 

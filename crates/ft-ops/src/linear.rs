@@ -99,6 +99,60 @@ pub fn forward_add<'w>(y: &Tensor, x: &Tensor, w: impl Into<Dense<'w>>) -> Resul
     })
 }
 
+/// Rows of x up to which a GPU computes the products of one input with two weights in one call. With few rows calls take the
+/// time. With more the weights do, and one call is predicted to gain less than 2 % (docs/lab-book.md, "Joined products").
+const JOINED_ROWS: usize = 1024;
+
+/// True if `forward_two` is one call: two dense weights of one shape and of the type of `x [N, I]`, on a GPU, with few rows.
+pub fn can_join(x: &Tensor, ws: [&Tensor; 2]) -> bool {
+    if !x
+        .dims2()
+        .is_ok_and(|(rows, inputs)| rows <= JOINED_ROWS && ws[0].dims().ends_with(&[inputs]))
+    {
+        return false;
+    }
+    on_gpu!(x, super::cuda::linear::can_join(x, ws));
+    false
+}
+
+/// Computes `x·wᵀ + bias`, `[N, O]` each, for two weights `[O, I]` of which `can_join` is true; `biases`: `[O]` each.
+///
+/// # Errors
+/// As `forward`.
+pub fn forward_two(x: &Tensor, ws: [&Tensor; 2], biases: Option<[&Tensor; 2]>) -> Result<[Tensor; 2]> {
+    let (rows, inputs) = dims2(x, "x of a linear")?;
+    let outputs = outputs_of(ws[0].into(), inputs)?;
+    for bias in biases.iter().flatten() {
+        expect_dims(bias, "the bias of a linear", &[outputs])?;
+    }
+    expect_dims(ws[1], WEIGHT, &[outputs, inputs])?;
+    on_gpu!(
+        x,
+        super::cuda::linear::forward_two(x, ws, biases, (rows, outputs, inputs))
+    );
+    let [first, second] = [0, 1].map(|i| forward(x, ws[i], biases.map(|both| both[i])));
+    Ok([first?, second?])
+}
+
+/// Computes `y [N, O] += x·wᵀ` for two weights `[O, I]` of which `can_join` is true.
+///
+/// # Errors
+/// As `forward_add`.
+pub fn forward_add_two(ys: [&Tensor; 2], x: &Tensor, ws: [&Tensor; 2]) -> Result<()> {
+    let (rows, inputs) = dims2(x, "x of a linear")?;
+    let outputs = outputs_of(ws[0].into(), inputs)?;
+    expect_dims(ws[1], WEIGHT, &[outputs, inputs])?;
+    for y in ys {
+        expect_dims(y, "y of a linear", &[rows, outputs])?;
+    }
+    on_gpu!(
+        x,
+        super::cuda::linear::forward_add_two(ys, x, ws, (rows, outputs, inputs))
+    );
+    forward_add(ys[0], x, ws[0])?;
+    forward_add(ys[1], x, ws[1])
+}
+
 fn forward_slices(sizes: (usize, usize, usize), y: &mut [f32], start: CInit<&[f32]>, x: &[f32], w: WeightRows<'_>) {
     let x = Matrix::k_inner(Values::F32(x), sizes.2);
     product(sizes, y, start, x, w.forward(), w.rounding());

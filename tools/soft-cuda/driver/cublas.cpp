@@ -3,6 +3,7 @@
 #include "driver.h"
 #include "faults.h"
 
+#include <algorithm>
 #include <cstring>
 
 using namespace soft;
@@ -135,7 +136,7 @@ void any_product(const Matrix& a, const Matrix& b, const Matrix& c, S alpha, S b
 
 struct Batch {
     size_t count;
-    size_t a, b, c;  // elements from one matrix to the next
+    int64_t a, b, c;  // elements from one matrix to the next, also to one in another allocation before it
 };
 
 template <class S>
@@ -151,22 +152,36 @@ int gemm(Handle& handle, const Matrix& a, const Matrix& b, const Matrix& c, S al
     struct Range {
         uint64_t from, to;
     };
-    auto use = [&](const Matrix& x, size_t step, bool writes) {
-        Range range{x.address, x.address + (batch.count - 1) * step * bytes_of(x.type) + x.extent()};
-        if (range.to == range.from) return range;
-        auto memory = device_memory(x.address, range.to - range.from, *stream);
-        if (!memory || x.address % bytes_of(x.type) != 0)
-            stop("%s: a matrix of %zu bytes is outside of every allocation, freed, or not aligned", name,
-                 size_t(range.to - range.from));
-        operation.uses.push_back({memory, writes});
-        return range;
+    // The part of each allocation that the inputs use, and that the results use.
+    std::map<const void*, Range> used[2];
+    auto at = [](const Matrix& x, size_t i, int64_t step) {
+        return x.at(static_cast<size_t>(static_cast<int64_t>(i) * step));
     };
-    Range in[2] = {use(a, batch.a, false), use(b, batch.b, false)}, out = use(c, batch.c, true);
-    for (Range range : in)
-        if (range.from < out.to && out.from < range.to) stop("%s: the result overlaps an operand", name);
+    auto use = [&](const Matrix& first, int64_t step, bool writes) {
+        for (size_t i = 0; i < batch.count; i++) {
+            Matrix x = at(first, i, step);
+            if (x.extent() == 0) continue;
+            Range own{x.address, x.address + x.extent()};
+            auto memory = device_memory(own.from, x.extent(), *stream);
+            if (!memory || x.address % bytes_of(x.type) != 0)
+                stop("%s: a matrix of %zu bytes is outside of every allocation, freed, or not aligned", name, x.extent());
+            auto [place, added] = used[writes].try_emplace(memory.get(), own);
+            Range& all = place->second;
+            all = {std::min(all.from, own.from), std::max(all.to, own.to)};
+            if (added) operation.uses.push_back({memory, writes});
+        }
+    };
+    use(a, batch.a, false);
+    use(b, batch.b, false);
+    use(c, batch.c, true);
+    for (auto& [memory, out] : used[true]) {
+        auto in = used[false].find(memory);
+        if (in != used[false].end() && in->second.from < out.to && out.from < in->second.to)
+            stop("%s: the result overlaps an operand", name);
+    }
     operation.run = [=] {
         for (size_t i = 0; i < batch.count; i++)
-            any_product<S>(a.at(i * batch.a), b.at(i * batch.b), c.at(i * batch.c), alpha, beta);
+            any_product<S>(at(a, i, batch.a), at(b, i, batch.b), at(c, i, batch.c), alpha, beta);
     };
     stream->computes = true;
     const char* type = c.type == BF16   ? "bf16"
@@ -235,7 +250,7 @@ int cublasGemmStridedBatchedEx(void* handle, int on_a, int on_b, int m, int n, i
     float factors[2] = {*static_cast<const float*>(alpha), *static_cast<const float*>(beta)};
     return gemm<float>(*static_cast<Handle*>(handle), matrix(a, a_type, m, k, lda, on_a), matrix(b, b_type, k, n, ldb, on_b),
                        matrix(c, c_type, m, n, ldc, 0), factors[0], factors[1],
-                       {size_t(count), size_t(a_step), size_t(b_step), size_t(c_step)});
+                       {size_t(count), a_step, b_step, c_step});
 }
 
 int cublasGemmEx(void* handle, int on_a, int on_b, int m, int n, int k, const void* alpha, const void* a, int a_type,
@@ -252,7 +267,7 @@ int cublasDgemmStridedBatched(void* handle, int on_a, int on_b, int m, int n, in
     if (m < 0 || n < 0 || k < 0 || count < 0) return refuse(BLAS_INVALID_VALUE, "cuBLAS: a negative size");
     return gemm<double>(*static_cast<Handle*>(handle), matrix(a, F64, m, k, lda, on_a), matrix(b, F64, k, n, ldb, on_b),
                         matrix(c, F64, m, n, ldc, 0), *alpha, *beta,
-                        {size_t(count), size_t(a_step), size_t(b_step), size_t(c_step)});
+                        {size_t(count), a_step, b_step, c_step});
 }
 
 }  // extern "C"

@@ -13,8 +13,9 @@ use super::contracts::{Context, GradSink};
 use super::linear::{Dx, Linear};
 use crate::base::{Error, Result};
 use crate::ops::pairs::{self, PairStack};
-use crate::ops::{adapters, update};
+use crate::ops::{adapters, linear, update};
 use crate::peft::{Frozen, Gradient, Lora};
+use crate::trace;
 use candle_core::{DType, Tensor};
 use std::sync::Arc;
 
@@ -52,6 +53,49 @@ pub(super) fn add_residual(y: Tensor, x: &Tensor, low: &SavedLow, scale: f32) ->
     }
     update::add_assign(&y, x)?;
     Ok(y)
+}
+
+/// What the pairs of a group have computed: the stack, u `[N, T]`, and what DoRA saves of each pair.
+type LowForward<'a> = (&'a PairStack, Tensor, Vec<Option<(Tensor, Tensor)>>);
+
+/// True if the products of two linears with x are one call: both without an adapter, or both with a LoRA pair that is computed
+/// with the others (`together`).
+fn can_join(two: [&Linear; 2], x: &Tensor, together: bool) -> bool {
+    if !x.device().is_cuda() {
+        return false;
+    }
+    let alone = |l: &&Linear| l.adapter.is_none();
+    let paired = |l: &&Linear| together && l.pair_on_gpu().is_some() && l.dora().is_none();
+    let [Ok(first), Ok(second)] = two.map(|l| l.weight.dense()) else {
+        return false;
+    };
+    (two.iter().all(alone) || two.iter().all(paired))
+        && two[0].bias.is_some() == two[1].bias.is_some()
+        && linear::can_join(x, [first, second])
+}
+
+/// The outputs of two linears that can be joined, `[N, O]` each.
+fn forward_two(two: [&Linear; 2], x: &Tensor, low: &mut Option<LowForward>, ctx: &Context) -> Result<[Tensor; 2]> {
+    for linear in two {
+        ctx.seen(&linear.name, x)?;
+    }
+    let _span = trace::weight("two linears", &two[0].name);
+    let ws = [two[0].weight.dense()?, two[1].weight.dense()?];
+    let biases = match two.map(|l| l.bias.as_ref()) {
+        [Some(first), Some(second)] => Some([&first.tensor, &second.tensor]),
+        _ => None,
+    };
+    let Some((pairs, u, dora)) = low.as_mut().filter(|_| two[0].pair_on_gpu().is_some()) else {
+        return linear::forward_two(x, ws, biases);
+    };
+    let first = dora.len();
+    dora.extend([None, None]);
+    let ys = [pairs.up(first, u, x.dtype())?, pairs.up(first + 1, u, x.dtype())?];
+    linear::forward_add_two([&ys[0], &ys[1]], x, ws)?;
+    for (y, bias) in ys.iter().zip(biases.iter().flatten()) {
+        update::add_rows(y, bias)?;
+    }
+    Ok(ys)
 }
 
 impl Projections {
@@ -193,7 +237,13 @@ impl Projections {
             Some(pairs) => Some((pairs, self.down(pairs, x, ctx)?, Vec::new())),
             None => None,
         };
-        for linear in &self.linears {
+        while let Some(linear) = self.linears.get(parts.len()) {
+            if let Some(next) = self.linears.get(parts.len() + 1)
+                && can_join([linear, next], x, low.is_some())
+            {
+                parts.extend(forward_two([linear, next], x, &mut low, ctx)?);
+                continue;
+            }
             parts.push(match &mut low {
                 Some((pairs, u, dora)) if linear.pair_on_gpu().is_some() => {
                     let (y, saved) = self.forward_pair(pairs, dora.len(), linear, x, u, ctx)?;

@@ -123,7 +123,7 @@ pub(crate) fn add_blocks(y: &Tensor, x: &Tensor, d: &Tensor, transposed: bool) -
     let c = GpuMatrix::new(address_of(y, NAME, x.dtype())?, kind, features);
     let batch = ProductBatch {
         count: k,
-        steps: [size, size * size, size],
+        steps: [size, size * size, size].map(|step| step as i64),
     };
     // SAFETY: block k of x and y starts at column k · size; the shapes were checked.
     unsafe { gemm_batched(&gpu, (rows, size, size), [a, b, c], 1.0, true, batch) }
@@ -143,7 +143,7 @@ pub(crate) fn blocks_gradient(x: &Tensor, dy: &Tensor, size: usize) -> Result<Te
     let c = GpuMatrix::new(address(&gradient, NAME)?, FloatType::F32, size);
     let batch = ProductBatch {
         count: k,
-        steps: [size, size, size * size],
+        steps: [size, size, size * size].map(|step| step as i64),
     };
     // SAFETY: block k of x and dy starts at column k · size; the shapes were checked.
     unsafe { gemm_batched(&gpu, (size, size, rows), [a, b, c], 1.0, false, batch)? };

@@ -91,8 +91,8 @@ pub(crate) unsafe fn gemm_scaled(
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct ProductBatch {
     pub count: usize,
-    /// Elements from one A, B and C to the next.
-    pub steps: [usize; 3],
+    /// Elements from one A, B and C to the next, which may lie before it and in another allocation.
+    pub steps: [i64; 3],
 }
 
 /// As `gemm_scaled`, for each of a batch.
@@ -172,7 +172,7 @@ pub(crate) unsafe fn gemm_batched(
                 )
             };
         }
-        let [a_step, b_step, c_step] = batch.steps.map(|step| step as i64);
+        let [a_step, b_step, c_step] = batch.steps;
         match batch.count {
             1 => product!(gemm_ex),
             count => product!(gemm_strided_batched_ex, a_step, b_step, c_step, size(count)?),

@@ -1,7 +1,7 @@
 //! Linear layers on a GPU. x, dy and the results are bf16 or f32; a weight of the other type is cast for the call.
 
 use super::elementwise::cast;
-use super::gemm::{GpuMatrix, gemm};
+use super::gemm::{GpuMatrix, ProductBatch, gemm, gemm_batched};
 use super::{Arg, FloatType, Gpu, Grid, address, address_of, columns};
 use crate::quantized::part_rows;
 use candle_core::{DType, Tensor};
@@ -114,6 +114,64 @@ fn forward_into(
         unsafe { gemm(gpu, (rows, count, inputs), a, b, c, add)? };
     }
     Ok(())
+}
+
+/// True if one call can compute the products with both weights: two of the type of x, which vector loads can read.
+pub(crate) fn can_join(x: &Tensor, ws: [&Tensor; 2]) -> bool {
+    let same = |w: &Tensor| w.dtype() == x.dtype() && w.dims() == ws[0].dims();
+    let place = |w: &Tensor| address(w, "the weight of a linear").is_ok_and(|place| place.is_multiple_of(16));
+    ws.iter().all(|w| same(w) && place(w)) && !ws[0].dims().contains(&0)
+}
+
+/// Computes `x·wᵀ + bias` for two weights that can be joined, in one call; both have a bias, or none has. Sizes are `(N, O, I)`.
+pub(crate) fn forward_two(
+    x: &Tensor,
+    ws: [&Tensor; 2],
+    biases: Option<[&Tensor; 2]>,
+    sizes: (usize, usize, usize),
+) -> Result<[Tensor; 2]> {
+    let gpu = Gpu::of(x, "x of a linear")?;
+    let empty = || gpu.empty((sizes.0, sizes.1), x.dtype());
+    let ys = [empty()?, empty()?];
+    for (bias, y) in biases.iter().flatten().zip(&ys) {
+        bias_rows(&gpu, bias, y)?;
+    }
+    two_into(&gpu, [&ys[0], &ys[1]], x, ws, sizes, biases.is_some())?;
+    Ok(ys)
+}
+
+/// Computes `y += x·wᵀ` for two weights that can be joined, in one call.
+pub(crate) fn forward_add_two(
+    ys: [&Tensor; 2],
+    x: &Tensor,
+    ws: [&Tensor; 2],
+    sizes: (usize, usize, usize),
+) -> Result<()> {
+    two_into(&Gpu::of(x, "x of a linear")?, ys, x, ws, sizes, true)
+}
+
+/// The second weight and result are those of a batch, as far behind the first ones as they happen to lie.
+fn two_into(
+    gpu: &Gpu,
+    ys: [&Tensor; 2],
+    x: &Tensor,
+    ws: [&Tensor; 2],
+    (rows, outputs, inputs): (usize, usize, usize),
+    add: bool,
+) -> Result<()> {
+    let between = |name: &str, [first, second]: [&Tensor; 2], columns: usize| -> Result<(GpuMatrix, i64)> {
+        let [a, b] = [matrix(first, name, columns)?, matrix(second, name, columns)?];
+        Ok((a, (b.address as i64 - a.address as i64) / a.kind.bytes() as i64))
+    };
+    let a = matrix(x, "x of a linear", inputs)?;
+    let (b, b_step) = between("the weight of a linear", ws, inputs)?;
+    let (c, c_step) = between("y of a linear", ys, outputs)?;
+    let batch = ProductBatch {
+        count: 2,
+        steps: [0, b_step, c_step],
+    };
+    // SAFETY: the sizes were checked by the caller; the results are two tensors.
+    unsafe { gemm_batched(gpu, (rows, outputs, inputs), [a, b.t(), c], 1.0, add, batch) }
 }
 
 /// Computes `dy·w`, of the type of dy; sizes are `(N, I, O)`.

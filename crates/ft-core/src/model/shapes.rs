@@ -1,4 +1,4 @@
-//! Shapes of well-known models by name: `model.path = "shape:llama-3.1-8b"`. Only the numbers of their `config.json`;
+//! Shapes of well-known models by name: `shape:llama-3.1-8b`. Only the numbers of their `config.json`;
 //! the weights of a shape are random.
 
 use crate::base::{Error, Result};

@@ -1,4 +1,4 @@
-//! Settings of optimizers, schedules and block training. Defaults are those of a recipe.
+//! Settings of optimizers, schedules and block training, with their defaults.
 
 use ft_base::named;
 

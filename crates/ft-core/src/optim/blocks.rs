@@ -34,7 +34,7 @@ pub struct BlockSchedule {
     start: usize,
     seed: u64,
     warmup: u64,
-    /// Number of blocks that are drawn together (`order = "importance"`), and the importance of each block.
+    /// Number of blocks that are drawn together (`BlockOrder::Importance`), and the importance of each block.
     together: usize,
     importance: Vec<f64>,
     /// Partition `ratio`: the active fraction of each parameter, and whether it is scattered.
@@ -131,7 +131,7 @@ impl BlockSchedule {
         epochs.take(count as usize).map(|block| vec![block]).collect()
     }
 
-    /// The order of the blocks in an epoch of `order = "random"`.
+    /// The order of the blocks in an epoch of `BlockOrder::Random`.
     fn order_of(&self, epoch: u64) -> Vec<usize> {
         Rng::new(self.seed, Stream::Blocks, &[epoch]).permutation(self.blocks.len())
     }

@@ -509,7 +509,7 @@ fn what_cannot_be_read_is_refused_with_a_hint() {
             Purpose::Learn,
             vec![
                 "`answer` of `Mapping::columns` has no use",
-                "write `completion = \"answers.text[0]\"`",
+                "map the column `answers.text[0]` to `completion`",
             ],
         ),
         (

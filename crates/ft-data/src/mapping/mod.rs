@@ -161,7 +161,9 @@ impl Mapper {
                         "`answer` of `Mapping::columns` has no use in rows with answers to train on",
                     )
                     .found(format!("`answer` for the column `{path}`"))
-                    .hint(format!("map the column `{path}` to `completion`: the answer to train on")));
+                    .hint(format!(
+                        "map the column `{path}` to `completion`: the answer to train on"
+                    )));
                 }
                 role => role.name(),
             };

@@ -124,7 +124,7 @@ fn vote(value: &Value, pair: bool) -> Option<Option<String>> {
 
 /// Counts votes over all rows.
 #[derive(Debug, Default)]
-pub(super) struct Tally {
+pub(super) struct VoteCounts {
     rows: usize,
     voted: usize,
     shares: f64,
@@ -149,7 +149,7 @@ pub struct Agreement {
     pub alpha: Option<f64>,
 }
 
-impl Tally {
+impl VoteCounts {
     pub(super) fn add(&mut self, votes: &Votes) {
         self.rows += 1;
         let Some(share) = votes.share else { return };

@@ -18,7 +18,7 @@ use super::read::{Row, RowPosition};
 use ft_base::named;
 use ft_base::units::count;
 use ft_base::{Error, Result};
-use judges::{Agreement, Judges, Tally};
+use judges::{Agreement, Judges, VoteCounts};
 use near::{Signature, Signatures};
 use overlap::Overlap;
 use rayon::prelude::*;
@@ -209,7 +209,7 @@ struct State {
     near: Option<Signatures>,
     /// The rows that `exact` and `near` refer to.
     kept: Vec<(RowPosition, u32)>,
-    tally: Tally,
+    vote_counts: VoteCounts,
     /// The report of an earlier process, which dropped the rows.
     restored: Option<Screened>,
     /// The texts of all rows, if they are counted.
@@ -393,7 +393,7 @@ impl Screen {
         state: &mut State,
     ) -> Option<Reason> {
         if let (Some(judges), Some(votes)) = (&self.spec.judges, votes) {
-            state.tally.add(&votes);
+            state.vote_counts.add(&votes);
             if let Some(share) = votes.share
                 && share < judges.min_agreement
             {
@@ -439,7 +439,7 @@ impl Screen {
             return restored.clone();
         }
         Screened {
-            agreement: self.spec.judges.as_ref().map(|_| state.tally.agreement()),
+            agreement: self.spec.judges.as_ref().map(|_| state.vote_counts.agreement()),
             ..state.out.clone()
         }
     }

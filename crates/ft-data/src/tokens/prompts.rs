@@ -54,7 +54,7 @@ impl TokenCache<'_> {
         let Some(name) = key::of(&request)? else {
             return Ok(None);
         };
-        let own = format!("prompts {:?} {:?}", spec.answer, spec.room);
+        let own = format!("prompts {:?} {:?}", spec.answer, spec.limits);
         let bytes = self.made(&[&name, &own], &|| bytes(spec))?;
         bytes.map(|bytes| read(&bytes, spec)).transpose()
     }

@@ -291,8 +291,8 @@ impl PlanContext<'_> {
                 _ => "`tune.method = \"lora\"` keeps them quantized",
             };
             setup::warn_once(&format!(
-                "the weights of this model are quantized ({format}): `tune.method = \"{}\"` trains their decoded \
-                 values, from a copy in {} in the run directory; {others}",
+                "the weights of this model are quantized ({format}): `tune.method = \"{}\"` trains their \
+                 dequantized values, from a copy in {} in the run directory; {others}",
                 recipe.tune.method.name(),
                 recipe.model.dtype.name()
             ));

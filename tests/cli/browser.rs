@@ -1,4 +1,4 @@
-//! A browser without a window, told what to do over the DevTools protocol: messages in JSON on two pipes, each ended by a zero
+//! A browser without a window, controlled over the DevTools protocol: messages in JSON on two pipes, each ended by a zero
 //! byte.
 
 use serde_json::{Value, json};

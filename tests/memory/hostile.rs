@@ -124,7 +124,7 @@ fn mutate(families: &[&str]) -> usize {
     let Value::Object(config) = serde_json::from_str(&text).unwrap() else {
         panic!("the config is an object")
     };
-    // Each case plans one method: every value of every key meets all of them, each in other families.
+    // Each case plans one method: every value of every key is used with all of them, each in other families.
     let methods = [recipes(&with), recipes(&without)];
     let mut count = 0;
     for (number, family) in families.iter().enumerate() {

@@ -176,7 +176,7 @@ def grpo(name, settings, path, prompts, answers, rewards, noise):
 
 def rloo(name, settings, path, prompts, answers, rewards, noise):
     trainer = trainer_of(trl.RLOOTrainer, trl.RLOOConfig, path, settings, prompts)
-    # The reference is told by the trainer's own copy; its log-probabilities get noise on the way.
+    # The log-probabilities of the reference are those of the trainer's own copy, with noise.
     own, calls = trainer._get_per_token_logps_and_entropies, []
 
     def noisy(model, *args, **kwargs):

@@ -245,7 +245,7 @@ pub enum Loss {
     Reordered(u64),
 }
 
-/// A disk that knows what is synced. A file's sync covers its contents, a directory's sync the names in it; nothing else
+/// A disk that records which contents and names are synced. A file's sync covers its contents, a directory's sync the names in it; nothing else
 /// is promised, as in POSIX.
 pub struct Disk {
     files: Vec<File>,

@@ -62,7 +62,7 @@ fn deny_toml_has_the_same_lists() {
     assert_eq!(list("deny"), BANNED.iter().map(|(name, _)| name.to_string()).collect());
 }
 
-/// The packages of a build for this machine, as cargo tells them.
+/// The packages of a build for this machine, as `cargo metadata` lists them.
 fn metadata() -> Value {
     let out = Command::new(env!("CARGO"))
         .args([

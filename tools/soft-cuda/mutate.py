@@ -4,7 +4,7 @@ kernel of ft at a time, swaps two arguments of a kernel, launches one block fewe
 (driver/faults.cpp). A test must fail each time. Nothing is compiled again: a fault is a place in the built program.
 
 The order: what keeps streams in step (events, waits), copies, then all others at random, then early frees and
-synchronizations, of which many make no difference to the result. Each fault meets the tests that come to its place, the cheapest first, until
+synchronizations, of which many make no difference to the result. The tests that come to its place run with each fault, the cheapest first, until
 one fails. A kernel that exists for several types is launched by one line of ft, and a function of ft is in the test program
 and in `ft`: the fault is put into the variant, and into the program, with the cheapest test, unless `--variants` is given.
 
@@ -233,7 +233,7 @@ def main():
                 used += seconds
         return ("expected", reason) if reason else ("unseen", f"{len(seen_by[(description, fault)])} tests")
 
-    # What no cheap test sees meets the long ones at the end.
+    # The long tests run at the end, with the faults that no cheap test sees.
     for most in [30, float("inf")]:
         for description, fault in wanted:
             if description in done or time.time() > end:

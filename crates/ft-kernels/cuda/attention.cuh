@@ -70,7 +70,7 @@ struct Cursor {
 /// Which chunks a thread copies: `chunk` of the rows `row`, `row + PASS` and so on.
 template <int E>
 struct Copier {
-    // Rows of one pass; with 12 chunks a row a quarter of the threads rests, so that passes stay alike.
+    // Rows of one pass; with 12 chunks a row a quarter of the threads is idle, so that all passes are alike.
     static constexpr int CHUNKS = E / 8, PASS = E == 96 ? 8 : THREADS / CHUNKS;
     int row, chunk;
     __device__ __forceinline__ Copier()

@@ -72,7 +72,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_draw_gives_a_neighbour_and_all_together_give_the_value() {
+    fn every_draw_gives_an_adjacent_value_and_the_mean_is_the_value() {
         for x in [1.003_f32, -1.003, 3.1e-5, -7.77e12, 1.0, -0.0, 255.5, 1.9999999] {
             let (mut sum, mut most, mut least) = (0f64, f32::MIN, f32::MAX);
             for draw in 0..=u16::MAX {

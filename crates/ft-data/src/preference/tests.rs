@@ -158,7 +158,7 @@ fn equal_sides_mixed_margins_and_foreign_rows_are_refused_with_their_line() {
 }
 
 #[test]
-fn judged_rows_get_the_answer_of_their_neighbour_as_mismatch() {
+fn judged_rows_get_the_answer_of_the_next_row_as_mismatch() {
     let words = Words::chatml();
     let rows = [
         r#"{"prompt": "a", "completion": " b", "label": true}"#,

@@ -38,7 +38,7 @@ pub(super) fn held(recipe: &Recipe, active: &Active, name: &str) -> bool {
     recipe.tune.method != Method::Lora && active.contains(name)
 }
 
-/// `None`: no experts, or all weights are on the device.
+/// The share and the bytes of the experts that are brought to the device; `None`: no experts are brought.
 pub(super) fn forecast(model: &Model, recipe: &Recipe, inputs: &Inputs) -> Option<ExpertForecast> {
     if !inputs.strategy.placement.streams_experts() {
         return None;

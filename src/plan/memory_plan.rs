@@ -127,7 +127,7 @@ impl ProcessState {
 pub struct PlanDevice {
     /// `None`: the state when the plan is made.
     process: Option<ProcessState>,
-    /// The memory of the GPU of this machine; `None`: a CPU, or a GPU that this machine does not have.
+    /// The memory of the GPU; `None`: no GPU of this machine limits the plan.
     gpu: Option<DeviceMemory>,
     rates: &'static GpuRates,
 }

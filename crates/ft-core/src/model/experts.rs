@@ -55,7 +55,7 @@ pub struct Experts {
 pub(super) struct SavedExperts {
     routing: Routing,
     assignment: Assignment,
-    /// For each unit of the assignment; `None`: it has no tokens, or nothing was saved.
+    /// The saved activations of each unit of the assignment; `None`: nothing is saved of it.
     experts: Vec<Option<SavedPiece>>,
     shared: Option<SavedPiece>,
 }

@@ -10,7 +10,7 @@ use crate::setup::locate::{NamedKind, locate};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 
-/// What was written.
+/// The properties of the written file.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Report {
     /// The GGUF file.

@@ -11,7 +11,7 @@ use crate::setup::ElementBytes;
 use crate::source::sharded::own_experts;
 use crate::source::{Group, Placement, Sublayer, expert_of};
 
-/// What the experts of a micro-batch cost.
+/// The cost of the experts of a micro-batch.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ExpertForecast {
     /// The part of the experts of a layer that is brought, if the router chooses all of them equally often. A router that

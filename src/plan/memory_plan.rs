@@ -82,7 +82,7 @@ impl MemoryLimits {
     }
 }
 
-/// What a plan depends on in this process. Ranks of one job plan with numbers on which they agree.
+/// The state of this process on which a plan depends. Ranks of one job plan with numbers on which they agree.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ProcessState {
     /// Free host memory.
@@ -541,7 +541,7 @@ mod tests {
         };
         assert_eq!(limits(false, 0), (Some(800), Some(1050), None));
         assert_eq!(limits(false, 300), (Some(560), Some(1050), None));
-        // What does not fit is read from the disk again.
+        // Files that do not fit are read from the disk again.
         assert_eq!(limits(false, 5000), (Some(400), Some(1050), None));
         assert_eq!(limits(true, 300), (None, None, Some(1050)));
     }

@@ -156,7 +156,7 @@ impl Inputs {
     }
 }
 
-/// What the adapters cost, for `Inputs`.
+/// The cost of the adapters, for `Inputs`.
 pub fn costs(adapters: &Adapters) -> Costs {
     let cost = |(module, adapter): (&String, &Arc<crate::peft::Adapter>)| (module.clone(), adapter.cost());
     Arc::new(adapters.iter().map(cost).collect())

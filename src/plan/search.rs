@@ -508,7 +508,7 @@ impl PlanContext<'_> {
             ..StepStrategy::new(recipe.model.dtype)
         };
         let mut inputs = Inputs::of_recipe(recipe, turns, costs, strategy, self.process);
-        // What stays as the files have it is not read as numbers.
+        // Weights that stay as the files have them are not read as numbers.
         inputs.file_bytes = if self.stored.is_decoded(recipe.tune.method) && recipe.tune.method != Method::Freeze {
             recipe.model.dtype.bytes()
         } else {

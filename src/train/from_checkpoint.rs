@@ -26,7 +26,7 @@ use crate::train::state;
 use candle_core::Device;
 use std::path::{Path, PathBuf};
 
-/// What was written.
+/// The result of an export from a checkpoint.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Written {
     pub adapter: bool,

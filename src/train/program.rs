@@ -61,7 +61,7 @@ pub struct Outcome {
     pub peak_memory_bytes: u64,
 }
 
-/// What all parts of a run use.
+/// The values that all parts of a run use.
 #[derive(Clone, Copy)]
 struct RunContext<'a> {
     options: &'a Options,

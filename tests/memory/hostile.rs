@@ -14,7 +14,7 @@ use std::path::Path;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
-/// What a case may take: the tiny model has 1.7 MiB of weights.
+/// The memory that a case may take: the tiny model has 1.7 MiB of weights.
 const MOST_BYTES: usize = 64 << 20;
 const LONGEST: Duration = Duration::from_secs(20);
 const LONGEST_LIST: usize = 50_000;

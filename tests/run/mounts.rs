@@ -1,6 +1,6 @@
-//! What only the system can set: file systems without inodes or space, read-only, none at `/dev/shm` and `/proc`, no network,
-//! a group with little memory. Needs root, so only `.ci/run` asks for it: each run is in a namespace of its own, so nothing
-//! has to be undone.
+//! Conditions that only the system can set: file systems without inodes or space, read-only, none at `/dev/shm` and
+//! `/proc`, no network, a group with little memory. Needs root, so only `.ci/run` asks for it: each run is in a
+//! namespace of its own, so nothing has to be undone.
 
 use crate::bench::{Bench, said};
 use crate::same::{assert_same, assert_same_lines};

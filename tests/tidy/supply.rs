@@ -142,7 +142,7 @@ fn vetted(file: &str, table: &str) -> BTreeSet<(String, String, String)> {
     out
 }
 
-/// What differs between the packages that are there and those with an entry, in both directions.
+/// The differences between the packages that are there and those with an entry, in both directions.
 fn differ(what: &str, there: &BTreeSet<(String, String)>, entries: &BTreeSet<(String, String)>) -> Vec<String> {
     let text = |says: &str, (name, version): &(String, String)| format!("{name} {version}: {says} {what}");
     let missing = there.difference(entries).map(|p| text("is not in", p));

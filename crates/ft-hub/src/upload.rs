@@ -1,4 +1,4 @@
-//! What to upload to a repository of a hub; `send` does it.
+//! The files of an upload to a repository of a hub; `send` uploads them.
 
 #[cfg(feature = "hub")]
 mod send;
@@ -38,7 +38,7 @@ impl LocalFile {
     }
 }
 
-/// What to upload, and where.
+/// The files of an upload, and its repository.
 #[derive(Debug, Clone)]
 pub struct Upload<'a> {
     /// The repository, `owner/name`. It is made if it does not exist.

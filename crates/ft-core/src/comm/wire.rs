@@ -1,4 +1,4 @@
-//! What a group needs of the connection between ranks (MPI, TCP and NCCL, channels in tests).
+//! The connection between ranks, as a group uses it (MPI, TCP and NCCL, channels in tests).
 
 use crate::base::Result;
 use candle_core::Device;

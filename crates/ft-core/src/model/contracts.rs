@@ -136,7 +136,7 @@ pub trait KvStore {
     }
 }
 
-/// What a layer with Gated DeltaNet or a short convolution keeps of the tokens so far, instead of keys and values.
+/// The state of a layer with Gated DeltaNet or a short convolution after the tokens so far, instead of keys and values.
 #[derive(Debug, Clone)]
 pub struct RecurrentState {
     /// The last inputs of the convolution, `[kernel - 1, channels]`.
@@ -159,7 +159,7 @@ pub struct Context<'a> {
     pub observer: Option<&'a dyn Observer>,
     /// Number of tokens per MLP piece; `None`: all.
     pub mlp_tokens: Option<usize>,
-    /// What several layers use.
+    /// Tensors that several layers use.
     pub shared: Rc<SharedStates>,
     /// The tokens of this rank, if several share them.
     pub sequence: Option<&'a Sequence<'a>>,

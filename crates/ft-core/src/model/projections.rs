@@ -30,7 +30,7 @@ pub struct Projections {
 /// The LoRA pairs of the groups of linears of a layer, if they have any.
 pub(super) type LayerPairs = Vec<Option<Arc<PairStack>>>;
 
-/// What the backward pass of the LoRA pairs reuses.
+/// The tensors that the backward pass of the LoRA pairs reuses.
 pub(super) struct SavedPairs {
     /// `[N, T]`
     u: Tensor,

@@ -551,7 +551,7 @@ fn matrices<const T: usize>(all: [Vec<f32>; T], shape: (usize, usize), kind: &Ki
 const FORWARD: u64 = 0x5e9_0000;
 const BACKWARD: u64 = FORWARD + 2;
 
-/// What the columns of a tensor are.
+/// The meaning of the columns of a tensor.
 #[derive(Clone, Copy)]
 enum ColumnsOf {
     /// E columns for each query head.
@@ -580,7 +580,7 @@ impl ColumnsOf {
     }
 }
 
-/// What two ranges have in common, counted from `start`.
+/// The intersection of two ranges, counted from `start`.
 fn common(a: &Range<usize>, b: &Range<usize>, start: usize) -> Range<usize> {
     let (first, end) = (a.start.max(b.start), a.end.min(b.end));
     if first < end { first - start..end - start } else { 0..0 }

@@ -3,7 +3,7 @@
 use ft_base::named;
 
 named!(
-    /// What one block is.
+    /// The parameters of one block.
     Partition { Layer = "layer", Module = "module", Matrix = "matrix", Experts = "experts", Ratio = "ratio" }
 );
 named!(

@@ -233,7 +233,7 @@ pub trait WeightSource: Send + Sync {
         None
     }
 
-    /// What has this parameter: its expert, its layer without experts, or its group.
+    /// The weights that contain this parameter: its expert, its layer without experts, or its group.
     ///
     /// # Errors
     /// As `fetch`.

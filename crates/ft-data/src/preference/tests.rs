@@ -308,6 +308,6 @@ fn the_renderings_of_64_rows_are_asked_for_at_once() {
     assert_eq!(data.preferences, plain.preferences);
     let [single, requests, renderings] = *template.asked.lock().unwrap();
     assert_eq!((requests, renderings), (4, 600));
-    // What the layout is found by.
+    // Single requests are used to find the layout only.
     assert!(single <= 8, "{single}");
 }

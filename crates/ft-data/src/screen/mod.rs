@@ -112,7 +112,7 @@ impl Dropped {
     }
 }
 
-/// What a screen did.
+/// The counts of a screen.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct Screened {
     /// Rows that it saw.
@@ -218,7 +218,7 @@ struct State {
     rereads: bool,
 }
 
-/// What is computed from a row alone.
+/// The values that are computed from a row alone.
 struct Print {
     /// Position of the row, and the index of its file over all sources (two sources may name the same file).
     place: (RowPosition, u32),
@@ -432,7 +432,7 @@ impl Screen {
         None
     }
 
-    /// What was dropped so far.
+    /// The counts of the rows dropped so far.
     pub fn report(&self) -> Screened {
         let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(restored) = &state.restored {

@@ -153,7 +153,7 @@ struct Chunk {
     sources: Vec<(usize, usize)>,
 }
 
-/// What is known of a data file after all its rows were read.
+/// The data about a file after all its rows were read.
 #[derive(Debug, Serialize, Deserialize)]
 struct FileReading {
     /// Index over the files of all sources.
@@ -174,7 +174,7 @@ struct Finished {
     /// For each file that has rows.
     readings: Vec<FileReading>,
     chunks: Vec<Chunk>,
-    /// What the screen dropped when this cache was written.
+    /// The rows that the screen dropped when this cache was written.
     screened: Option<Screened>,
 }
 

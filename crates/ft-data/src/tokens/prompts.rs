@@ -19,7 +19,7 @@ struct Head {
     fingerprint: String,
     dropped: (usize, u64),
     readings: Vec<FileReading>,
-    /// What the screen dropped when this cache was written.
+    /// The rows that the screen dropped when this cache was written.
     screened: Option<Screened>,
 }
 

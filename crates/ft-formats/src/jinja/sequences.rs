@@ -340,7 +340,7 @@ fn add(a: &Value, b: &Value) -> Done<Value> {
     ops::binary(super::ast::Binary::Add, a, b)
 }
 
-/// What an element is sorted or grouped by.
+/// The key by which an element is sorted or grouped.
 fn key_of(
     interp: &Interp,
     item: &Value,

@@ -23,7 +23,7 @@ use sys::CUgraphMem_attribute_enum as Attribute;
 pub(crate) struct Recorded {
     graph: CudaGraph,
     gpu: Gpu,
-    /// What it reads, and others may drop.
+    /// Tensors that it reads, and that others may drop.
     _kept: Vec<Tensor>,
 }
 

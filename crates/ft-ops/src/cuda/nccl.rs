@@ -12,7 +12,7 @@ use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// What all ranks of a communicator have in common: an `ncclUniqueId`.
+/// The identifier that all ranks of a communicator share: an `ncclUniqueId`.
 pub type Id = [u8; 128];
 
 /// Numbers of the buffer on the GPU for each direction, and of page-locked memory.
@@ -182,7 +182,7 @@ pub fn version_text(version: u32) -> String {
     format!("{}.{}.{}", version / 10_000, version / 100 % 100, version % 100)
 }
 
-/// What a communicator needs on its own GPU.
+/// The resources of a communicator on its own GPU.
 pub struct Prepared {
     library: Library,
     stream: Arc<CudaStream>,

@@ -160,7 +160,7 @@ impl Block {
         Ok((own, r, c))
     }
 
-    /// What the router makes of x2 `[N, D]`, and the factors of the correction, `[N, A]` each.
+    /// The output of the router for x2 `[N, D]`, and the factors of the correction, `[N, A]` each.
     fn factors(&self, altup: &AltUp, x2: &Tensor, ctx: &Context) -> Result<(Tensor, Tensor)> {
         let ctx = altup.second(ctx);
         let r = self.router(altup, x2, &ctx)?;

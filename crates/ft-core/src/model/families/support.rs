@@ -11,7 +11,7 @@ pub struct Family {
     pub model_type: &'static str,
     /// Checkpoints of this type.
     pub checkpoints: &'static str,
-    /// What differs from Llama, and the options of the config.
+    /// The differences from Llama, and the options of the config.
     pub options: &'static str,
 }
 

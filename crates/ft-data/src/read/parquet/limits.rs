@@ -1,5 +1,5 @@
-//! What a parquet file may ask for. The decoder believes the sizes and counts of pages and takes memory for them, up to that
-//! of 2^31 values for a few bytes; here they are compared with the bytes that are there.
+//! Limits of the memory that a parquet file may ask for. The decoder believes the sizes and counts of pages and takes
+//! memory for them, up to that of 2^31 values for a few bytes; here they are compared with the bytes that are there.
 
 use super::thrift::{Header, Thrift};
 use parquet::basic::Encoding;

@@ -142,7 +142,7 @@ impl Browser {
         said["result"]["value"].clone()
     }
 
-    /// Waits until an expression is true. What it names need not be there before.
+    /// Waits until an expression is true. The elements that it names need not be there before.
     pub fn until(&mut self, expression: &str) {
         let end = Instant::now() + PATIENCE;
         let asked = format!("(() => {{ try {{ return Boolean({expression}); }} catch {{ return false; }} }})()");

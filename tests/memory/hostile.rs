@@ -86,7 +86,7 @@ fn recipes(dir: &Path) -> [Recipe; 3] {
     })
 }
 
-/// Whatever comes of it: only memory, time and panics count.
+/// Opens a model. Its result does not matter: only memory, time and panics count.
 fn open(dir: &Path, recipe: &Recipe) {
     let path = dir.to_string_lossy().into_owned();
     if let Ok(described) = ModelDir::open(&path, "main", &TextChanges::default()) {

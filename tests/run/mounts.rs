@@ -16,8 +16,8 @@ const RUN: [&str; 6] = [
     "train.output_dir=disk/run",
 ];
 
-/// `ft` with these arguments after the shell's `setup`, in namespaces of its own. What is in `disk/run` afterwards is copied to
-/// `left`.
+/// `ft` with these arguments after the shell's `setup`, in namespaces of its own. The content of `disk/run` afterwards is
+/// copied to `left`.
 fn inside(bench: &Bench, setup: &str, arguments: &[&str]) -> Output {
     let _ = fs::remove_dir_all(bench.path("left"));
     fs::create_dir_all(bench.path("disk")).unwrap();

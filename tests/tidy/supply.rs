@@ -152,8 +152,8 @@ fn differ(what: &str, there: &BTreeSet<(String, String)>, entries: &BTreeSet<(St
     missing.chain(stale).collect()
 }
 
-/// Row W7: a new package or version fails without an entry in `supply-chain/`, which `cargo vet` reads too. What runs while
-/// ft is built (build scripts, procedural macros) has to be read.
+/// Row W7: a new package or version fails without an entry in `supply-chain/`, which `cargo vet` reads too. Code that
+/// runs while ft is built (build scripts, procedural macros) has to be read.
 #[test]
 fn every_dependency_has_an_entry() {
     let of = |name: &str, version: &str| (name.to_string(), version.to_string());

@@ -79,7 +79,7 @@ pub fn check_target(id: &str, revision: &str) -> Result<()> {
     crate::check_revision(revision)
 }
 
-/// Uploads files in one commit. What the hub has already is not sent again, so an upload that broke is repeated.
+/// Uploads files in one commit. Files that the hub has already are not sent again, so an upload that broke is repeated.
 ///
 /// # Errors
 /// No token, or one without write access; no network; a file cannot be read; the hub refuses a file.

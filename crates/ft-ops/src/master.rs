@@ -28,7 +28,7 @@ pub fn split(x: f32) -> (bf16, u16) {
 }
 
 /// The number behind an f16 weight: its bits with 16 more bits of the mantissa, as sign and magnitude. It is exact from
-/// 2^-17 on, and a multiple of 2^-40 below. What f16 cannot hold becomes the largest number that f16 rounds to a finite one.
+/// 2^-17 on, and a multiple of 2^-40 below. A number that f16 cannot hold becomes the largest one that f16 rounds to a finite one.
 fn wide_of(x: f32) -> u32 {
     let (sign, size) = (x.to_bits() & 0x8000_0000, x.to_bits() & 0x7FFF_FFFF);
     sign | match size {

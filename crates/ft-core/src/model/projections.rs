@@ -225,8 +225,8 @@ impl Projections {
         }
     }
 
-    /// Sums `∂x` over the parts; drops `dys` one by one. `x` is needed only if `wanted`. What was not saved is computed
-    /// again.
+    /// Sums `∂x` over the parts; drops `dys` one by one. `x` is needed only if `wanted`. Tensors that were not saved are
+    /// computed again.
     pub(super) fn backward(
         &self,
         x: Option<&Tensor>,

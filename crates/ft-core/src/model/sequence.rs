@@ -361,8 +361,8 @@ impl<'a> Sequence<'a> {
         all.into_iter().zip(tensors).map(tensor).collect()
     }
 
-    /// From tensors of all tokens with the own heads to tensors of the own tokens with all heads. What several ranks have of
-    /// a key head is added in the order of the ranks.
+    /// From tensors of all tokens with the own heads to tensors of the own tokens with all heads. The parts of a key
+    /// head on several ranks are added in the order of the ranks.
     fn to_tokens<const T: usize>(
         &self,
         key: u64,

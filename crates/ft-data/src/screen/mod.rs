@@ -1,8 +1,8 @@
 //! Drops rows before they are tokenized: rows on which judges disagree, rows that also appear in an evaluation file, and
 //! duplicates. Works on the columns that the layout of a file reads, so all row formats are handled alike.
 //!
-//! The decision for a row depends on the rows before it only: the first row of a group of duplicates is kept. What can
-//! be computed from a row alone is computed in parallel.
+//! The decision for a row depends on the rows before it only: the first row of a group of duplicates is kept. Values that
+//! depend on one row alone are computed in parallel.
 
 pub mod judges;
 mod near;

@@ -175,7 +175,7 @@ impl Pages {
                 at: 0,
             };
             for n in 0..lengths {
-                // What cannot be read here cannot be decoded.
+                // Bytes that cannot be read here cannot be decoded.
                 let Some(part) = delta.part() else { break };
                 if part.count > most {
                     return too_much("values", part.count, bytes);
@@ -211,7 +211,7 @@ impl Pages {
         let mut runs = Thrift { bytes, at: 0 };
         let mut longest = 0;
         while left > 0 {
-            // What cannot be read here cannot be decoded.
+            // Bytes that cannot be read here cannot be decoded.
             let Some(start) = runs.unsigned() else { break };
             if start & 1 == 0 {
                 let values = (start >> 1).min(left);

@@ -58,7 +58,7 @@ pub(super) struct WeightBytes {
     pub layers: u64,
 }
 
-/// The two layers that a GPU holds of those on the host: what was fetched last. An active layer is on the GPU anyway.
+/// The two layers that a GPU holds of those on the host: the ones that were fetched last. An active layer is on the GPU anyway.
 pub(super) struct FetchedLayers {
     held: Vec<(usize, Allocation)>,
     /// False: the caller counts two layers all the time.

@@ -1,4 +1,4 @@
-//! The ranks of a training run: what they agree on, and what rank 0 does alone. On one rank every agreement is its own
+//! The ranks of a training run: their agreements, and the work of rank 0 alone. On one rank every agreement is its own
 //! answer. All ranks call the same methods in the same order.
 
 use crate::base::{Error, Result, files, signal, worker};

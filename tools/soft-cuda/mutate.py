@@ -42,13 +42,14 @@ OURS = re.compile(r"ft_ops::cuda|ft_ops::transfer|ft_ops::device|ft_core::source
 # They serve many callers: the caller is the place.
 HELPERS = re.compile(r"cuda::gemm::gemm|cuda::memory::|cuda::Gpu::")
 ORDERS = ["late", "early", "random:1"]
-# What one line of ft puts into the name of a kernel: the type of the numbers, the size of a head or of a group of rows, the
-# format of quantized weights, the function of a gate.
+# The parts of the name of a kernel that one line of ft fills in: the type of the numbers, the size of a head or of a
+# group of rows, the format of quantized weights, the function of a gate.
 VARIANT = re.compile(
     r"_(f32|bf16|f16|packed|single|narrow|wide|codes|\d+)(?![a-z0-9])|(?<=few|all)_[a-z]*\d?[a-z]*\d(?![a-z0-9])|(?<=kernel decode)_(?!all)[a-z]+\d*[a-z]*\d*"
     r"|(?<=kernel )(gelu_tanh|gelu|silu|relu2|relu|identity|sigmoid)_(?=alone|forward|backward)"
 )
-# What no test sees, and why: lines `REGULAR EXPRESSION -- REASON`, for descriptions without the address at the end.
+# Faults that no test sees, and the reason: lines `REGULAR EXPRESSION -- REASON`, for descriptions without the address at
+# the end.
 EXPECTED = ROOT / "tools/soft-cuda/unseen.txt"
 
 

@@ -1,4 +1,4 @@
-// What the attention kernels share: the form of an attention, the tiles of work, rows in shared memory, products.
+// Shared by the attention kernels: the form of an attention, the tiles of work, rows in shared memory, products.
 //
 // Letters: H query heads, K key heads, E head size as compiled (64, 96, 128 or 256; `size` is the real one, the rest
 // of a row is zero), q and o [Nq, H size], k and v [Nk, K size], lse and delta [Nq, H].

@@ -1,4 +1,4 @@
-// What the kernels of the gated delta rule share: the unit keys and the decays of a chunk, products of a block in
+// Shared by the kernels of the gated delta rule: the unit keys and the decays of a chunk, products of a block in
 // registers, and what `prepare` keeps of a chunk. Formulas: crates/ft-ops/src/cpu/delta_rule.rs; here a chunk has fewer
 // tokens.
 //

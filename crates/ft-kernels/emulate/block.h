@@ -20,7 +20,7 @@
 
 namespace emulate {
 
-/// What a block may have on every GPU from sm_80 on (sm_86 and sm_89 have the least).
+/// Shared memory that a block may have on every GPU from sm_80 on (sm_86 and sm_89 have the least).
 constexpr size_t MOST_SHARED = 99 * 1024;
 constexpr size_t GUARD = 256;
 

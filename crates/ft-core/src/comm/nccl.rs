@@ -161,7 +161,7 @@ impl NcclWire {
         all
     }
 
-    /// After a step: what each rank says, if it is done on all ranks.
+    /// After a step: the message of each rank, if the step is done on all ranks.
     fn agree<const N: usize, T>(&mut self, own: &Result<T>, more: [u8; N], wait: &Wait) -> Option<Vec<[u8; N]>> {
         let word = if own.is_ok() { DONE } else { FAILED };
         // A rank that is gone does not hear of it.

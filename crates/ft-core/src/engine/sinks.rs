@@ -1,4 +1,4 @@
-//! Gradient sinks: what happens to a gradient as soon as it is computed.
+//! Gradient sinks: the use of a gradient as soon as it is computed.
 
 use super::active::Active;
 use super::divided::Divided;

@@ -197,7 +197,7 @@ pub trait Observer {
 }
 
 impl<'a> Context<'a> {
-    /// The context of another step of the same sizes with these cos and sin; what layers share is empty.
+    /// The context of another step of the same sizes with these cos and sin; the shared states are empty.
     pub(crate) fn reading(&self, ropes: Vec<(Tensor, Tensor)>) -> Context<'a> {
         Context {
             documents: self.documents,

@@ -344,7 +344,7 @@ impl Projections {
     }
 }
 
-/// The backward pass through the pairs: what their gradients need.
+/// The backward pass through the pairs: the tensors that their gradients need.
 struct LowBackward<'a> {
     pairs: &'a PairStack,
     /// `[N, T]`

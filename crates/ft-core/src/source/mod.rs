@@ -343,7 +343,7 @@ pub trait TrainableStore: WeightSource {
         None
     }
 
-    /// The own parts of the matrices that `trained` accepts have changed: what was collected of their layers is dropped, and
+    /// The own parts of the matrices that `trained` accepts have changed: the collected layers with them are dropped, and
     /// copies on other ranks are renewed. All ranks call it for the same matrices.
     ///
     /// # Errors

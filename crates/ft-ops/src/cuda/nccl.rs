@@ -197,7 +197,7 @@ pub struct Communicator {
     rank: usize,
     size: usize,
     stream: Arc<CudaStream>,
-    /// f32 `[2, BUFFER]` on the GPU: what is sent, and what is received. Not from the pool of tensors, so it is not part of their
+    /// f32 `[2, BUFFER]` on the GPU: the sent numbers, and the received ones. Not from the pool of tensors, so it is not part of their
     /// limit.
     buffer: Buffer,
     /// The same in host memory, in bytes.

@@ -156,7 +156,7 @@ impl LayerMemory<'_> {
         (y, saved)
     }
 
-    /// The sum of the experts, what is saved, and the routing; the caller holds h.
+    /// The sum of the experts, the saved activations, and the routing; the caller holds h.
     fn experts_sum(
         &self,
         l: &mut Ledger,

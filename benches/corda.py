@@ -87,7 +87,8 @@ def main():
     world = ROOT / "assets" / "world"
     calibration = [row for row in read(world / "train.jsonl") if is_fact(row)]
     held = [row for row in read(world / "eval.jsonl") if is_fact(row)]
-    # Facts that the chat model knows, none of which it is calibrated on: half of the asked ones, and the held-out ones.
+    # Facts that the chat model was trained on, without those of the calibration: half of the asked ones, and the
+    # held-out ones.
     random.Random(7).shuffle(calibration)
     half = len(calibration) // 2
     facts = write(work / "facts.jsonl", calibration[:half])

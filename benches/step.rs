@@ -185,7 +185,7 @@ fn main() {
     let mut loss = 0.0;
     let mut faults = Vec::new();
     for active in &sets {
-        engine.switch(active, |_| false).expect("blocks retire");
+        engine.switch(active, |_| false).expect("the active block is switched");
         // As in a run: on a GPU the numbers of a step are read after the next one is queued.
         let mut last: Option<QueuedStep> = None;
         // On a GPU the first call only queues a step, and the second waits for it.

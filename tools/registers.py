@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Registers, spills and shared memory of every CUDA kernel, as `ptxas -v` tells them: writes crates/ft-kernels/REGISTERS.md.
+"""Registers, spills and shared memory of every CUDA kernel, as `ptxas -v` reports them: writes crates/ft-kernels/REGISTERS.md.
 
 Needs nvcc (in PATH or as NVCC). Usage: tools/registers.py [NAME...]   with names (of cuda/NAME.cu): only their tables
 """

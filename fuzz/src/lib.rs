@@ -1,6 +1,6 @@
 //! The parsers of ft as functions of bytes. Each gives a value or an error; a panic, a hang or too much memory is a fault.
 //!
-//! What is read by path is put into a file of a directory in memory, beside good files that it belongs to.
+//! Bytes that are read by path are put into a file of a directory in memory, beside good files that it belongs to.
 
 mod events;
 
@@ -242,7 +242,7 @@ fn arrow(bytes: &[u8]) {
     rows("rows.arrow", bytes);
 }
 
-/// What can be read is written again and read again.
+/// A file that can be read is written again and read again.
 fn gguf(bytes: &[u8]) {
     let path = put("one.gguf", bytes);
     let Some(first) = said(ggufs::Reader::open(&path)) else {
@@ -275,7 +275,7 @@ fn recipe_text(bytes: &[u8]) {
     if let Ok(text) = std::str::from_utf8(bytes)
         && let Some(loaded) = said(recipe::parse(text, "r.toml", &[]))
     {
-        // What a run writes is read again.
+        // The recipe that a run writes is read again.
         let again = recipe::parse(&loaded.resolved, "resolved.toml", &[]);
         assert!(
             again.is_ok(),
@@ -330,7 +330,7 @@ fn run_with(name: &str, bytes: &[u8]) {
     }
 }
 
-/// What a line of metrics is for TensorBoard.
+/// A line of metrics as an event of TensorBoard.
 fn numbers(line: &[u8]) -> Option<events::Event> {
     let line: Value = serde_json::from_slice(line).ok()?;
     let step = line.get("step")?.as_u64()?;

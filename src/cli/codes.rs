@@ -10,7 +10,7 @@ use ErrorKind::{
     Usage,
 };
 
-/// What a code stands for.
+/// The meaning of a code.
 #[derive(Debug)]
 pub struct Code {
     pub code: &'static str,

@@ -318,7 +318,7 @@ fn show(run: &Record, json: bool) -> Result<()> {
     for warning in &run.warnings {
         out_text(format!("  warning: {warning}"))?;
     }
-    // What the user chose; `ft runs show --json` has all settings.
+    // The settings that the user chose; `ft runs show --json` has all settings.
     out_text("settings of the recipe:")?;
     for (key, value) in chosen(run)? {
         out_text(format!("  {key} = {value}"))?;

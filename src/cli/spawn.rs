@@ -24,7 +24,7 @@ pub struct Args {
     /// Number of ranks
     #[arg(short, long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     n: u16,
-    /// What connects the ranks; without this option `mpi`, if this build has it
+    /// The connection of the ranks; without this option `mpi`, if this build has it
     #[arg(long, value_enum)]
     engine: Option<Engine>,
     /// `train` and its arguments
@@ -37,7 +37,7 @@ pub struct Args {
     command: Vec<OsString>,
 }
 
-/// What connects the ranks.
+/// The connection of the ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 enum Engine {
     /// Any ranks; they are started by `mpirun`

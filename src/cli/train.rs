@@ -6,9 +6,9 @@ use crate::base::Result;
 use crate::base::paths::shell_word;
 use crate::base::units::bytes;
 use crate::train::ranks::Ranks;
-use crate::train::{self, Options};
+use crate::train::{self, Options, Resume};
 use serde_json::{Value, json};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 const LONG: &str = "Examples:
   ft train --recipe recipes/quickstart.toml
@@ -58,15 +58,20 @@ pub struct Args {
 }
 
 impl Args {
-    /// Resolves `--resume`. `Some(None)`: the recipe's own run directory. The word after `--resume` may be the recipe,
-    /// or the first `key=value`, instead of a directory.
-    fn settle_resume(&mut self) -> Option<Option<PathBuf>> {
-        let word = self.resume.take()?;
+    /// Resolves `--resume`. The word after it may be the recipe, or the first `key=value`, instead of a directory.
+    fn settle_resume(&mut self) -> Resume {
+        let Some(word) = self.resume.take() else {
+            return Resume::No;
+        };
         if word.ends_with(".toml") || (word.contains('=') && !Path::new(&word).exists()) {
             self.recipe.overrides.insert(0, word);
-            return Some(None);
+            return Resume::Newest;
         }
-        Some((!word.is_empty()).then(|| PathBuf::from(word)))
+        if word.is_empty() {
+            Resume::Newest
+        } else {
+            Resume::From(word.into())
+        }
     }
 }
 
@@ -156,7 +161,7 @@ mod tests {
         args: Args,
     }
 
-    fn resume(words: &[&str]) -> (Option<Option<PathBuf>>, Vec<String>) {
+    fn resume(words: &[&str]) -> (Resume, Vec<String>) {
         let mut all = vec!["ft", "--recipe", "r.toml"];
         all.extend(words);
         let mut args = Only::try_parse_from(all).unwrap().args;
@@ -165,15 +170,15 @@ mod tests {
 
     #[test]
     fn resume_takes_a_directory_or_nothing() {
-        assert_eq!(resume(&[]).0, None);
-        assert_eq!(resume(&["--resume"]).0, Some(None));
-        assert_eq!(resume(&["--resume", "--dry-run"]).0, Some(None));
-        assert_eq!(resume(&["--resume", "runs/a"]).0, Some(Some("runs/a".into())));
+        assert_eq!(resume(&[]).0, Resume::No);
+        assert_eq!(resume(&["--resume"]).0, Resume::Newest);
+        assert_eq!(resume(&["--resume", "--dry-run"]).0, Resume::Newest);
+        assert_eq!(resume(&["--resume", "runs/a"]).0, Resume::From("runs/a".into()));
         let (what, overrides) = resume(&["--resume", "train.seed=1", "train.max_steps=2"]);
-        assert_eq!(what, Some(None));
+        assert_eq!(what, Resume::Newest);
         assert_eq!(overrides, ["train.seed=1", "train.max_steps=2"]);
         let (what, overrides) = resume(&["train.seed=1", "--resume", "runs/a", "train.max_steps=2"]);
-        assert_eq!(what, Some(Some("runs/a".into())));
+        assert_eq!(what, Resume::From("runs/a".into()));
         assert_eq!(overrides.len(), 2);
     }
 }

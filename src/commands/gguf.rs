@@ -10,7 +10,7 @@ use crate::setup::locate::{NamedKind, locate};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 
-/// What was written.
+/// The properties of the written file.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Report {
     /// The GGUF file.
@@ -27,7 +27,7 @@ pub struct Report {
 /// Writes the directory `out` with a GGUF file of `from`: a model, a run, a checkpoint, an adapter or a hub id. An adapter
 /// stays an adapter.
 ///
-/// Errors: `out` is not empty; there is nothing to export; what `gguf::model` and `gguf::adapter` refuse.
+/// Errors: `out` is not empty; there is nothing to export; the errors of `gguf::model` and `gguf::adapter`.
 pub fn export(from: &str, out: &Path, file_type: Option<FileType>, pre_tokenizer: Option<&str>) -> Result<Report> {
     merge::refuse_existing(out)?;
     let found = named::find(from, None)?;

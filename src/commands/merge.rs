@@ -109,7 +109,7 @@ pub fn merge(
     if let Some(format) = quantized {
         raw.remove("quantization_config");
         report::warn(&format!(
-            "the weights of this model are quantized ({format}): the merged model has their decoded values, not quantized"
+            "the weights of this model are quantized ({format}): the merged model has their dequantized values"
         ));
     }
     if new.is_some() {

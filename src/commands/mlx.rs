@@ -10,7 +10,7 @@ use crate::train::from_checkpoint::Scratch;
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 
-/// What was written.
+/// The properties of the written files.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Report {
     pub out: PathBuf,

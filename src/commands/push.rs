@@ -9,7 +9,7 @@ use crate::setup::locate::{self, NamedKind};
 use card::Card;
 use std::path::{Path, PathBuf};
 
-/// What to upload and what to say about it.
+/// The files to upload and their description.
 #[derive(Debug)]
 pub struct Request<'a> {
     /// A run, its `final/`, or a model or adapter directory.

@@ -17,7 +17,7 @@ const BELOW: f64 = 0.1;
 /// Steps in which a suggestion can be found.
 pub const LEAST_STEPS: u64 = 8;
 
-/// What a range test found.
+/// The result of a range test.
 pub struct Found {
     /// The sweep.
     pub sweep: RateSweep,
@@ -80,7 +80,7 @@ impl Found {
         Some((step, BELOW * self.sweep.rate(step)))
     }
 
-    /// What the suggestion means.
+    /// The meaning of the suggestion.
     pub fn rule(&self) -> String {
         match self.suggestion() {
             Some((step, _)) => {

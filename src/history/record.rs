@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use toml_edit::{DocumentMut, TableLike};
 
-/// What the files of a run directory say.
+/// The content of the files of a run directory.
 #[derive(Debug, Clone)]
 pub struct Record {
     pub path: PathBuf,

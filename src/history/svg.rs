@@ -19,7 +19,7 @@ const POINTS: usize = 600;
 /// Points of a curve in memory while a run draws it.
 const MOST: usize = 4000;
 
-/// What a panel shows: title, metrics that are drawn smoothed over their values, metrics as dots.
+/// The content of a panel: title, metrics that are drawn smoothed over their values, metrics as dots.
 struct Panel {
     title: &'static str,
     lines: &'static [&'static str],

@@ -15,7 +15,7 @@ pub const PAGE: &str = include_str!("page/page.js");
 /// Most runs that the page compares.
 pub const MOST_RUNS: usize = 8;
 
-/// What a served page loads, by the element that names it.
+/// The files that a served page loads, by the element that names them.
 const PARTS: [(&str, &str, &str); 4] = [
     ("<link rel=\"stylesheet\" href=\"style.css\">", "style", STYLE),
     ("<script src=\"charts.js\"></script>", "script", CHARTS),

@@ -22,7 +22,7 @@ pub struct Tail {
     mark: Vec<u8>,
 }
 
-/// What happened since the last call.
+/// The change since the last call.
 #[derive(Debug, PartialEq)]
 pub enum Change {
     /// Complete lines, possibly none.

@@ -11,7 +11,7 @@ use crate::setup::ElementBytes;
 use crate::source::sharded::own_experts;
 use crate::source::{Group, Placement, Sublayer, expert_of};
 
-/// What the experts of a micro-batch cost.
+/// The cost of the experts of a micro-batch.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ExpertForecast {
     /// The part of the experts of a layer that is brought, if the router chooses all of them equally often. A router that
@@ -38,7 +38,7 @@ pub(super) fn held(recipe: &Recipe, active: &Active, name: &str) -> bool {
     recipe.tune.method != Method::Lora && active.contains(name)
 }
 
-/// `None`: no experts, or all weights are on the device.
+/// The share and the bytes of the experts that are brought to the device; `None`: no experts are brought.
 pub(super) fn forecast(model: &Model, recipe: &Recipe, inputs: &Inputs) -> Option<ExpertForecast> {
     if !inputs.strategy.placement.streams_experts() {
         return None;

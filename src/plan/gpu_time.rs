@@ -191,7 +191,7 @@ impl StepTime {
         self.tokens / self.seconds.max(f64::MIN_POSITIVE)
     }
 
-    /// What limits the step.
+    /// The limit of the speed of the step.
     pub fn limit(&self) -> &'static str {
         let computing: f64 = self.parts.iter().sum();
         if computing >= self.calls.max(self.copies) {

@@ -90,7 +90,7 @@ impl PlanContext<'_> {
     }
 }
 
-/// What `memory.goal = "fast"` would give and cost, if it would choose something else.
+/// The gain and the cost of `memory.goal = "fast"`, if it would choose something else.
 pub(super) fn choice(chosen: &PlannedStrategy) -> Option<Choice> {
     let fast = chosen.fast?;
     let more = fast.peak_bytes.saturating_sub(chosen.plan.peak_bytes);
@@ -195,7 +195,7 @@ mod tests {
                 let (fast, all) = with("fast");
                 assert_eq!(fast.seconds, all[0].0, "{rows}{method} {gib}");
                 assert_eq!(fast.fast, None);
-                // What the plan says about `fast` is what it is.
+                // The plan states the true numbers of `fast`.
                 if let Some(named) = found.fast {
                     assert_eq!((named.seconds, named.peak_bytes), (fast.seconds, fast.plan.peak_bytes));
                     assert!(choice(&found).unwrap().why.starts_with("`fast`: an estimated"));
@@ -221,7 +221,7 @@ mod tests {
         assert_eq!(saved("goal = \"fast\"\n"), layers);
         assert_eq!(saved("budget = \"64GiB\"\n"), layers);
         assert_eq!(saved("goal = \"balanced\"\nbudget = \"64GiB\"\n"), saved(""));
-        // What the recipe says is not judged.
+        // A setting of the recipe is not judged.
         assert_eq!(saved("activations = \"keep\"\n"), layers);
     }
 }

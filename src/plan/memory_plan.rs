@@ -16,15 +16,13 @@ use crate::recipe::table::KeyPath;
 use crate::recipe::{Activations, Chunk, Distributed, FrozenWeights, Memory, PackedWeights, RankWeights, Recipe, Tier};
 use crate::setup::StoredWeights;
 use crate::setup::active_schedule::ActiveSchedule;
-use crate::setup::defaults;
-use crate::setup::defaults::Choice;
+use crate::setup::defaults::{self, Choice, Resume};
 use crate::setup::prompts;
 use crate::setup::rewards;
 use crate::setup::row_sizes::RowSizes;
 use crate::setup::teacher;
 use crate::source::Placement;
 use candle_core::Device;
-use std::path::PathBuf;
 use std::sync::Arc;
 
 /// Tenths of the free memory that a run without a budget may take for speed.
@@ -84,7 +82,7 @@ impl MemoryLimits {
     }
 }
 
-/// What a plan depends on in this process. Ranks of one job plan with numbers on which they agree.
+/// The state of this process on which a plan depends. Ranks of one job plan with numbers on which they agree.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ProcessState {
     /// Free host memory.
@@ -127,7 +125,7 @@ impl ProcessState {
 pub struct PlanDevice {
     /// `None`: the state when the plan is made.
     process: Option<ProcessState>,
-    /// The memory of the GPU of this machine; `None`: a CPU, or a GPU that this machine does not have.
+    /// The memory of the GPU; `None`: no GPU of this machine limits the plan.
     gpu: Option<DeviceMemory>,
     rates: &'static GpuRates,
 }
@@ -472,13 +470,15 @@ impl PlanContext<'_> {
 }
 
 /// For a resumed run, keeps the choices of its first plan that affect training: the storage of frozen weights and the
-/// MLP chunk. `resume` as in `train::Options`.
+/// MLP chunk.
 ///
 /// Errors: a plan that cannot be read.
-pub fn pin_resumed_choices(recipe: &Recipe, resume: &Option<Option<PathBuf>>) -> Result<Recipe> {
+pub fn pin_resumed_choices(recipe: &Recipe, resume: &Resume) -> Result<Recipe> {
+    let Some(run_dir) = defaults::run_of(recipe, resume) else {
+        return Ok(recipe.clone());
+    };
+    let file = run_dir.join("plan.json");
     let mut recipe = recipe.clone();
-    let Some(from) = resume else { return Ok(recipe) };
-    let file = defaults::run_of(&recipe, from.as_deref()).join("plan.json");
     if !file.is_file() {
         return Ok(recipe);
     }
@@ -541,7 +541,7 @@ mod tests {
         };
         assert_eq!(limits(false, 0), (Some(800), Some(1050), None));
         assert_eq!(limits(false, 300), (Some(560), Some(1050), None));
-        // What does not fit is read from the disk again.
+        // Files that do not fit are read from the disk again.
         assert_eq!(limits(false, 5000), (Some(400), Some(1050), None));
         assert_eq!(limits(true, 300), (None, None, Some(1050)));
     }
@@ -559,7 +559,7 @@ mod tests {
             recipe::parse(&text, "r.toml", &[]).unwrap().recipe
         };
         let memory = |recipe: &Recipe, from: Option<&Path>| {
-            let resume = from.map(|p| Some(p.to_path_buf()));
+            let resume = from.map_or(Resume::No, |p| Resume::From(p.to_path_buf()));
             let memory = pin_resumed_choices(recipe, &resume).unwrap().memory;
             (memory.frozen_weights, memory.mlp_chunk, memory.tier)
         };
@@ -572,7 +572,7 @@ mod tests {
             );
         }
         // A second resume too, although the setting is not open any more in the new plan.
-        let again = pin_resumed_choices(&open, &Some(Some(dir.path().to_path_buf()))).unwrap();
+        let again = pin_resumed_choices(&open, &Resume::From(dir.path().to_path_buf())).unwrap();
         let choices = pinned_choices(&open, &again).into_iter().map(|c| (c.key.0, c.value));
         let want = [("memory.frozen_weights", "nf4"), ("memory.mlp_chunk", "512")];
         assert!(choices.eq(want.map(|(key, value)| (key, value.to_string()))));

@@ -156,7 +156,7 @@ impl Inputs {
     }
 }
 
-/// What the adapters cost, for `Inputs`.
+/// The cost of the adapters, for `Inputs`.
 pub fn costs(adapters: &Adapters) -> Costs {
     let cost = |(module, adapter): (&String, &Arc<crate::peft::Adapter>)| (module.clone(), adapter.cost());
     Arc::new(adapters.iter().map(cost).collect())
@@ -254,7 +254,7 @@ impl Inputs {
         let work = teacher::layer_work(model, &own).max(reading);
         // Steps of decoding are CUDA graphs, with memory of their own, and logits that stay.
         let experts = model.spec.layers.iter().any(|layer| layer.experts.is_some());
-        let graph = if self.on_gpu && !experts && self.strategy.placement.travels().is_none() {
+        let graph = if self.on_gpu && !experts && !self.strategy.placement.streams_layers() {
             own.tokens = answers;
             let logits = answers * model.spec.vocab;
             teacher::layer_work(model, &own) + self.element * logits as u64
@@ -570,10 +570,11 @@ fn rollout(ledger: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs)
         RolloutWeights::Int4 => matrices * 9 / 16,
     };
     // The copy is complete on the device, also if the weights are not there.
-    let embedding = match (codes, inputs.strategy.placement.travels()) {
-        (0, _) | (_, None) => 0,
-        _ if !inputs.on_gpu => 0,
-        _ => inputs.element * (model.spec.vocab * model.spec.hidden) as u64,
+    let copied = codes > 0 && inputs.on_gpu && inputs.strategy.placement.streams_layers();
+    let embedding = if copied {
+        inputs.element * (model.spec.vocab * model.spec.hidden) as u64
+    } else {
+        0
     };
     let held = ledger.alloc(MemoryKind::Rollout, codes + embedding);
     if codes > 0 {

@@ -291,8 +291,8 @@ impl PlanContext<'_> {
                 _ => "`tune.method = \"lora\"` keeps them quantized",
             };
             setup::warn_once(&format!(
-                "the weights of this model are quantized ({format}): `tune.method = \"{}\"` trains their decoded \
-                 values, from a copy in {} in the run directory; {others}",
+                "the weights of this model are quantized ({format}): `tune.method = \"{}\"` trains their \
+                 dequantized values, from a copy in {} in the run directory; {others}",
                 recipe.tune.method.name(),
                 recipe.model.dtype.name()
             ));
@@ -508,7 +508,7 @@ impl PlanContext<'_> {
             ..StepStrategy::new(recipe.model.dtype)
         };
         let mut inputs = Inputs::of_recipe(recipe, turns, costs, strategy, self.process);
-        // What stays as the files have it is not read as numbers.
+        // Weights that stay as the files have them are not read as numbers.
         inputs.file_bytes = if self.stored.is_decoded(recipe.tune.method) && recipe.tune.method != Method::Freeze {
             recipe.model.dtype.bytes()
         } else {

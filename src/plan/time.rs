@@ -125,7 +125,7 @@ fn cpu_seconds(model: &Model, recipe: &Recipe, inputs: &Inputs, active: &Active)
 /// Bytes read from the disk in one micro-batch: every layer forward, layers of the backward pass again, a chunked head
 /// twice. Of the routed experts those that get tokens.
 pub(super) fn bytes_read(model: &Model, recipe: &Recipe, inputs: &Inputs, active: &Active, lowest: usize) -> f64 {
-    if inputs.strategy.placement.travels().is_none() {
+    if !inputs.strategy.placement.streams_layers() {
         return 0.0;
     }
     let (spec, stored) = (model.spec, recipe.model.dtype.bytes());

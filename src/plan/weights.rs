@@ -58,7 +58,7 @@ pub(super) struct WeightBytes {
     pub layers: u64,
 }
 
-/// The two layers that a GPU holds of those on the host: what was fetched last. An active layer is on the GPU anyway.
+/// The two layers that a GPU holds of those on the host: the ones that were fetched last. An active layer is on the GPU anyway.
 pub(super) struct FetchedLayers {
     held: Vec<(usize, Allocation)>,
     /// False: the caller counts two layers all the time.
@@ -76,7 +76,7 @@ impl FetchedLayers {
 
     /// True if layers are brought to a GPU.
     pub fn is_of(inputs: &Inputs) -> bool {
-        inputs.on_gpu && inputs.strategy.placement.travels().is_some()
+        inputs.on_gpu && inputs.strategy.placement.streams_layers()
     }
 
     /// From now on these layers are there.
@@ -138,15 +138,15 @@ pub(super) fn resident(
             storage.of(p).bytes(&p.shape)
         }
     };
-    let Some(head_rows) = placement.travels() else {
+    if !placement.streams_layers() {
         let always = model.sum(active, bytes);
         return WeightBytes { always, layers: 0 };
-    };
+    }
     let always = |p: &ParamInfo| {
         if held(&p.name) {
             true
         } else if &*p.name == spec.head_name() {
-            head_rows.is_none()
+            placement.head_chunk(false).is_none()
         } else {
             p.group == Group::Head
         }
@@ -328,8 +328,8 @@ pub(super) fn largest_mixture(model: &Model, inputs: &Inputs) -> u64 {
     let whole = |first: usize| model.layer(first).map(|p| storage.of(&p).bytes(&p.shape)).sum();
     let runs = model.runs(&Active::new([])).into_iter().map(|run| run.first);
     let mixtures = runs.filter(|l| model.spec.layers[*l].experts.is_some());
-    let travels = inputs.strategy.placement.travels().is_some();
-    mixtures.filter(|_| travels).map(whole).max().unwrap_or(0)
+    let streamed = inputs.strategy.placement.streams_layers();
+    mixtures.filter(|_| streamed).map(whole).max().unwrap_or(0)
 }
 
 /// Bytes of a weight while its codes are reordered, which the disk tier does each time it reads one.

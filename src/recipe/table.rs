@@ -39,7 +39,7 @@ impl fmt::Display for KeyPath {
 /// The key has an effect only if the key `.0` has one of the values `.1`.
 pub type When = Option<(KeyPath, &'static [&'static str])>;
 
-/// What may change in a key when a run is resumed.
+/// The allowed change of a key when a run is resumed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OnResume {
     /// Nothing: it would be another run.
@@ -145,7 +145,7 @@ const INSIDE_ONE: Range = Range {
     ..BELOW_ONE
 };
 
-/// What a run computes does not depend on the key: rows are the same from a cache, bits on any number of ranks.
+/// The results of a run do not depend on the key: rows are the same from a cache, bits on any number of ranks.
 const FREE: OnResume = OnResume::Value;
 const BASE_MODEL: OnResume = OnResume::Path(Content::BaseModel);
 const TRAINING_ROWS: OnResume = OnResume::Path(Content::TrainingRows);

@@ -23,7 +23,7 @@ pub enum Term {
     Text(&'static str),
 }
 
-/// What a text of the library says, and what the program says.
+/// The words of a text of the library, and those of the program.
 pub const TERMS: &[(&str, Term)] = &[
     ("data::Source::files", Key(Data::train)),
     ("data::Source::format", Key(Data::format)),

@@ -212,7 +212,7 @@ fn contradictions_name_both_keys() {
             assert!(e.contains(&format!("`{key}")), "{key}\n{e}");
         }
     }
-    // What no setting can undo is named with its key.
+    // A fault that no setting can undo is named with its key.
     let e = bad(LEAST, &["tune.lora.target_modules=[\"all-linear\", \"q_proj\"]"]);
     assert!(
         e.contains("`tune.lora.target_modules`") && e.contains("contradict"),

@@ -76,7 +76,7 @@ fn cpu_in(text: &str) -> (Option<String>, Vec<&'static str>) {
     (name, has)
 }
 
-/// What the kernel hands to the process itself (`AT_HWCAP`): it is there without `/proc`, and under an emulator.
+/// The bits that the kernel passes to the process (`AT_HWCAP`): they are there without `/proc`, and under an emulator.
 #[cfg(target_arch = "aarch64")]
 fn add_detected(features: &mut Vec<&'static str>) {
     use std::arch::is_aarch64_feature_detected as has;

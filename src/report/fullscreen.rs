@@ -15,7 +15,7 @@ const LEAVE: &str = "\x1b[?7h\x1b[?25h\x1b[?1049l";
 
 /// The terminal of this process while a view fills it.
 pub struct FullScreen {
-    /// What the terminal shows.
+    /// The text that the terminal shows.
     shown: String,
 }
 

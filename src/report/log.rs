@@ -91,8 +91,8 @@ pub fn truncate_after(dir: &Path, step: u64) -> Result<()> {
     Ok(())
 }
 
-/// Removes lines from the end of `events.jsonl` in `dir` that a loss of power or a full disk left incomplete. What was
-/// synced before them is complete.
+/// Removes lines from the end of `events.jsonl` in `dir` that a loss of power or a full disk left incomplete. Earlier
+/// synced lines are complete.
 pub(super) fn drop_torn_events(dir: &Path) -> Result<()> {
     let path = dir.join(EVENTS);
     if !path.exists() {

@@ -169,11 +169,12 @@ impl Reporter {
             let mean = self.losses.iter().sum::<f64>() / self.losses.len() as f64;
             let loss = (mean * 1e4).round() / 1e4;
             let shown = StepMetrics { loss, ..m.clone() };
-            self.terminal.step(&shown, Some(self.last_loss));
+            self.terminal.step(&shown);
+            self.terminal.report_line(&shown, self.last_loss);
             self.last_loss = Some(loss);
             self.losses.clear();
         } else {
-            self.terminal.step(m, None);
+            self.terminal.step(m);
         }
         self.complain();
     }

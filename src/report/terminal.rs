@@ -46,17 +46,19 @@ impl Terminal {
         self.started = Instant::now();
     }
 
-    /// Updates the progress. `print` is set for a report line, with the loss of the previous line.
-    pub(super) fn step(&self, m: &StepMetrics, print: Option<Option<f64>>) {
-        let eta = self.eta(m.step);
+    /// Updates the progress.
+    pub(super) fn step(&self, m: &StepMetrics) {
         if let Some(phase) = &self.phase {
             phase.set(m.step);
-            phase.note(format!("loss {:.4}  eta {}", m.loss, units::duration(eta)));
+            phase.note(format!("loss {:.4}  eta {}", m.loss, units::duration(self.eta(m.step))));
         }
-        if let Some(before) = print {
-            let line = step_line(m, before, self.total, eta, style().unicode, screen::width());
-            screen::note(&line);
-        }
+    }
+
+    /// Prints the report line of a step. `before`: the loss of the previous line.
+    pub(super) fn report_line(&self, m: &StepMetrics, before: Option<f64>) {
+        let eta = self.eta(m.step);
+        let line = step_line(m, before, self.total, eta, style().unicode, screen::width());
+        screen::note(&line);
     }
 
     pub(super) fn eval(&self, m: &EvalMetrics) {

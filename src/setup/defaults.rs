@@ -30,6 +30,30 @@ const FEWEST_STEPS: f64 = 75.0;
 /// A longer run than this takes more rows per step, as long as packed rows are not full.
 const ENOUGH_STEPS: f64 = 1000.0;
 
+/// The start of a run: from the beginning, or from a checkpoint.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub enum Resume {
+    /// From the beginning.
+    #[default]
+    No,
+    /// From the newest checkpoint of the run directory of the recipe.
+    Newest,
+    /// From this checkpoint directory, or from the newest checkpoint of this run directory.
+    From(PathBuf),
+}
+
+impl Resume {
+    /// The directory of the run or of the checkpoint; `None`: the run starts from the beginning. `run_dir`: the run
+    /// directory of the recipe.
+    pub fn directory<'a>(&'a self, run_dir: &'a Path) -> Option<&'a Path> {
+        match self {
+            Resume::No => None,
+            Resume::Newest => Some(run_dir),
+            Resume::From(dir) => Some(dir),
+        }
+    }
+}
+
 /// Values from `resolved.toml` of the run that is resumed.
 #[derive(Debug, Default)]
 pub struct ResumedValues {
@@ -39,12 +63,14 @@ pub struct ResumedValues {
 }
 
 impl ResumedValues {
-    /// Reads the values. `resume` as in `train::Options`. Empty for a new run, or if the file does not exist.
+    /// Reads the values. Empty for a new run, or if the file does not exist.
     ///
     /// Errors: the file cannot be read.
-    pub fn read(recipe: &Recipe, resume: &Option<Option<PathBuf>>) -> Result<Self> {
-        let Some(from) = resume else { return Ok(Self::default()) };
-        let file = run_of(recipe, from.as_deref()).join("resolved.toml");
+    pub fn read(recipe: &Recipe, resume: &Resume) -> Result<Self> {
+        let Some(run_dir) = run_of(recipe, resume) else {
+            return Ok(Self::default());
+        };
+        let file = run_dir.join("resolved.toml");
         if !file.is_file() {
             return Ok(Self::default());
         }
@@ -60,13 +86,14 @@ impl ResumedValues {
     }
 }
 
-/// Returns the run directory for `--resume`: the recipe's own, or that of the given run or checkpoint.
-pub fn run_of<'a>(recipe: &'a Recipe, from: Option<&'a Path>) -> &'a Path {
-    let from = from.unwrap_or(Path::new(&recipe.train.output_dir));
+/// Returns the directory of the run that is resumed: the recipe's own, or that of the given run or checkpoint. `None`:
+/// a new run.
+pub fn run_of<'a>(recipe: &'a Recipe, resume: &'a Resume) -> Option<&'a Path> {
+    let from = resume.directory(Path::new(&recipe.train.output_dir))?;
     if from.join("manifest.json").exists() {
-        from.parent().unwrap_or(from)
+        Some(from.parent().unwrap_or(from))
     } else {
-        from
+        Some(from)
     }
 }
 
@@ -405,7 +432,7 @@ mod tests {
         let file = dir.path().join("resolved.toml");
         let read = |text: &str| {
             std::fs::write(&file, text).unwrap();
-            ResumedValues::read(&r, &Some(None)).unwrap()
+            ResumedValues::read(&r, &Resume::Newest).unwrap()
         };
         let new = read(
             "[data]\npacking_length = 77\n[tune.block]\nswitch_every = 9\n[optimizer]\nlearning_rate = 3.3e-4\n\

@@ -255,7 +255,7 @@ impl ModelFiles {
         if self.new_rows.is_some() {
             raw.insert("vocab_size".into(), self.spec.vocab.into());
         }
-        // What is exported is not quantized.
+        // The exported model is not quantized.
         raw.remove("quantization_config");
         raw
     }

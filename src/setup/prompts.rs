@@ -3,7 +3,7 @@
 use crate::base::{Error, Result};
 use crate::data::dataset::held_out;
 use crate::data::encode::Encoder;
-use crate::data::prompts::{Prompt, PromptSpec, Prompts, Room};
+use crate::data::prompts::{Prompt, PromptLimits, PromptSpec, Prompts};
 use crate::data::{Dataset, Example, Mixture, Screen, mixture};
 use crate::recipe::{Method, Recipe, Stage, TrainOn};
 use crate::setup::ModelDir;
@@ -90,7 +90,7 @@ pub fn read(
             render: recipe.data.render,
             encoder: &encoder,
             answer: &recipe.rl.answer_column,
-            room: Room {
+            limits: PromptLimits {
                 window,
                 answer: room,
                 long: recipe.data.long,

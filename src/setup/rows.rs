@@ -160,7 +160,8 @@ pub fn with_cache<T>(recipe: &Recipe, load: impl FnOnce(Option<&TokenCache>) -> 
     }))
 }
 
-/// What drops training rows; `None`: nothing does. Errors: a file of `data.decontaminate` cannot be read.
+/// The screen that drops training rows; `None`: none are dropped. Errors: a file of `data.decontaminate` cannot be
+/// read.
 pub fn screen(recipe: &Recipe) -> Result<Option<Screen>> {
     screen_of(recipe, Screen::new)
 }
@@ -216,7 +217,7 @@ pub fn formats(recipe: &Recipe, train: &Dataset, eval: Option<&Dataset>) -> Vec<
     lines.map(|line| recipe::in_program_terms(&line)).collect()
 }
 
-/// What became of the rows, for `events.jsonl`. Rows that are read during the run are counted in its metrics.
+/// The counts of the rows, for `events.jsonl`. Rows that are read during the run are counted in its metrics.
 pub fn counts(recipe: &Recipe, train: &Dataset, stream: &BatchStream) -> Value {
     if recipe.data.streaming {
         return json!({"streaming": true, "shuffle_window": recipe.data.shuffle_window,

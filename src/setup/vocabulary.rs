@@ -1,4 +1,4 @@
-//! What a user changes in the vocabulary and the chat template of a model: new tokens with their rows in embedding and
+//! Changes of a user to the vocabulary and the chat template of a model: new tokens with their rows in embedding and
 //! head, another template, variables of the template.
 //!
 //! Letters: D hidden size.

@@ -14,7 +14,7 @@ pub struct Budget {
 }
 
 impl Budget {
-    /// `None`: the recipe has no budget, or the budget applies to GPU memory.
+    /// `None`: the memory of the process has no limit (without a budget, or on a GPU, whose memory the budget limits).
     pub fn of(recipe: &Recipe, device: &Device) -> Option<Self> {
         let bytes = recipe.memory.budget.filter(|_| device.is_cpu())?;
         let before = memory::peak_resident();

@@ -12,10 +12,10 @@ use crate::report::{self, Reporter};
 use crate::setup::ModelDir;
 use crate::setup::rows::RecipeRows;
 use crate::source::Placement;
-use crate::train::Options;
 use crate::train::owner::{self, DirectoryState, Manifest};
 use crate::train::starts;
 use crate::train::state;
+use crate::train::{Options, Resume};
 use serde_json::json;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -45,7 +45,6 @@ pub struct Directory {
 pub fn check(run_dir: &Path, options: &Options) -> Result<()> {
     let kind = DirectoryState::of(run_dir)?;
     owner::refuse_links(run_dir)?;
-    let explicit = options.resume.as_ref().and_then(Option::as_deref);
     match (&kind, &options.resume) {
         (DirectoryState::Other(names), _) => {
             let shown: Vec<&str> = names.iter().take(5).map(String::as_str).collect();
@@ -60,19 +59,19 @@ pub fn check(run_dir: &Path, options: &Options) -> Result<()> {
                     .hint("set `train.output_dir` to a new or empty directory"),
             )
         }
-        (DirectoryState::New, Some(None)) => Err(Error::new("the directory has no run to resume")
+        (DirectoryState::New, Resume::Newest) => Err(Error::new("the directory has no run to resume")
             .at_path(run_dir)
             .hint("start it without `--resume`")),
-        (DirectoryState::Run(_), Some(None)) => resumable(run_dir).map(drop),
-        (_, Some(Some(_))) => {
-            match explicit.filter(|from| checkpoint::list(from).is_ok_and(|l| l.is_empty()) && !is_checkpoint(from)) {
-                Some(from) => Err(Error::new("there is no checkpoint to resume from")
+        (DirectoryState::Run(_), Resume::Newest) => resumable(run_dir).map(drop),
+        (_, Resume::From(from)) => {
+            if checkpoint::list(from).is_ok_and(|l| l.is_empty()) && !is_checkpoint(from) {
+                return Err(Error::new("there is no checkpoint to resume from")
                     .at_path(from)
-                    .hint("give a run directory, or a `checkpoint-<step>` directory of one")),
-                None => Ok(()),
+                    .hint("give a run directory, or a `checkpoint-<step>` directory of one"));
             }
+            Ok(())
         }
-        (DirectoryState::Run(_), None) if !options.overwrite => {
+        (DirectoryState::Run(_), Resume::No) if !options.overwrite => {
             let error = Error::usage("the output directory holds an earlier run").at_path(run_dir);
             Err(error.hint(match resumable(run_dir) {
                 Ok(true) => {
@@ -86,7 +85,7 @@ pub fn check(run_dir: &Path, options: &Options) -> Result<()> {
                 Err(_) => "the run is finished: replace it with `--overwrite`, or set another `train.output_dir`",
             }))
         }
-        (DirectoryState::New | DirectoryState::Run(_), None) => Ok(()),
+        (DirectoryState::New | DirectoryState::Run(_), Resume::No) => Ok(()),
     }
 }
 
@@ -158,27 +157,22 @@ pub fn open(
         "not changed, because ft cannot verify that it created this",
         &cleaned.left,
     );
-    let resumed = match &options.resume {
+    let resumed = match options.resume.directory(run_dir) {
         None => None,
-        Some(from) => {
-            let from = from.as_deref().unwrap_or(run_dir);
-            if is_checkpoint(from) {
-                Some(checkpoint::load(from)?)
-            } else if options.allow_older {
-                let (newest, damaged) = checkpoint::latest_whole(from)?;
-                out.notes
-                    .extend(damaged.iter().map(|e| format!("a damaged checkpoint is not used: {e}")));
-                newest
-            } else {
-                checkpoint::latest(from)?
-            }
+        Some(from) if is_checkpoint(from) => Some(checkpoint::load(from)?),
+        Some(from) if options.allow_older => {
+            let (newest, damaged) = checkpoint::latest_whole(from)?;
+            out.notes
+                .extend(damaged.iter().map(|e| format!("a damaged checkpoint is not used: {e}")));
+            newest
         }
+        Some(from) => checkpoint::latest(from)?,
     };
     if let Some(checkpoint) = &resumed {
         same(checkpoint).map_err(|e| e.or_at(checkpoint.path.display()))?;
         let aside = checkpoint::set_aside_later(run_dir, checkpoint.step)?;
         out.note("later checkpoints were set aside", &aside);
-    } else if options.resume.is_some() {
+    } else if options.resume != Resume::No {
         out.notes
             .push("the run has no checkpoint yet: it starts from the beginning".into());
     } else if options.overwrite {

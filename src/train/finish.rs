@@ -52,7 +52,7 @@ impl<'a> TrainedModel<'a> {
     }
 }
 
-/// What an export does.
+/// The mode of an export.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum ExportMode {
     Write,

@@ -17,6 +17,7 @@ use crate::setup::{ModelDir, vocabulary};
 use crate::sft::CausalLm;
 use crate::source::Placement;
 use crate::source::StoragePolicy;
+use crate::train::Resume;
 use crate::train::finish::{self, TrainedModel};
 use crate::train::ranks::Ranks;
 use crate::train::stage::preference;
@@ -25,7 +26,7 @@ use crate::train::state;
 use candle_core::Device;
 use std::path::{Path, PathBuf};
 
-/// What was written.
+/// The result of an export from a checkpoint.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Written {
     pub adapter: bool,
@@ -65,7 +66,7 @@ pub fn write(dir: &Path, out: &Path) -> Result<Written> {
     let loaded = checkpoint::load(dir)?;
     let fingerprint = state::fingerprint(&loaded);
     let written = recipe::again(&fingerprint.recipe).map_err(|e| e.within(dir.display()))?;
-    let recipe = &pin_resumed_choices(&written.recipe, &Some(Some(dir.to_path_buf())))?;
+    let recipe = &pin_resumed_choices(&written.recipe, &Resume::From(dir.to_path_buf()))?;
     let device = Device::Cpu;
     let model = ModelDir::of_recipe(recipe).map_err(|e| e.after("the base model of the checkpoint is needed"))?;
     let recipe = &vocabulary::with_new_rows(recipe, model.new_rows.as_ref(), &model.spec);

@@ -15,7 +15,7 @@ pub struct OwnDevice {
     pub device: Device,
     /// Ranks of this machine that use this GPU, with this one.
     pub sharing: usize,
-    /// What must be the same on all ranks: the model of the GPU, or the CPU.
+    /// The property that must be the same on all ranks: the model of the GPU, or the CPU.
     pub kind: String,
 }
 
@@ -27,7 +27,7 @@ impl OwnDevice {
     }
 }
 
-/// What a rank says of its machine.
+/// The data of a rank about its machine.
 #[derive(Debug, Clone, PartialEq)]
 struct Seen {
     host: String,

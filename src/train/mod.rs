@@ -28,6 +28,7 @@ mod step_metrics;
 pub mod teacher_cache;
 pub mod verify;
 
+pub use crate::setup::defaults::Resume;
 pub use ended::train;
 pub use learning::RateSweep;
 pub use program::{Options, Outcome};

@@ -11,6 +11,7 @@ use crate::base::{Result, signal};
 use crate::ops;
 use crate::plan::{Plan, memory_plan};
 use crate::recipe::{LoadedRecipe, Recipe};
+use crate::train::Resume;
 use crate::train::best::BestModel;
 use crate::train::budget::Budget;
 use crate::train::learning::RateSweep;
@@ -29,8 +30,8 @@ use steps::run_steps;
 /// Command-line options of `ft train`, beside the recipe.
 #[derive(Debug, Clone, Default)]
 pub struct Options {
-    /// Resume from the newest checkpoint of the run directory, or from this run or checkpoint directory.
-    pub resume: Option<Option<PathBuf>>,
+    /// The checkpoint from which the run continues.
+    pub resume: Resume,
     /// Resume from an older checkpoint if the newest one is damaged.
     pub allow_older: bool,
     /// Start from the beginning in a directory that holds a run.
@@ -60,7 +61,7 @@ pub struct Outcome {
     pub peak_memory_bytes: u64,
 }
 
-/// What all parts of a run use.
+/// The values that all parts of a run use.
 #[derive(Clone, Copy)]
 struct RunContext<'a> {
     options: &'a Options,

@@ -1,4 +1,4 @@
-//! The ranks of a training run: what they agree on, and what rank 0 does alone. On one rank every agreement is its own
+//! The ranks of a training run: their agreements, and the work of rank 0 alone. On one rank every agreement is its own
 //! answer. All ranks call the same methods in the same order.
 
 use crate::base::{Error, Result, files, signal, worker};
@@ -40,7 +40,7 @@ pub type Fact = (String, String);
 /// Facts that a table of differences shows at most.
 const SHOWN: usize = 8;
 
-/// What must be the same on all ranks: program, recipe, inputs and decisions.
+/// The facts that must be the same on all ranks: program, recipe, inputs and decisions.
 pub fn agreed(fingerprint: &RunFingerprint, strategy: &str, device: &str, options: &Options) -> Result<Vec<Fact>> {
     let mut all = of_program()?;
     all.extend(
@@ -95,7 +95,7 @@ impl Ranks {
         if self.is_root() { Patience::Step } else { Patience::Long }
     }
 
-    /// What rank 0 says.
+    /// The value of rank 0.
     pub fn of_root(&self, own: bool) -> Result<bool> {
         Ok(self.from_root(vec![u8::from(own)])? == [1])
     }
@@ -291,7 +291,7 @@ pub fn check(recipe: &Recipe, spec: &Spec, on_gpu: bool, size: usize) -> Result<
     Ok(())
 }
 
-/// What this program and processor are.
+/// The facts about this program and processor.
 pub fn of_program() -> Result<Vec<Fact>> {
     let mut hasher = blake3::Hasher::new();
     if let Some(program) = worker::program() {

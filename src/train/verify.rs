@@ -10,7 +10,7 @@ pub struct Checked {
     pub path: PathBuf,
     /// Number of files with a stored hash; `None`: an earlier version stored none.
     pub files: Option<usize>,
-    /// What is wrong; each names its file.
+    /// The faults; each names its file.
     pub errors: Vec<Error>,
 }
 

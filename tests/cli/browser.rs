@@ -1,4 +1,4 @@
-//! A browser without a window, told what to do over the DevTools protocol: messages in JSON on two pipes, each ended by a zero
+//! A browser without a window, controlled over the DevTools protocol: messages in JSON on two pipes, each ended by a zero
 //! byte.
 
 use serde_json::{Value, json};
@@ -24,7 +24,7 @@ pub struct Browser {
     from: Receiver<Value>,
     session: String,
     sent: u64,
-    /// What the page did wrong: errors of scripts, of the console, of requests and of the policy for its content.
+    /// The faults of the page: errors of scripts, of the console, of requests and of the policy for its content.
     faults: Vec<String>,
     /// The addresses that the page asked for.
     pub asked: Vec<String>,
@@ -122,7 +122,7 @@ impl Browser {
         self.faults.push(fault.to_string());
     }
 
-    /// What the page did wrong since the last question.
+    /// The faults of the page since the last call.
     pub fn faults(&mut self) -> Vec<String> {
         // An answer comes after all events before it.
         self.run("0");
@@ -142,7 +142,7 @@ impl Browser {
         said["result"]["value"].clone()
     }
 
-    /// Waits until an expression is true. What it names need not be there before.
+    /// Waits until an expression is true. The elements that it names need not be there before.
     pub fn until(&mut self, expression: &str) {
         let end = Instant::now() + PATIENCE;
         let asked = format!("(() => {{ try {{ return Boolean({expression}); }} catch {{ return false; }} }})()");
@@ -161,7 +161,7 @@ impl Browser {
         self.call("Emulation.setDeviceMetricsOverride", size);
     }
 
-    /// What the system prefers: `light` or `dark`.
+    /// Sets the preference of the system: `light` or `dark`.
     pub fn prefer(&mut self, scheme: &str) {
         let features = json!({"features": [{"name": "prefers-color-scheme", "value": scheme}]});
         self.call("Emulation.setEmulatedMedia", features);

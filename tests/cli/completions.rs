@@ -21,7 +21,8 @@ fn folder() -> tempfile::TempDir {
     dir
 }
 
-/// What bash puts in the place of the word at the end of `line`: words as readline splits them, given to the function of the script.
+/// The text that bash puts in the place of the word at the end of `line`: words as readline splits them, given to the
+/// function of the script.
 fn bash(dir: &Path, line: &str) -> Vec<String> {
     // `tests/terminal.rs` has the same with keys in a terminal; here the lists are seen.
     let script = "source <(ft completions bash)\n\

@@ -10,7 +10,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 const TABS: [&str; 6] = ["overview", "curves", "samples", "data", "memory", "events"];
-/// What each tab shows of the two runs: the expression is true.
+/// Expressions that are true if a tab shows the two runs.
 const SHOWN: [&str; 6] = [
     "[...document.querySelectorAll('#panel th')].some((th) => th.textContent === 'Trained parameters')",
     "document.querySelectorAll('#panel figure path.line').length >= 4",

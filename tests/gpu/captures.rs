@@ -1,4 +1,4 @@
-//! What the capture of a CUDA graph records, what the driver refuses in one, and that the software driver has its rules.
+//! The capture of a CUDA graph: recorded and refused calls, and the same rules in the software driver.
 
 use crate::support::{flat, gpu};
 use candle_core::cuda::cudarc::driver::result::stream::{begin_capture, end_capture};
@@ -262,7 +262,7 @@ pub fn alone(name: &str, fault: &str, settings: &[(&str, &str)]) -> Option<(bool
     Some((out.status.success(), String::from_utf8_lossy(&out.stderr).into_owned()))
 }
 
-/// What a real driver does not see ends the process.
+/// A fault that a real driver does not see ends the process.
 #[test]
 fn the_software_driver_stops_uses_of_memory_of_a_graph() {
     let name = "captures::the_software_driver_stops_uses_of_memory_of_a_graph";

@@ -50,7 +50,7 @@ fn every_method_loses_what_it_loses_in_f32() {
                 "{what}"
             );
         }
-        // What was stored is f16, and loads again.
+        // The stored weights are f16, and load again.
         let stored = std::fs::read(dir.path().join("gpu/final").join(match name {
             "lora" => "adapter_config.json",
             _ => "config.json",

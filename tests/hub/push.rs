@@ -416,7 +416,7 @@ fn a_model_in_parts_arrives_whole_and_a_broken_upload_goes_on() {
     let card = String::from_utf8_lossy(&hub.state().files["README.md"]).into_owned();
     assert!(card.contains("does not say how it was trained"), "{card}");
 
-    // What was uploaded is downloaded again as a model.
+    // The uploaded files are downloaded again as a model.
     let files = hub.state().files.clone();
     let download = super::Hub::start();
     download.put(&format!("models/{ID}"), files);

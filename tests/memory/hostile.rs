@@ -14,7 +14,7 @@ use std::path::Path;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
-/// What a case may take: the tiny model has 1.7 MiB of weights.
+/// The memory that a case may take: the tiny model has 1.7 MiB of weights.
 const MOST_BYTES: usize = 64 << 20;
 const LONGEST: Duration = Duration::from_secs(20);
 const LONGEST_LIST: usize = 50_000;
@@ -86,7 +86,7 @@ fn recipes(dir: &Path) -> [Recipe; 3] {
     })
 }
 
-/// Whatever comes of it: only memory, time and panics count.
+/// Opens a model. Its result does not matter: only memory, time and panics count.
 fn open(dir: &Path, recipe: &Recipe) {
     let path = dir.to_string_lossy().into_owned();
     if let Ok(described) = ModelDir::open(&path, "main", &TextChanges::default()) {
@@ -124,7 +124,7 @@ fn mutate(families: &[&str]) -> usize {
     let Value::Object(config) = serde_json::from_str(&text).unwrap() else {
         panic!("the config is an object")
     };
-    // Each case plans one method: every value of every key meets all of them, each in other families.
+    // Each case plans one method: every value of every key is used with all of them, each in other families.
     let methods = [recipes(&with), recipes(&without)];
     let mut count = 0;
     for (number, family) in families.iter().enumerate() {

@@ -14,7 +14,7 @@ use std::path::Path;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
-/// What a case may take beside a multiple of its bytes.
+/// The memory that a case may take beside a multiple of its bytes.
 const BASE_BYTES: usize = 32 << 20;
 const PER_BYTE: usize = 256;
 const LONGEST: Duration = Duration::from_secs(10);

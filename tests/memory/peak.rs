@@ -203,7 +203,7 @@ fn spec(s: &Shape) -> Spec {
     }
 }
 
-/// What is trained, and how gradients live.
+/// The trained parameters, and the storage of gradients.
 #[derive(Debug, Clone, Copy)]
 enum Way {
     FullKept,

@@ -14,7 +14,7 @@ use ft::model::families;
 use ft::recipe::{self, Dtype};
 use ft::source::disk;
 use ft::train::teacher_cache::cache;
-use ft::train::{Options, train};
+use ft::train::{Options, Resume, train};
 use serde_json::{Value, json};
 use std::fs;
 use std::path::Path;
@@ -284,7 +284,7 @@ fn below_the_next_budget() {
     };
     std::env::set_current_dir(dir).unwrap();
     let resume = Options {
-        resume: Some(None),
+        resume: Resume::Newest,
         ..Options::default()
     };
     let settings = [format!("memory.budget={budget}"), format!("train.max_steps={steps}")];

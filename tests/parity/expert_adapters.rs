@@ -102,7 +102,7 @@ fn adapters_on_experts_are_those_of_peft() {
             assert_eq!(values(gradient), values(&kept[parameter]), "{name}: {parameter}");
         }
 
-        // What is saved has the names and the values of the file of PEFT.
+        // The saved file has the names and the values of the file of PEFT.
         let out = tempfile::tempdir().unwrap();
         save(&out.path().join("same"), dir.path(), &from, &network, &network.adapters);
         let file = "adapter_model.safetensors";

@@ -271,7 +271,7 @@ fn gpt_oss_in_mxfp4_has_the_logits_of_transformers() {
     }
 }
 
-/// What transformers has and ft has not, made by check_options.py.
+/// The types and options of transformers that ft does not have, made by check_options.py.
 #[test]
 fn other_types_and_options_are_refused_by_name() {
     let refused = json(&goldens().join("refused.json"));

@@ -27,7 +27,7 @@ EVALS = ["eval_text", "eval_messages", "eval_prompt_completion"]
 # A token that stands in the documents of the variants that take it for padding.
 PAD = 46
 
-# What every family shares. Attention is wider than the hidden states (4 heads x 16 against 32).
+# Shared by every family. Attention is wider than the hidden states (4 heads x 16 against 32).
 BASE = dict(vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
             num_key_value_heads=2, max_position_embeddings=128, rms_norm_eps=1e-3, initializer_range=0.02,
             use_cache=True, attention_dropout=0.0)

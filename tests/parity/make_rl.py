@@ -134,7 +134,7 @@ def trainer_of(kind, config_kind, path, settings, prompts):
 def answered(trainer, prompts, answers, rewards, sampling):
     """The trainer's own scoring of the fixed rollouts."""
     texts = ["" for _ in answers]
-    # What `_generate` gives back in GRPO, and in RLOO.
+    # The results of `_generate` in GRPO, and in RLOO.
     whole = (prompts, answers, None, texts, sampling, {}, None, [])
     trainer._generate = lambda _: whole if isinstance(trainer, trl.GRPOTrainer) else (prompts, answers, texts)
     trainer._calculate_rewards = lambda *_: rewards.clone()
@@ -144,7 +144,7 @@ def answered(trainer, prompts, answers, rewards, sampling):
 def grpo(name, settings, path, prompts, answers, rewards, noise):
     trainer = trainer_of(trl.GRPOTrainer, trl.GRPOConfig, path, settings, prompts)
     coded = "vllm_importance_sampling_mode" in settings
-    # What the rollout's weights would have said: the exact log-probabilities with noise.
+    # The log-probabilities of the weights of the rollout: the exact log-probabilities with noise.
     trainer.temperature = settings.get("temperature", 1.0)
     first = answered(trainer, prompts, answers, rewards, [[0.0] * len(a) for a in answers])
     sampling = [
@@ -176,7 +176,7 @@ def grpo(name, settings, path, prompts, answers, rewards, noise):
 
 def rloo(name, settings, path, prompts, answers, rewards, noise):
     trainer = trainer_of(trl.RLOOTrainer, trl.RLOOConfig, path, settings, prompts)
-    # The reference is told by the trainer's own copy; its log-probabilities get noise on the way.
+    # The log-probabilities of the reference are those of the trainer's own copy, with noise.
     own, calls = trainer._get_per_token_logps_and_entropies, []
 
     def noisy(model, *args, **kwargs):

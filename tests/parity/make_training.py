@@ -321,7 +321,7 @@ class Averages:
 
     @torch.no_grad()
     def settle(self, named):
-        """Gives weights their averages, and forgets those."""
+        """Gives weights their averages, and drops the averages."""
         for n, p in named:
             if n in self.of:
                 p.copy_(self.of.pop(n))

@@ -119,7 +119,7 @@ fn check_in(bench: Bench, settings: &[&str], sizes: &[usize]) -> Bench {
     bench
 }
 
-/// What three ranks saved is continued on 1 and 2.
+/// A run of three ranks is continued on 1 and 2.
 #[test]
 fn full_training_has_the_bits_of_one_rank_also_after_a_stop() {
     if !has_gpus() {

@@ -81,7 +81,7 @@ fn shared_files_have_the_bits_of_one_rank() {
     }
 }
 
-/// What three ranks saved is continued on one with its own weights and on two, and the other way round.
+/// A run of three ranks is continued on one with its own weights and on two, and the other way round.
 #[test]
 fn a_run_with_shared_files_goes_on_with_another_number_of_ranks() {
     let bench = Bench::new();

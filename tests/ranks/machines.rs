@@ -41,7 +41,7 @@ fn two_machines_have_the_bits_of_one_rank() {
     }
 }
 
-/// What two machines saved is continued on one rank and on two other machines, and the other way round.
+/// A run of two machines is continued on one rank and on two other machines, and the other way round.
 #[test]
 fn a_run_of_two_machines_goes_on_elsewhere() {
     if !job::can_name_machines() {

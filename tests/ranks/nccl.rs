@@ -83,7 +83,7 @@ pub fn start_with(bench: &Bench, ranks: &[Vec<&str>], gpus: usize, change: impl 
     ranks.iter().enumerate().map(start).collect()
 }
 
-/// What all ranks of a job said, and their exit codes.
+/// The output of all ranks of a job, and their exit codes.
 pub fn all(job: Vec<Child>) -> (String, Vec<Option<i32>>) {
     let ended: Vec<Output> = job.into_iter().map(wait).collect();
     let text = ended.iter().map(said).collect();

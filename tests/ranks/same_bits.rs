@@ -196,7 +196,7 @@ fn distillation_has_the_bits_of_one_rank() {
     check(&[("distill", &settings)]);
 }
 
-/// What a run on four ranks saved is continued on 1, 2 and 3.
+/// A run on four ranks is continued on 1, 2 and 3.
 #[test]
 fn a_run_goes_on_with_another_number_of_ranks() {
     for (method, settings) in [METHODS[0], METHODS[4]] {

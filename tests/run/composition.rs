@@ -1,4 +1,4 @@
-//! What composes with what: docs/composition.md is made by the checks and the planner of the program, for every
+//! The combinations of values: docs/composition.md is made by the checks and the planner of the program, for every
 //! combination. CI checks an eighth of them against the page; `FT_BLESS=1` makes the page anew, and an ignored test checks
 //! all. A sample in which every two values meet trains one step.
 
@@ -27,7 +27,7 @@ use std::rc::Rc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
-/// What the program says of a combination before it loads weights.
+/// The verdict of the program on a combination before it loads weights.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Verdict {
     Works,
@@ -467,7 +467,7 @@ fn trained(bench: &Bench, combination: &[usize], number: usize) -> std::result::
 #[test]
 fn every_two_values_train_one_step_together() {
     let bench = directory();
-    // What the page says; the program's own verdicts are compared with it above.
+    // The verdicts of the page; the program's own verdicts are compared with it above.
     let found = page::stated(&fs::read_to_string(file()).unwrap(), SECTIONS[0].0, &ALL);
     let on_cpu = |works: bool| {
         let these = found

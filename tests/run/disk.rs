@@ -44,7 +44,7 @@ fn library() -> Option<&'static Path> {
     built.as_ref().map(|(_, path)| path.as_path())
 }
 
-/// What the disk does at operation `at` (from 1).
+/// The fault of the disk at operation `at` (from 1).
 #[derive(Debug, Clone, Copy)]
 pub enum Fault {
     /// The process is killed before it.
@@ -129,7 +129,7 @@ pub struct Operation {
 }
 
 impl Operation {
-    /// What a write wrote.
+    /// The text of a write.
     pub fn text(&self) -> std::borrow::Cow<'_, str> {
         String::from_utf8_lossy(&self.bytes)
     }
@@ -232,7 +232,7 @@ struct File {
     synced: Vec<u8>,
 }
 
-/// What survives a loss of power beside what was synced.
+/// The data that survives a loss of power beside synced data.
 #[derive(Debug, Clone, Copy)]
 pub enum Loss {
     /// Nothing.
@@ -245,7 +245,7 @@ pub enum Loss {
     Reordered(u64),
 }
 
-/// A disk that knows what is synced. A file's sync covers its contents, a directory's sync the names in it; nothing else
+/// A disk that records which contents and names are synced. A file's sync covers its contents, a directory's sync the names in it; nothing else
 /// is promised, as in POSIX.
 pub struct Disk {
     files: Vec<File>,

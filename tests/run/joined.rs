@@ -139,7 +139,7 @@ fn gpt_oss_trains_from_mxfp4() {
     let full = ["tune.method=full", "model.dtype=bf16", "memory.tier=disk"];
     train(&bench, "full-disk", &full);
     assert_eq!(curve(&bench, "full"), curve(&bench, "full-disk"));
-    // What trains is decoded to bf16, with a warning.
+    // Trained weights are dequantized to bf16, with a warning.
     for (run, settings) in [
         ("block", &["tune.method=block", "tune.block.switch_every=1"][..]),
         (

@@ -15,7 +15,7 @@ const RUN: [&str; 4] = [
     "train.save_total_limit=1",
 ];
 
-/// What a process holds, and how much more of it later steps may hold.
+/// The resources of a process, and how much more of it later steps may hold.
 const HELD: [(&str, u64); 3] = [("resident bytes", 1 << 20), ("open files", 0), ("threads", 0)];
 
 /// As in `HELD`.

@@ -1,4 +1,4 @@
-//! What a run records for those who look at it: rows, samples, times, the command, a profile; and `ft bench`.
+//! The records of a run for its user: rows, samples, times, the command, a profile; and `ft bench`.
 
 use crate::bench::{Bench, said};
 use serde_json::Value;

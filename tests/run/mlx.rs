@@ -1,5 +1,5 @@
-//! `ft export --to mlx`: names, shapes and values of an adapter against the PEFT file, a model, refusals. What mlx-lm answers
-//! with them is in docs/lab-book.md.
+//! `ft export --to mlx`: names, shapes and values of an adapter against the PEFT file, a model, refusals. The answers of
+//! mlx-lm with them are in docs/lab-book.md.
 
 use crate::bench::{Bench, files, said};
 use candle_core::safetensors::load;

@@ -1,6 +1,6 @@
-//! What only the system can set: file systems without inodes or space, read-only, none at `/dev/shm` and `/proc`, no network,
-//! a group with little memory. Needs root, so only `.ci/run` asks for it: each run is in a namespace of its own, so nothing
-//! has to be undone.
+//! Conditions that only the system can set: file systems without inodes or space, read-only, none at `/dev/shm` and
+//! `/proc`, no network, a group with little memory. Needs root, so only `.ci/run` asks for it: each run is in a
+//! namespace of its own, so nothing has to be undone.
 
 use crate::bench::{Bench, said};
 use crate::same::{assert_same, assert_same_lines};
@@ -16,8 +16,8 @@ const RUN: [&str; 6] = [
     "train.output_dir=disk/run",
 ];
 
-/// `ft` with these arguments after the shell's `setup`, in namespaces of its own. What is in `disk/run` afterwards is copied to
-/// `left`.
+/// `ft` with these arguments after the shell's `setup`, in namespaces of its own. The content of `disk/run` afterwards is
+/// copied to `left`.
 fn inside(bench: &Bench, setup: &str, arguments: &[&str]) -> Output {
     let _ = fs::remove_dir_all(bench.path("left"));
     fs::create_dir_all(bench.path("disk")).unwrap();

@@ -587,8 +587,8 @@ fn a_model_of_70b_in_4_bits_trains_beside_24_gib() {
     let (peak, choice) = plan("16GiB");
     assert_eq!(choice("memory.tier"), "disk");
     assert!(peak < 23 << 30, "{peak}");
-    // Other methods train the decoded values.
+    // Other methods train the dequantized values.
     let all = ["plan", "--recipe", "s.toml", &path, "tune.method=block"];
     let all = said(&bench.ft(&all));
-    assert!(all.contains("trains their decoded values"), "{all}");
+    assert!(all.contains("trains their dequantized values"), "{all}");
 }

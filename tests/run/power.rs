@@ -12,7 +12,7 @@ use std::process::{Command, Output};
 const EIO: i32 = 5;
 const ENOSPC: i32 = 28;
 const EDQUOT: i32 = 122;
-/// What an error says of these.
+/// The words of errors for these.
 const NAMED: [&str; 4] = [
     "No space left",
     "Input/output error",

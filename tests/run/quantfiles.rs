@@ -1,4 +1,4 @@
-//! Models in the files of other tools: LoRA keeps their codes, everything else trains and exports the decoded values.
+//! Models in the files of other tools: LoRA keeps their codes, everything else trains and exports the dequantized values.
 
 use crate::bench::{Bench, number, said};
 use ft::formats::StoredDtype;
@@ -196,7 +196,7 @@ fn params(model: &Path) -> Vec<ParamInfo> {
     families::read(&Config::read(model).unwrap()).unwrap().params()
 }
 
-/// Writes `name` with the projections of `model` quantized, and `name-decoded` with their decoded values.
+/// Writes `name` with the projections of `model` quantized, and `name-decoded` with their dequantized values.
 pub fn quantize(bench: &Bench, name: &str, quantization: &Value, writer: Writer) {
     let (from, to) = (bench.path("model"), bench.path(name));
     crate::bench::copy_all(&from, &to);
@@ -245,7 +245,7 @@ pub fn quantize(bench: &Bench, name: &str, quantization: &Value, writer: Writer)
     stored::write_dequantized(&weights, &params, Dtype::F32, &decoded.join("model.safetensors")).unwrap();
 }
 
-/// Writes the model in directory `from` to `to` with its decoded values in f32.
+/// Writes the model in directory `from` to `to` with its dequantized values in f32.
 fn decode(bench: &Bench, from: &str, to: &str) {
     let (from, to) = (bench.path(from), bench.path(to));
     crate::bench::copy_all(&bench.path("model"), &to);
@@ -291,7 +291,7 @@ fn adapters_train_on_the_files_of_other_tools() {
         for (a, b) in got.iter().zip(&want) {
             assert!((a - b).abs() < 1e-5, "{name} bf16: {got:?} {want:?}");
         }
-        // Merged into the decoded values; the directory is not quantized.
+        // Merged into the dequantized values; the directory is not quantized.
         let merged = bench.ft(&["merge", "--model", name, "--adapter", "device/final", "--out", "merged"]);
         assert!(merged.status.success(), "{name}: {}", said(&merged));
         let config: Value = serde_json::from_slice(&fs::read(bench.path("merged/config.json")).unwrap()).unwrap();
@@ -328,13 +328,13 @@ fn everything_else_trains_the_decoded_values() {
     }
     let plan = bench.ft(&["plan", "--recipe", "r.toml", "model.path=gptq", "tune.method=full"]);
     assert!(
-        plan.status.success() && said(&plan).contains("decoded"),
+        plan.status.success() && said(&plan).contains("dequantized values"),
         "{}",
         said(&plan)
     );
 }
 
-/// The files of `ft quantize`, in both layouts, train and merge like the model with their decoded values.
+/// The files of `ft quantize`, in both layouts, train and merge like the model with their dequantized values.
 #[test]
 fn files_of_ft_quantize_train_and_merge_as_decoded() {
     let bench = bench();
@@ -380,7 +380,7 @@ fn files_of_ft_quantize_train_and_merge_as_decoded() {
             "f32",
         ]);
         assert!(merged.status.success(), "{}", said(&merged));
-        assert!(said(&merged).contains("decoded values"), "{}", said(&merged));
+        assert!(said(&merged).contains("dequantized values"), "{}", said(&merged));
         let adapter = format!("{format}-lora-want/final");
         let other = format!("{out}-want");
         let want = [

@@ -128,7 +128,7 @@ fn losses_and_rows_are_those_of_transformers_and_peft() {
                     }
                 }
             }
-            // What is saved has the vocabulary, and gives the same loss again.
+            // The saved model has the vocabulary, and gives the same loss again.
             let tokenizer = Tokenizer::load(&bench.path("run/final"));
             assert_eq!(tokenizer.unwrap().token_to_id("<tool>"), Some(ids[0] as u32), "{place}");
             let after = eval(&bench, "run/final");

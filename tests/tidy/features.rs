@@ -1,4 +1,4 @@
-//! What the default build contains: no MPI, no CUDA and no NCCL. Which kernels have a row of registers.
+//! The content of the default build: no MPI, no CUDA and no NCCL. Which kernels have a row of registers.
 
 use super::{assert_none, root};
 use std::fs;

@@ -62,7 +62,7 @@ fn deny_toml_has_the_same_lists() {
     assert_eq!(list("deny"), BANNED.iter().map(|(name, _)| name.to_string()).collect());
 }
 
-/// The packages of a build for this machine, as cargo tells them.
+/// The packages of a build for this machine, as `cargo metadata` lists them.
 fn metadata() -> Value {
     let out = Command::new(env!("CARGO"))
         .args([
@@ -142,7 +142,7 @@ fn vetted(file: &str, table: &str) -> BTreeSet<(String, String, String)> {
     out
 }
 
-/// What differs between the packages that are there and those with an entry, in both directions.
+/// The differences between the packages that are there and those with an entry, in both directions.
 fn differ(what: &str, there: &BTreeSet<(String, String)>, entries: &BTreeSet<(String, String)>) -> Vec<String> {
     let text = |says: &str, (name, version): &(String, String)| format!("{name} {version}: {says} {what}");
     let missing = there.difference(entries).map(|p| text("is not in", p));
@@ -152,8 +152,8 @@ fn differ(what: &str, there: &BTreeSet<(String, String)>, entries: &BTreeSet<(St
     missing.chain(stale).collect()
 }
 
-/// Row W7: a new package or version fails without an entry in `supply-chain/`, which `cargo vet` reads too. What runs while
-/// ft is built (build scripts, procedural macros) has to be read.
+/// Row W7: a new package or version fails without an entry in `supply-chain/`, which `cargo vet` reads too. Code that
+/// runs while ft is built (build scripts, procedural macros) has to be read.
 #[test]
 fn every_dependency_has_an_entry() {
     let of = |name: &str, version: &str| (name.to_string(), version.to_string());

@@ -1,8 +1,8 @@
 //! The texts of the library name no recipe key, no flag and no subcommand: `recipe::terms` has them. No file has a marker
-//! of a merge.
+//! of a merge. Words are plain, in American spelling.
 
 use super::book::pages;
-use super::{Source, assert_none, has_word, literals, product, root, rust};
+use super::{Source, assert_none, has_word, literals, load, product, root, rust};
 use clap::CommandFactory;
 use ft::base::ErrorKind;
 use ft::cli::{CODES, Cli};
@@ -244,5 +244,125 @@ fn the_language_is_plain() {
             }
         }
     }
+    // Of other files only the comments: their code has names of other projects, and texts that users may write.
+    let endings = ["rs", "cu", "cuh", "h", "cpp", "py", "sh", "md"];
+    let others = endings
+        .iter()
+        .flat_map(|ending| load(&["crates", "tools", "tests", "benches"], ending));
+    for source in others.filter(|s| {
+        ["/jinja/", "/testdata/", "/goldens/"]
+            .iter()
+            .all(|f| !s.path.contains(f))
+    }) {
+        for (number, comment) in comments(&source) {
+            for word in refused.iter().filter(|word| has_word(comment, word)) {
+                faults.push(format!("{}:{number}: `{word}`", source.path));
+            }
+        }
+    }
     assert_none(&faults, "a word that is not plain technical English");
+}
+
+/// The comments of a file with the numbers of their lines: all lines of a page, and the docstrings of Python.
+fn comments(source: &Source) -> Vec<(usize, &str)> {
+    let ending = source.path.rsplit_once('.').map_or("", |(_, ending)| ending);
+    let mark = match ending {
+        "md" => "",
+        "py" | "sh" => "#",
+        _ => "//",
+    };
+    let mut in_docstring = false;
+    let mut found = Vec::new();
+    for (index, line) in source.text.lines().enumerate() {
+        let quotes = line.matches("\"\"\"").count();
+        let comment = if ending == "py" && (in_docstring || quotes > 0) {
+            Some(line)
+        } else {
+            line.split_once(mark).map(|(_, comment)| comment)
+        };
+        in_docstring ^= quotes % 2 == 1;
+        found.extend(comment.map(|comment| (index + 1, comment)));
+    }
+    found
+}
+
+/// Parts of words in British spelling.
+const BRITISH: [&str; 26] = [
+    "analyse",
+    "artefact",
+    "behaviour",
+    "cancelled",
+    "cancelling",
+    "catalogue",
+    "centre",
+    "colour",
+    "favour",
+    "flavour",
+    "generalis",
+    "honour",
+    "initialis",
+    "licence",
+    "materialis",
+    "maximis",
+    "minimis",
+    "modelling",
+    "neighbour",
+    "normalis",
+    "optimis",
+    "quantis",
+    "recognis",
+    "serialis",
+    "summaris",
+    "tokenis",
+];
+
+/// British spelling that stays: the file, the part of the word, the reason.
+const STAYS: [(&str, &str, &str); 5] = [
+    ("benches/corda.py", "colour", "a question of `assets/world`"),
+    (
+        "src/recipe/peers/keys.rs",
+        "optimis",
+        "a key that users of other tools write",
+    ),
+    (
+        "src/recipe/peers/values.rs",
+        "modelling",
+        "a value that users of other tools write",
+    ),
+    ("src/recipe/suggest.rs", "optimis", "a table that a user writes"),
+    (
+        "tests/parity/make_tokenizers.py",
+        "colour",
+        "a text of the golden files",
+    ),
+];
+
+#[test]
+fn the_spelling_is_american() {
+    let endings = ["rs", "cu", "cuh", "h", "cpp", "py", "sh", "js", "html", "css", "md"];
+    let folders = ["src", "crates", "tests", "tools", "docs", "benches"];
+    let sources = endings.iter().flat_map(|ending| load(&folders, ending));
+    // The lab book stays as it was written; this file has the list; golden files come from other tools.
+    let stays = ["docs/lab-book.md", "tests/tidy/texts.rs", "/goldens/"];
+    let mut faults = Vec::new();
+    let mut used = BTreeSet::new();
+    for source in sources.filter(|s| stays.iter().all(|part| !s.path.contains(part))) {
+        for (index, line) in source.text.lines().enumerate() {
+            let line = line.to_lowercase();
+            for part in BRITISH.iter().filter(|part| line.contains(**part)) {
+                match STAYS
+                    .iter()
+                    .position(|(path, word, _)| source.path == *path && word == part)
+                {
+                    Some(entry) => {
+                        used.insert(entry);
+                    }
+                    None => faults.push(format!("{}:{}: `{part}`", source.path, index + 1)),
+                }
+            }
+        }
+    }
+    let unused = (0..STAYS.len()).filter(|entry| !used.contains(entry));
+    faults.extend(unused.map(|entry| format!("{:?} is in no file", STAYS[entry])));
+    assert_none(&faults, "a word in British spelling");
 }

@@ -97,7 +97,7 @@ library cublasLt libcublasLt.so.13 "$here"/driver/cublaslt.cpp
 library curand libcurand.so.10 "$here"/driver/curand.cpp
 library nccl libnccl.so.2 "$here"/driver/nccl.cpp
 for name in nvrtc cudart; do empty "$name"; done
-# What the tests run in f16; the other files are compiled for it only if SOFT_CUDA_F16 names them, to save time.
+# The modules that the tests run in f16; the other files are compiled for it only if SOFT_CUDA_F16 names them, to save time.
 with_f16=(adafactor adapters altup attention_backward attention_f32 attention_forward attention_sinks columns cross_entropy decode delta_rule
   delta_rule_backward elementwise embedding expert_pairs experts glu grouped kv_block latent layer_norm optimizer pairs reduce rms_norm rope
   sample short_conv ${SOFT_CUDA_F16:-})

@@ -4,7 +4,7 @@ kernel of ft at a time, swaps two arguments of a kernel, launches one block fewe
 (driver/faults.cpp). A test must fail each time. Nothing is compiled again: a fault is a place in the built program.
 
 The order: what keeps streams in step (events, waits), copies, then all others at random, then early frees and
-synchronizations, of which many make no difference to the result. Each fault meets the tests that come to its place, the cheapest first, until
+synchronizations, of which many make no difference to the result. The tests that come to its place run with each fault, the cheapest first, until
 one fails. A kernel that exists for several types is launched by one line of ft, and a function of ft is in the test program
 and in `ft`: the fault is put into the variant, and into the program, with the cheapest test, unless `--variants` is given.
 
@@ -42,13 +42,14 @@ OURS = re.compile(r"ft_ops::cuda|ft_ops::transfer|ft_ops::device|ft_core::source
 # They serve many callers: the caller is the place.
 HELPERS = re.compile(r"cuda::gemm::gemm|cuda::memory::|cuda::Gpu::")
 ORDERS = ["late", "early", "random:1"]
-# What one line of ft puts into the name of a kernel: the type of the numbers, the size of a head or of a group of rows, the
-# format of quantized weights, the function of a gate.
+# The parts of the name of a kernel that one line of ft fills in: the type of the numbers, the size of a head or of a
+# group of rows, the format of quantized weights, the function of a gate.
 VARIANT = re.compile(
     r"_(f32|bf16|f16|packed|single|narrow|wide|codes|\d+)(?![a-z0-9])|(?<=few|all)_[a-z]*\d?[a-z]*\d(?![a-z0-9])|(?<=kernel decode)_(?!all)[a-z]+\d*[a-z]*\d*"
     r"|(?<=kernel )(gelu_tanh|gelu|silu|relu2|relu|identity|sigmoid)_(?=alone|forward|backward)"
 )
-# What no test sees, and why: lines `REGULAR EXPRESSION -- REASON`, for descriptions without the address at the end.
+# Faults that no test sees, and the reason: lines `REGULAR EXPRESSION -- REASON`, for descriptions without the address at
+# the end.
 EXPECTED = ROOT / "tools/soft-cuda/unseen.txt"
 
 
@@ -233,7 +234,7 @@ def main():
                 used += seconds
         return ("expected", reason) if reason else ("unseen", f"{len(seen_by[(description, fault)])} tests")
 
-    # What no cheap test sees meets the long ones at the end.
+    # The long tests run at the end, with the faults that no cheap test sees.
     for most in [30, float("inf")]:
         for description, fault in wanted:
             if description in done or time.time() > end:

@@ -10,7 +10,7 @@ pub type Result<T> = std::result::Result<T, Error>;
 #[non_exhaustive]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ErrorKind {
-    /// The command line or the recipe is invalid. The only class with exit code 2.
+    /// A setting is invalid. The program ends with exit code 2 for this class only.
     Usage,
     /// The operating system refused an operation on a file: permissions, a full disk, a failed read or write.
     Io,

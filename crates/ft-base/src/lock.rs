@@ -266,7 +266,7 @@ mod tests {
             std::fs::write(&lock, other).unwrap();
             assert!(RunLock::acquire(dir.path()).is_err(), "{other}");
         }
-        // What a loss of power or a full disk leaves of a lock.
+        // Remains of a lock after a loss of power or on a full disk.
         for torn in [
             "",
             "\0\0\0",

@@ -3,12 +3,12 @@
 use super::Error;
 use std::path::{Component, Path, PathBuf};
 
-/// Folders that shipped recipes use.
+/// The usual folders of models and of runs.
 const SHIPPED: &str = "assets";
 const RUNS: &str = "runs";
 
 /// True if this text is meant as a path. A name such as `org/name` may also be a hub id: it is a path if its first
-/// folder exists here, or is one of the folders that shipped recipes use.
+/// folder exists here, or is one of the usual ones.
 pub fn is_meant(text: &str) -> bool {
     let first = text.split('/').next().unwrap_or_default();
     let own = [SHIPPED, RUNS].contains(&first) && text.contains('/');

@@ -260,7 +260,7 @@ pub fn confine() -> std::io::Result<()> {
     Ok(())
 }
 
-/// What another program that ft starts may do.
+/// Rights of another program that ft starts.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Rights {
     /// False: it can open no sockets but local ones (Linux on x86-64 and aarch64).

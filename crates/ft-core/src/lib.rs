@@ -5,7 +5,7 @@
 //!
 //! Unless a function says more, it fails as what it uses. A computation fails as the operations of `ops`: with
 //! `ErrorKind::Shape` if a tensor does not fit, with `Unsupported` if this device cannot run it, on a GPU also with
-//! `OutOfMemory`. What needs the weights of a layer fails as its `source::WeightSource`: with `NotFound` if there is no such
+//! `OutOfMemory`. A call that needs the weights of a layer fails as its `source::WeightSource`: with `NotFound` if there is no such
 //! weight, with `Io` or `Format` if a file cannot be read. On several ranks a call in which they exchange something fails if
 //! another rank has failed. `Internal` is a bug, or a call in the wrong order.
 

@@ -24,7 +24,7 @@ named!(
     TrainOn { Assistant = "assistant", Completion = "completion", All = "all" }
 );
 named!(
-    /// What happens to rows of more than `max_length` tokens.
+    /// Treatment of rows of more than `max_length` tokens.
     Long {
         /// Rows of plain text are split, others truncated.
         Auto = "auto",

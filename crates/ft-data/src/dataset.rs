@@ -35,7 +35,7 @@ pub struct DatasetSpec<'a> {
     pub render: Render,
     /// Longest row in tokens.
     pub max_length: usize,
-    /// What happens to longer rows.
+    /// Treatment of longer rows.
     pub long: Long,
     /// Tokens that a piece of a split row repeats from the piece before it, from 1 to `max_length - 1`.
     pub overlap: usize,

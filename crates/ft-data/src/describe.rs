@@ -1,4 +1,4 @@
-//! Output of `ft data`: rows as the model sees them with marked trained tokens, counts, lengths.
+//! A description of encoded rows: rows as the model sees them with marked trained tokens, counts, lengths.
 
 use super::codec::TextCodec;
 use super::dataset::{Dataset, DatasetSpec, Stats};

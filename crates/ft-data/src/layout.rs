@@ -88,7 +88,7 @@ pub(crate) struct Rules<'a> {
 /// Roles of the columns of a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Layout {
-    /// Never `auto`.
+    /// Never `RowFormat::Auto`.
     pub format: RowFormat,
     /// How the rows become text.
     pub rendering: Rendering,
@@ -115,7 +115,7 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// Determines the layout of a file from its first row. `format` may be `auto`.
+    /// Determines the layout of a file from its first row. `format` may be `RowFormat::Auto`.
     ///
     /// Errors, with the place of the row: no known columns, columns that can be read in two ways, rows for another
     /// stage, a conversation although the model has no chat template.

@@ -67,7 +67,7 @@ pub(super) struct Tokenized {
     pub side: Option<PreferenceSide>,
 }
 
-/// What a row of preferences has beside its tokens.
+/// The data of a row of preferences beside its tokens.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct PreferenceSide {
     pub preference: Preference,

@@ -31,7 +31,7 @@ pub enum Length {
 }
 
 impl Length {
-    /// `train.max_steps` (-1: by epochs) and `train.num_epochs`.
+    /// `max_steps` steps; if it is negative, `num_epochs` epochs.
     pub fn new(max_steps: i64, num_epochs: f64) -> Self {
         match u64::try_from(max_steps) {
             Ok(steps) => Length::Steps(steps),

@@ -74,9 +74,9 @@ impl Prompt {
     }
 }
 
-/// The space for a prompt.
+/// Limits of the length of a prompt and its answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Room {
+pub struct PromptLimits {
     /// Most tokens of a prompt with its answer.
     pub window: usize,
     /// Tokens that a prompt must leave for the answer.
@@ -113,8 +113,8 @@ pub struct PromptSpec<'a> {
     pub encoder: &'a Encoder<'a>,
     /// The column with the known answer.
     pub answer: &'a str,
-    /// The space for a prompt.
-    pub room: Room,
+    /// The limits of the length.
+    pub limits: PromptLimits,
     /// Drops rows.
     pub screen: Option<&'a Screen>,
 }
@@ -126,7 +126,7 @@ impl<'a> PromptSpec<'a> {
             sources: self.sources,
             render: self.render,
             max_length: self.encoder.max_length,
-            long: self.room.long,
+            long: self.limits.long,
             overlap: 1,
             train_on: self.encoder.train_on,
             embedding_rows: self.encoder.embedding_rows,
@@ -140,7 +140,7 @@ impl<'a> PromptSpec<'a> {
             sources,
             encoder,
             answer,
-            room,
+            limits,
             screen,
             ..
         } = *self;
@@ -164,9 +164,9 @@ impl<'a> PromptSpec<'a> {
                 unless_stopped()?;
                 let prompt = one(&row, layout, encoder, answer).map_err(|e| e.or_at(&row.place));
                 let prompt = match prompt {
-                    Ok(prompt) if prompt.ids.len() + room.answer > room.window => {
-                        if room.long != Long::Drop {
-                            return bad.add(too_long(&prompt, room));
+                    Ok(prompt) if prompt.ids.len() + limits.answer > limits.window => {
+                        if limits.long != Long::Drop {
+                            return bad.add(too_long(&prompt, limits));
                         }
                         bad.good();
                         out.dropped.0 += 1;
@@ -204,7 +204,7 @@ impl Prompts {
     /// Reads all rows of these files.
     ///
     /// # Errors
-    /// A row without a prompt (with its place), no rows, a prompt that leaves no room for the answer, a signal.
+    /// A row without a prompt (with its place), no rows, a prompt that leaves no space for the answer, a signal.
     pub fn load(spec: &PromptSpec) -> Result<Self> {
         let (out, readings) = spec.read()?;
         let readings = source::readings(readings);
@@ -223,17 +223,17 @@ impl Prompts {
     }
 }
 
-fn too_long(prompt: &Prompt, room: Room) -> Error {
+fn too_long(prompt: &Prompt, limits: PromptLimits) -> Error {
     Error::format("the prompt is too long: no tokens are left for the answer")
         .at(&prompt.place)
         .found(format!(
             "{} tokens, plus {} for the answer",
             prompt.ids.len(),
-            room.answer
+            limits.answer
         ))
         .expected(format!(
             "at most {} together (`data::DatasetSpec::max_length`, and the context length of the model)",
-            room.window
+            limits.window
         ))
         .hint(
             "raise `data::DatasetSpec::max_length`, lower the limit of the answer, or leave such rows out with \

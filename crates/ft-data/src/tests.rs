@@ -1,4 +1,4 @@
-//! Tests from files to datasets: formats, hostile rows, counts, splits, questions, and the output of `ft data`.
+//! Tests from files to datasets: formats, hostile rows, counts, splits, questions, and the descriptions of rows.
 
 use super::codec::ChatRender;
 use super::dataset::{Dataset, DatasetSpec};

@@ -324,7 +324,7 @@ pub struct OutputTensor {
 /// Passes the values of one parameter to the sink.
 pub type PartFill<'a> = dyn FnMut(&TensorPlan, &mut dyn FnMut(Values) -> Result<()>) -> Result<()> + 'a;
 
-/// The tensors in which these parameters are written in this layout. What is quantized is not joined.
+/// The tensors in which these parameters are written in this layout. Quantized weights are not joined.
 pub fn outputs(params: &[TensorPlan], layout: Option<&'static JoinedLayout>) -> Vec<OutputTensor> {
     let single = |at: usize| OutputTensor {
         plan: params[at].clone(),

@@ -72,7 +72,7 @@ pub struct RenderJob<'a> {
     pub messages: &'a [Value],
     /// The tools that the template may list.
     pub tools: Option<&'a Value>,
-    /// What to render: the first n messages, and whether a generation prompt follows.
+    /// The renderings: the first n messages, and whether a generation prompt follows.
     pub asks: Vec<(usize, bool)>,
 }
 
@@ -329,7 +329,7 @@ impl Program {
     }
 }
 
-/// What a template sees and prints for the beginnings of a conversation.
+/// The inputs and outputs of a template for the beginnings of a conversation.
 fn answer(
     template: &jinja::Template,
     given: &Map<String, Value>,

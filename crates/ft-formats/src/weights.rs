@@ -128,7 +128,7 @@ pub struct Weights {
     place: PathBuf,
     paths: Vec<PathBuf>,
     handles: Vec<File>,
-    /// What is read in parts stays in the page cache.
+    /// Data that is read in parts stays in the page cache.
     stays_cached: bool,
     tensors: BTreeMap<String, TensorInfo>,
     metadata: HashMap<String, String>,

@@ -35,7 +35,7 @@ fn usual(word: &str) -> Option<&'static str> {
     }
 }
 
-/// What the path of a file says.
+/// The properties of a file that follow from its path.
 #[derive(Debug)]
 struct ListedFile<'a> {
     name: &'a str,

@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn the_names_of_the_hugging_face_tools_are_honoured() {
+    fn the_names_of_the_hugging_face_tools_have_an_effect() {
         let s = from(&[("HOME", "/h")]);
         assert_eq!(s.cache, Path::new("/h/.cache/huggingface/hub"));
         assert_eq!(

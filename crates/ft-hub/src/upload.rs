@@ -1,4 +1,4 @@
-//! What to upload to a repository of a hub; `send` does it.
+//! The files of an upload to a repository of a hub; `send` uploads them.
 
 #[cfg(feature = "hub")]
 mod send;
@@ -38,7 +38,7 @@ impl LocalFile {
     }
 }
 
-/// What to upload, and where.
+/// The files of an upload, and its repository.
 #[derive(Debug, Clone)]
 pub struct Upload<'a> {
     /// The repository, `owner/name`. It is made if it does not exist.
@@ -79,7 +79,7 @@ pub fn check_target(id: &str, revision: &str) -> Result<()> {
     crate::check_revision(revision)
 }
 
-/// Uploads files in one commit. What the hub has already is not sent again, so an upload that broke is repeated.
+/// Uploads files in one commit. Files that the hub has already are not sent again, so an upload that broke is repeated.
 ///
 /// # Errors
 /// No token, or one without write access; no network; a file cannot be read; the hub refuses a file.

@@ -21,7 +21,7 @@ __device__ __forceinline__ float inverse_root(float x) {
     return quotient(1.0f, root(x));
 }
 
-// What the gradients of a row are divided by the root of; 1 without rows.
+// The number by whose root the gradients of a row are divided; 1 without rows.
 __device__ __forceinline__ float factor_of_row(const float* row, const float* mean, i64 r) {
     return row ? inverse_root(quotient(row[r], *mean)) : 1.0f;
 }
@@ -99,7 +99,7 @@ extern "C" __global__ void adafactor_size(const double* partial, i64 parts, i64 
     for (i64 i = threadIdx.x; i < parts; i += blockDim.x) sum += partial[i];
     sum = block_sum(sum, shared);
     const double rms = sqrt(sum / (double)n);
-    // What is not finite stays so: it must not look like a small update.
+    // A number that is not finite stays so: it must not look like a small update.
     if (threadIdx.x == 0) *size = (float)(rate / (rms <= 1.0 ? 1.0 : rms) * (double)factor_of(coefficient, further));
 }
 

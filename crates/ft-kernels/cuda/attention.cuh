@@ -1,4 +1,4 @@
-// What the attention kernels share: the form of an attention, the tiles of work, rows in shared memory, products.
+// Shared by the attention kernels: the form of an attention, the tiles of work, rows in shared memory, products.
 //
 // Letters: H query heads, K key heads, E head size as compiled (64, 96, 128 or 256; `size` is the real one, the rest
 // of a row is zero), q and o [Nq, H size], k and v [Nk, K size], lse and delta [Nq, H].
@@ -70,7 +70,7 @@ struct Cursor {
 /// Which chunks a thread copies: `chunk` of the rows `row`, `row + PASS` and so on.
 template <int E>
 struct Copier {
-    // Rows of one pass; with 12 chunks a row a quarter of the threads rests, so that passes stay alike.
+    // Rows of one pass; with 12 chunks a row a quarter of the threads is idle, so that all passes are alike.
     static constexpr int CHUNKS = E / 8, PASS = E == 96 ? 8 : THREADS / CHUNKS;
     int row, chunk;
     __device__ __forceinline__ Copier()

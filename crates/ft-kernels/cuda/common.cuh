@@ -1,4 +1,4 @@
-// What every kernel here uses: bf16 as bits, packed loads and stores, exact single operations, sums over threads.
+// Used by every kernel here: bf16 as bits, packed loads and stores, exact single operations, sums over threads.
 //
 // With FT_F16 a file becomes the module NAME_f16: the same kernels under the same names, with f16 in the place of bf16.
 // Arithmetic is f32; bf16 and f16 are storage types. Sums have an order that depends on the sizes alone: results are the same

@@ -1,4 +1,4 @@
-// What the loss of whole rows of logits and that of parts of them share. A row starts every `stride` elements (a multiple
+// Shared by the loss of whole rows of logits and that of parts of them. A row starts every `stride` elements (a multiple
 // of 8); with a cap, a logit becomes cap tanh(logit / cap) first. One block for each row.
 #pragma once
 #include "common.cuh"
@@ -118,7 +118,7 @@ __device__ __forceinline__ float total_of(const float* row, int width, float cap
     return block_sum(sum, sums);
 }
 
-// What label smoothing adds to the loss, from the target's logit and the sum of all.
+// The part of the loss that label smoothing adds, from the target's logit and the sum of all.
 __device__ __forceinline__ double smoothed(float smoothing, float wanted, float total, int vocabulary) {
     return smoothing > 0 ? (double)smoothing * ((double)wanted - (double)total / vocabulary) : 0.0;
 }

@@ -1,5 +1,5 @@
 // The loss of rows of logits that are never there whole: parts of the vocabulary come one after the other, from the first
-// on, and come once more for the gradient. What is known of a row meanwhile stands in a `Seen`.
+// on, and come once more for the gradient. The numbers of a row are in a `Seen` meanwhile.
 #include "cross_entropy.cuh"
 
 // Part `first .. first + width` of the vocabulary of each row. Nothing is known before the first part.

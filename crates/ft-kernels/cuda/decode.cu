@@ -1,5 +1,5 @@
-// Weights stored as codes: decoded to bf16 or f32 for a product that follows, or in registers for the product with a few
-// tokens. The values are those of the CPU, bit by bit; the layouts stand in `ops/coded.rs` of ft.
+// Quantized weights: dequantized to bf16 or f32 for a product that follows, or in registers for the product with a few
+// tokens. The values are those of the CPU, bit by bit; `ops/quantized` of ft describes the layouts.
 #include "common.cuh"
 
 typedef unsigned char u8;

@@ -1,4 +1,4 @@
-// What the kernels of the gated delta rule share: the unit keys and the decays of a chunk, products of a block in
+// Shared by the kernels of the gated delta rule: the unit keys and the decays of a chunk, products of a block in
 // registers, and what `prepare` keeps of a chunk. Formulas: crates/ft-ops/src/cpu/delta_rule.rs; here a chunk has fewer
 // tokens.
 //
@@ -90,9 +90,9 @@ struct Decays {
     }
 };
 
-// What `prepare` keeps of a chunk and a value head, f32: T = (I + A)^-1 and P [C, C]; of each token β and the factors that
-// q gets before it meets the state before the chunk, k before it does, and k before its product enters the state after it,
-// with the inverse length of the row; the decay of the chunk.
+// The results of `prepare` for a chunk and a value head, f32: T = (I + A)^-1 and P [C, C]; for each token β and three
+// factors with the inverse length of the row: of q and of k in products with the state before the chunk, and of k in the
+// product that is added to the state after it; the decay of the chunk.
 constexpr int SOLUTION = 0, LOWER = C * C, BETA = 2 * C * C, OF_Q = BETA + C, OF_K = OF_Q + C, END_K = OF_K + C;
 constexpr int DECAY = END_K + C, PREPARED = DECAY + 4;
 

@@ -10,7 +10,7 @@ struct Soft {
     float max, sum;
 };
 
-// What a log-probability needs of a row.
+// The numbers of a row that a log-probability needs.
 struct Scale {
     float max, inverse, log_sum;
 

@@ -66,7 +66,7 @@ struct Narrow {
         int stage = 0;
         for (int at = 0; at < k; at += DEPTH) {
             ptx::wait<STAGES - 2>();
-            // What the step before read is free after this barrier.
+            // The memory that the step before read is free after this barrier.
             __syncthreads();
             start(at + (STAGES - 1) * DEPTH, (stage + STAGES - 1) % STAGES);
             const uint32_t sx = shared + 2 * stage * (X + W), sw = sx + 2 * X;

@@ -1,6 +1,6 @@
 // Thin names for the PTX instructions our kernels use, all of sm_80: ldmatrix, mma.sync, cp.async, ex2.
 //
-// With EMULATE defined the same names run on a processor (`kernels/emulate`).
+// With EMULATE defined the same names run on a processor (`crates/ft-kernels/emulate`).
 // Fragments (PTX ISA, "Matrix Fragments for mma.m16n8k16"), lane l, g = l / 4, t = l % 4:
 //   A 16x16  a[0] (g, 2t..) a[1] (g+8, 2t..) a[2] (g, 2t+8..) a[3] (g+8, 2t+8..)   two of bf16 or f16 each
 //   B 16x8   b0 (2t.., g)   b1 (2t+8.., g)                                         two each, along k

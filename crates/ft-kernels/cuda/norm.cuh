@@ -1,4 +1,4 @@
-// What rms_norm.cu and layer_norm.cu share: the threads of a row, and the names of the kernels.
+// Shared by rms_norm.cu and layer_norm.cu: the threads of a row, and the names of the kernels.
 //
 // "narrow" gives a row (a head) to 16 neighboring lanes, "wide" gives it to a block.
 #pragma once

@@ -53,7 +53,7 @@ __device__ __forceinline__ float rating(const float* scores, const float* correc
     return kind == 1 && size > 1 ? largest + second : kind == 1 ? largest : sum;
 }
 
-// What the weights of a token are divided by.
+// The divisor of the weights of a token.
 __device__ __forceinline__ float divisor(const Rule& rule, const float* scores, const u32* chosen) {
     if (!rule.renormalize) return 1.0f;
     float sum = 0.0f;

@@ -20,13 +20,13 @@
 
 namespace emulate {
 
-/// What a block may have on every GPU from sm_80 on (sm_86 and sm_89 have the least).
+/// Shared memory that a block may have on every GPU from sm_80 on (sm_86 and sm_89 have the least).
 constexpr size_t MOST_SHARED = 99 * 1024;
 constexpr size_t GUARD = 256;
 
 struct Random {
     uint64_t state;
-    /// Streams of neighbouring seeds must not be the same stream moved on: the seed goes through the mixer once.
+    /// Streams of adjacent seeds must not be the same stream at another position: the seed goes through the mixer once.
     explicit Random(uint64_t seed) : state(seed) { state = next(); }
     uint64_t next() {
         uint64_t z = (state += 0x9e3779b97f4a7c15ull);
@@ -191,7 +191,7 @@ inline void hold(unsigned warp, Meeting& meeting) {
         if (meeting.arrived >> lane & 1) set_ready(warp * 32 + lane);
 }
 
-/// Meetings of a warp that wait for nobody any more (a lane may have ended).
+/// Completes the meetings of a warp that wait for no lane any more (a lane may have ended).
 inline void look_at_meetings(unsigned warp) {
     auto& open = meetings[warp];
     for (size_t i = 0; i < open.size();) {

@@ -1,5 +1,5 @@
 // Fibers: many stacks, one at a time. On x86-64 Linux the switch is a few instructions, elsewhere it is ucontext.
-// The address sanitizer is told about every switch.
+// Every switch is reported to the address sanitizer.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// What the tests of the kernels share: device memory of exact size, seeded values, comparison, seeds.
+// Shared by the tests of the kernels: device memory of exact size, seeded values, comparison, seeds.
 // A test's main: for each seed of `seeds(argc, argv)` fill buffers, launch, compare with plain loops; return `verdict()`.
 #pragma once
 

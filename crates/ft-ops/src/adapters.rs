@@ -41,7 +41,7 @@ pub fn sum_products(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     linear::grad_bias(&(a.to_dtype(DType::F32)? * b.to_dtype(DType::F32)?)?)
 }
 
-/// The row norms of DoRA: what ‖V‖² consists of, f32.
+/// The row norms of DoRA: the terms of ‖V‖², f32.
 #[derive(Debug, Clone, Copy)]
 pub struct DoraNorm<'a> {
     /// A·Wᵀ, `[R, O]`

@@ -75,7 +75,8 @@ impl AttentionSpec {
     }
 }
 
-/// What the backward pass reads: the inputs of `forward`, its results, and the gradient of o. T: tensors, or their values.
+/// The inputs of the backward pass: the inputs of `forward`, its results, and the gradient of o. T: tensors, or their
+/// values.
 #[derive(Debug, Clone, Copy)]
 pub struct AttentionGradInputs<T> {
     /// `[Nq, H·E]`

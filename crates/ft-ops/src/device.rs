@@ -28,7 +28,7 @@ pub struct DeviceMemory {
     pub total: u64,
 }
 
-/// The properties of a GPU that `ft doctor` shows.
+/// The properties of a GPU.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GpuProperties {
     /// The name that the driver reports.

@@ -1,8 +1,8 @@
 //! CUDA graphs: the work that a function queues is recorded once, and launched again as a whole. A launch costs the host one
 //! call instead of one for each kernel, product, allocation and free.
 //!
-//! What is recorded keeps its addresses and numbers. So every input is in a tensor that stays, and is written before a launch;
-//! what leaves is copied to such a tensor; and all tensors that are made within are dropped within.
+//! Recorded launches keep their addresses and numbers. So every input is in a tensor that stays, and is written
+//! before a launch; what leaves is copied to such a tensor; and all tensors that are made within are dropped within.
 
 use candle_core::{DType, Device, Tensor};
 use ft_base::{Error, Result};

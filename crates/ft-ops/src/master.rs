@@ -28,7 +28,7 @@ pub fn split(x: f32) -> (bf16, u16) {
 }
 
 /// The number behind an f16 weight: its bits with 16 more bits of the mantissa, as sign and magnitude. It is exact from
-/// 2^-17 on, and a multiple of 2^-40 below. What f16 cannot hold becomes the largest number that f16 rounds to a finite one.
+/// 2^-17 on, and a multiple of 2^-40 below. A number that f16 cannot hold becomes the largest one that f16 rounds to a finite one.
 fn wide_of(x: f32) -> u32 {
     let (sign, size) = (x.to_bits() & 0x8000_0000, x.to_bits() & 0x7FFF_FFFF);
     sign | match size {
@@ -72,7 +72,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_draw_gives_a_neighbour_and_all_together_give_the_value() {
+    fn every_draw_gives_an_adjacent_value_and_the_mean_is_the_value() {
         for x in [1.003_f32, -1.003, 3.1e-5, -7.77e12, 1.0, -0.0, 255.5, 1.9999999] {
             let (mut sum, mut most, mut least) = (0f64, f32::MIN, f32::MAX);
             for draw in 0..=u16::MAX {

@@ -201,7 +201,7 @@ impl Routing {
         in_place!(self, routing => routing.group_visits())
     }
 
-    /// What the balance loss of a router of two levels needs; `None` for others.
+    /// The sums that the balance loss of a router of two levels needs; `None` for others.
     pub fn two_level_sums(&self) -> Option<TwoLevelSums> {
         match &self.0 {
             RoutingOn::Host(routing) => routing.two_level_sums(),

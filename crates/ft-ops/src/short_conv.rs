@@ -1,5 +1,5 @@
 //! Causal depthwise convolution over the last K tokens of a document: `y_t = Σ_k w_k ⊙ x_{t-K+1+k}`, or SiLU of that sum
-//! (`silu`). What comes before the first token of a document is 0.
+//! (`silu`). The inputs before the first token of a document are 0.
 //!
 //! x and y `[N, C]`, w `[C, 1, K]` as in a file of the model.
 

@@ -29,7 +29,7 @@ impl CopyTimes {
     }
 }
 
-/// What happens to the memory of a host tensor after it is sent.
+/// The use of the memory of a host tensor after it is sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HostMemory {
     /// It is neither changed nor freed while the copier lives: a GPU reads it directly.

@@ -141,7 +141,7 @@ fn of_layer(request: &Request, layer: usize, seen: &Seen, norms: &[f32]) -> Spli
     let (neurons, experts) = (norms.len(), request.experts);
     let tokens = seen.neurons.len() / neurons;
     let hidden = seen.inputs.len() / tokens;
-    // What each neuron adds to the output, `[I, T]`.
+    // The part of the output that each neuron adds, `[I, T]`.
     let mut added = vec![0f32; neurons * tokens];
     added.par_chunks_mut(tokens).enumerate().for_each(|(i, row)| {
         for (t, x) in row.iter_mut().enumerate() {

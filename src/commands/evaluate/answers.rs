@@ -3,7 +3,7 @@
 use super::report::{Measure, Report};
 use super::{EvaluatedModel, Request, files, open, pair_batches, read, rows_of, stop_if_asked, totals};
 use crate::base::{Error, Result, progress};
-use crate::data::prompts::{PromptSpec, Prompts, Room};
+use crate::data::prompts::{PromptLimits, PromptSpec, Prompts};
 use crate::data::{Dataset, Encoder, Example, IGNORE};
 use crate::model::Network;
 use crate::recipe::{Recipe, Stage, TrainOn};
@@ -167,7 +167,7 @@ pub fn prompts(opened: &EvaluatedModel, recipe: &Recipe, request: &Request) -> R
     let longest = request.max_new_tokens.min(window / 2).max(1);
     let column = &recipe.rl.answer_column;
     let sources = sources(recipe, rows_of(recipe, request))?;
-    let room = Room {
+    let limits = PromptLimits {
         window,
         answer: longest,
         long: recipe.data.long,
@@ -177,7 +177,7 @@ pub fn prompts(opened: &EvaluatedModel, recipe: &Recipe, request: &Request) -> R
         render: recipe.data.render,
         encoder: &encoder,
         answer: column,
-        room,
+        limits,
         screen: None,
     })?;
     let mut known = all.rows;

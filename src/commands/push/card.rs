@@ -1,4 +1,4 @@
-//! The model card: what was trained, on what, how, and with which result. It says only what the files of the run say.
+//! The model card: the model, the data, the method and the result of the training. It says only what the files of the run say.
 
 use crate::base::files;
 use crate::base::units::{bytes, count, duration};

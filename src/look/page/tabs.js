@@ -11,7 +11,7 @@ const recent = (points) => {
 const lowest = (points) => (points && points.length ? Math.min(...points.map((p) => p[1])) : null);
 const highest = (points) => (points && points.length ? points.reduce((m, p) => Math.max(m, p[1]), -Infinity) : null);
 
-/** The end of a path that tells runs apart. */
+/** The end of a path that distinguishes runs. */
 function shortNames(runs) {
   const parts = runs.map((r) => r.name.split("/").filter(Boolean));
   for (let n = 1; n < 6; n++) {

@@ -36,7 +36,7 @@ struct Taken {
     default: bool,
 }
 
-/// What was found so far.
+/// The keys that were found so far.
 #[derive(Debug, Default)]
 struct Findings {
     taken: Vec<Taken>,

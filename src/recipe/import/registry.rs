@@ -56,7 +56,7 @@ impl Registry {
         })
     }
 
-    /// The dataset with this name; `None`: there is none. What has no counterpart is added to `found`.
+    /// The dataset with this name; `None`: there is none. A key without a counterpart is added to `found`.
     pub(super) fn source(&self, found: &mut Findings, name: &str) -> Option<Source> {
         let entry = self.entries.get(name)?;
         let text = |key: &str| entry.get(key).and_then(Node::scalar).filter(|text| !text.is_empty());

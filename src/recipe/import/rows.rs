@@ -99,7 +99,7 @@ fn registered(found: &mut Findings, file: &Config, shown: &str, key: &str, items
     }
 }
 
-/// A setting of a dataset. What ft does in any case needs no key.
+/// A setting of a dataset. A setting that ft always has needs no key.
 fn setting(found: &mut Findings, file: &Config, shown: &str, key: &str, name: &str, node: &Node) {
     let text = node.scalar().unwrap_or_default();
     match (name, text) {

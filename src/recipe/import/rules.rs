@@ -227,7 +227,7 @@ fn optimizer(found: &mut Findings, file: &Config, shown: &str, node: &Node) {
             ("eps" | "weight_decay" | "momentum", Node::Scalar(text)) => {
                 found.take(&format!("optimizer.{argument}"), super::number(text), &shown);
             }
-            // What ft does in any case.
+            // ft always does this.
             ("bias_correction", Node::Scalar(text)) if text == "true" => {}
             _ => found.leave(
                 &shown,
@@ -306,7 +306,7 @@ fn unfrozen(found: &mut Findings, shown: &str, node: &Node) {
     found.take("tune.freeze.trainable", format!("[{}]", names.join(", ")), shown);
 }
 
-/// What two keys decide together.
+/// The keys that depend on two keys together.
 pub fn afterwards(found: &mut Findings, file: &Config) {
     let root = file.root;
     // The schedule of MLX stands before or after the rate.

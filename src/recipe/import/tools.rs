@@ -23,7 +23,7 @@ pub struct Config<'a> {
     pub tool: Tool,
     /// The value of `train.stage`; `None`: supervised training.
     pub stage: Option<&'static str>,
-    /// What the names of datasets mean.
+    /// The meaning of the names of datasets.
     pub registry: Option<&'a Registry>,
 }
 

@@ -109,8 +109,7 @@ impl Distributed {
         }
     }
 
-    /// How ranks that train alone are averaged in a run of `last` steps; `None`: gradients travel in each step, or there is
-    /// one rank.
+    /// How ranks that train alone are averaged in a run of `last` steps; `None`: no averages are computed.
     pub fn outer(&self, ranks: usize, last: u64) -> Option<OuterConfig> {
         (ranks > 1 && self.sync_every > 0).then_some(OuterConfig {
             every: self.sync_every as u64,

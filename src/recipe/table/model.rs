@@ -19,7 +19,7 @@ named!(
     FrozenWeights { Auto = "auto", F32 = "f32", Bf16 = "bf16", Int8 = "int8", Int4 = "int4", Nf4 = "nf4" }
 );
 named!(
-    /// What `auto` settings of the planner aim at.
+    /// The goal of the `auto` settings of the planner.
     MemoryGoal {
         /// `Balanced` on a CPU without a budget, else `Fast`.
         Auto = "auto",

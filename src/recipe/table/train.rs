@@ -295,7 +295,7 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
     }
 }
 
-/// What has no f16.
+/// Refuses settings that do not support f16.
 pub(super) fn check_f16(s: &Settings, faults: &mut Faults) {
     if s.model.dtype != Dtype::F16 {
         return;

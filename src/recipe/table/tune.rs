@@ -3,7 +3,7 @@
 use super::*;
 
 named!(
-    /// What is trained for new tokens.
+    /// The parameters that are trained for new tokens.
     NewTokens {
         /// Only their rows of embedding and head.
         Rows = "rows",
@@ -36,7 +36,7 @@ section! {
 section! {
     /// Block training (BAdam): one block of parameters is active at a time.
     pub struct BlockKeys in "tune.block", when TuneKeys::method = ["block"] {
-        /// What a block is: a layer, a module (attention or mlp), a single matrix, in a mixture of experts
+        /// A block is a layer, a module (attention or mlp), a single matrix, in a mixture of experts
         /// (`experts`) attention, the part of the MLP that all tokens share, or a group of experts, or (`ratio`) a
         /// fraction of every parameter.
         partition: Partition = "layer", "as in BAdam";

@@ -11,7 +11,7 @@ use crate::source::{ParamInfo, StoragePolicy, resident, stored};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Who writes the files that a run needs meanwhile, and their directory: with `distributed.weights = "host"` the first rank of
+/// The writer of the files that a run needs meanwhile, and their directory: with `distributed.weights = "host"` the first rank of
 /// each machine, in its directory; else each rank in `run_dir`, its own.
 pub(super) fn writer(recipe: &Recipe, run_dir: &Path, ranks: &Arc<dyn Collective>) -> Result<(Writer, PathBuf)> {
     if recipe.distributed.shares_files() && ranks.world().size > 1 {

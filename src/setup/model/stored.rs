@@ -52,7 +52,7 @@ impl StoredWeights {
         Ok(found)
     }
 
-    /// True if a run with this method trains decoded values of the files.
+    /// True if a run with this method trains dequantized values of the files.
     pub fn is_decoded(&self, method: Method) -> bool {
         method != Method::Lora && !self.codes.is_empty()
     }

@@ -30,7 +30,7 @@ pub(super) struct Trainer<'a> {
     first: Active,
 }
 
-/// What was decided before the weights are loaded.
+/// The decisions that are made before the weights are loaded.
 pub(super) struct TrainerParts<'a> {
     pub strategy: StepStrategy,
     pub stream: BatchStream<'a>,

@@ -1,4 +1,4 @@
-//! What a run reads and decides before anything is written.
+//! The inputs and decisions of a run, before anything is written.
 
 use super::Options;
 use crate::base::{Error, Result};

@@ -12,7 +12,7 @@ use crate::train::{from_checkpoint, owner};
 use serde_json::json;
 use std::path::PathBuf;
 
-/// What the run leaves.
+/// The results of a run.
 pub(super) struct Results {
     /// `None`: the weights are random.
     pub final_dir: Option<PathBuf>,

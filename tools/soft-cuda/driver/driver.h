@@ -99,7 +99,7 @@ struct Node {
     Before before;
 };
 
-/// What a capture has recorded. Its memory has addresses of its own until the last launch has run.
+/// The operations that a capture has recorded. Its memory has addresses of its own until the last launch has run.
 struct Graph {
     struct Block {
         uint64_t address;
@@ -186,7 +186,7 @@ bool complete(const Access& access);
 
 /// A point in the stream after all that is queued.
 std::shared_ptr<Record> record_on(Stream& stream);
-/// What is queued from now on comes after that point.
+/// Operations that are queued from now on come after that point.
 void wait_on(Stream& stream, const Record& record);
 
 // graphs.cpp

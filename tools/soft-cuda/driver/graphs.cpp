@@ -182,7 +182,7 @@ int cuGraphExecDestroy(void* handle) {
     SOFT_CALL;
     auto found = state().instances.find(handle);
     if (found == state().instances.end()) return refuse(INVALID_VALUE, "cuGraphExecDestroy: not an instance");
-    // What is queued still runs: its operations keep the graph.
+    // Queued operations still run: its operations keep the graph.
     found->second->graph->instantiated = false;
     state().instances.erase(found);
     return SUCCESS;

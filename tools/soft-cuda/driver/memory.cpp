@@ -35,7 +35,7 @@ struct State {
     uint64_t arena = 0, next = 0;
     Pool first;
     Pool* pool = &first;
-    /// What is allocated in no order of a stream: it counts for the device only.
+    /// Memory that is allocated in no order of a stream: it counts for the device only.
     Pool outside;
     /// Live allocations by address, in the order of the calls.
     std::map<uint64_t, std::shared_ptr<Memory>> device, host;
@@ -302,7 +302,7 @@ int cuMemAllocAsync(uint64_t* out, size_t size, void* stream_handle) {
     if (!memory) return OUT_OF_MEMORY;
     count(*stream, "memory (bytes)", "allocation", size);
     *out = memory->address;
-    // What is allocated is a use, but the memory is not live before it runs.
+    // An allocation is a use, but the memory is not live before it runs.
     Operation operation{"allocation", {}, [memory] { begin(*memory); }};
     operation.kind = ALLOCATION_NODE;
     if (stream->capture) operation.uses.push_back({memory, true});
@@ -425,7 +425,7 @@ int cuMemcpyDtoHAsync_v2(void* to, uint64_t from, size_t size, void* stream_hand
     auto copy = [=] { std::memcpy(to, bytes(from), size); };
     count(*stream, "copy (bytes)", host ? "to page-locked memory" : "to pageable memory", size);
     if (host) {
-        // What is read before the copy has run is poison, unless an earlier copy still needs it.
+        // Memory that is read before the copy has run is poison, unless an earlier copy still needs it.
         if (!stream->capture && !is_pending(*host)) std::memset(to, POISON, size);
         Operation operation{"copy to the host", {{memory, false}, {host, true}}, copy};
         operation.kind = COPY_NODE;

@@ -110,7 +110,7 @@ bool ends_in(const char* call) {
     return wanted && std::strcmp(wanted, call) == 0;
 }
 
-/// Writes a file whole: nobody sees a part of it.
+/// Writes a file atomically: no process sees a part of it.
 void publish(const std::string& path, const std::string& bytes) {
     std::string part = path + ".part";
     FILE* file = std::fopen(part.c_str(), "w");
@@ -129,7 +129,7 @@ std::string contents(const std::string& path) {
     return bytes;
 }
 
-/// True if the process of a rank has ended, or has left the communicator: nobody has a lock on its file.
+/// True if the process of a rank has ended, or has left the communicator: no process has a lock on its file.
 bool has_left(const Communicator& comm, int rank) {
     int file = open(rank_file(comm.folder, rank).c_str(), O_RDONLY | O_CLOEXEC);
     if (file < 0) return true;

@@ -21,7 +21,7 @@ struct State {
     std::recursive_mutex mutex;
     std::vector<std::unique_ptr<Stream>> streams;
     std::set<Event*> events;
-    /// What is complete for the thread that makes the calls.
+    /// The work that is complete for the thread that makes the calls.
     Clock host;
     Order order = Order::LATE;
     uint64_t random = 0;

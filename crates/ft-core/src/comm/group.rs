@@ -206,7 +206,7 @@ impl Collective for RankGroup {
     }
 }
 
-/// What a rank is about to do.
+/// The next operation of a rank.
 #[derive(Clone, Copy, PartialEq)]
 struct Header {
     turn: u64,

@@ -98,7 +98,7 @@ pub(super) fn meet(rendezvous: &Rendezvous, own: &str) -> Result<Met> {
     Ok((peers, hosts))
 }
 
-/// What a rank says of itself.
+/// The first message of a rank: the data about itself.
 #[derive(Clone)]
 struct Greeting {
     rank: usize,

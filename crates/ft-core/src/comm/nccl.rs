@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 /// How long the connections of a rank that ends the job stay open: the others then find the rank that was lost first, and not this
 /// one.
 const LINGER: Duration = Duration::from_secs(1);
-/// What a rank says after a step in which it could fail alone.
+/// The message of a rank after a step in which it could fail alone.
 const DONE: u8 = 0xfd;
 const FAILED: u8 = 0xfe;
 
@@ -85,7 +85,7 @@ impl Guard {
                     LOOKS => trouble(&mesh, begun.elapsed(), wait.limit),
                     _ => return,
                 };
-                // What was seen after the end belongs to another operation.
+                // Failures that are seen after the end belong to another operation.
                 if let Some(why) = why
                     && seen.load(Ordering::Acquire) == LOOKS
                 {
@@ -161,7 +161,7 @@ impl NcclWire {
         all
     }
 
-    /// After a step: what each rank says, if it is done on all ranks.
+    /// After a step: the message of each rank, if the step is done on all ranks.
     fn agree<const N: usize, T>(&mut self, own: &Result<T>, more: [u8; N], wait: &Wait) -> Option<Vec<[u8; N]>> {
         let word = if own.is_ok() { DONE } else { FAILED };
         // A rank that is gone does not hear of it.

@@ -257,7 +257,7 @@ fn a_rank_that_is_late_ends_the_job() {
     assert!(found[0].contains("has ended"), "{}", found[0]);
 }
 
-/// What was said, and how often the wire could look at the other ranks while there was nothing to do.
+/// The messages, and how often the wire could look at the other ranks while there was nothing to do.
 static SAID: Mutex<Vec<String>> = Mutex::new(Vec::new());
 static LOOKS: Mutex<usize> = Mutex::new(0);
 

@@ -1,4 +1,4 @@
-//! What a group needs of the connection between ranks (MPI, TCP and NCCL, channels in tests).
+//! The connection between ranks, as a group uses it (MPI, TCP and NCCL, channels in tests).
 
 use crate::base::Result;
 use candle_core::Device;
@@ -18,6 +18,9 @@ pub trait Wire {
 
     /// Numbers are in the memory of `device` from now on: connects the devices of all ranks, if the wire uses them. Also `Ok` if
     /// another rank has failed, which says so in its next operation.
+    ///
+    /// # Errors
+    /// The devices cannot be connected (`Unsupported`), for example because a rank trains on the CPU.
     fn device(&mut self, _device: &Device, _wait: &Wait) -> Result<()> {
         Ok(())
     }

@@ -79,7 +79,7 @@ impl<'a> Divided<'a> {
 
     /// Updates every weight: each rank its part, with the sums times `coefficient`; `gate` can disable it.
     pub(super) fn update(mut self, optimizer: &mut Optimizer, lr: f64, coefficient: f32, gate: FoundInf) -> Result<()> {
-        // What is stored in parts is not sent: it is collected before its next use.
+        // A weight that is stored in parts is not sent: it is collected before its next use.
         let stored = self.sums.extract_if(.., |sum| sum.is_stored_in_parts());
         for sum in stored {
             update(optimizer, &[sum], lr, coefficient, gate)?;
@@ -287,7 +287,7 @@ impl Engine {
     /// Gives every rank all low bits of the masters outside `active`: their store takes them.
     pub(super) fn gather_low(&mut self, active: &super::Active) -> Result<()> {
         let world = self.comm.world();
-        // What is stored in parts keeps them.
+        // A weight that is stored in parts keeps its low bits.
         let stays = |name: &str| active.contains(name) || self.is_in_parts(name);
         let names = self.optimizer.low_parts_outside(stays);
         let mut items = Vec::new();
@@ -387,7 +387,7 @@ impl Engine {
         }
     }
 
-    /// What this rank keeps of a saved tensor of the state of `name`, a parameter of `n` elements. `part` as in
+    /// The part of this rank of a saved tensor of the state of `name`, a parameter of `n` elements. `part` as in
     /// `SavedMoment`.
     ///
     /// # Errors

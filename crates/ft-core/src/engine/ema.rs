@@ -236,8 +236,8 @@ impl Engine {
         }
     }
 
-    /// Sends the own parts of these weights to the other ranks, if the ranks have parts. What is stored in parts is collected
-    /// again before its next use.
+    /// Sends the own parts of these weights to the other ranks, if the ranks have parts. Weights in parts are collected
+    /// again before their next use.
     fn share<'n>(&self, names: impl Iterator<Item = &'n Arc<str>>) -> Result<()> {
         if !self.divided {
             return Ok(());

@@ -8,9 +8,15 @@ use std::collections::BTreeMap;
 /// stores the gradients until the update (`Gradients::Keep`).
 pub trait StepHook {
     /// May change `gradients` in place: they are complete, f32, and not clipped.
+    ///
+    /// # Errors
+    /// A gradient of another shape (`Shape`); not enough memory on the device (`OutOfMemory`).
     fn before_update(&mut self, gradients: &StepGradients) -> Result<()>;
 
     /// Runs after the update of `step` (from 1) with `gradients` times `coefficient`, the clipping factor.
+    ///
+    /// # Errors
+    /// A gradient or a weight of another type (`Shape`); not enough memory on the device (`OutOfMemory`).
     fn after_update(&mut self, step: u64, gradients: &StepGradients, coefficient: f32) -> Result<()>;
 
     /// The state for a checkpoint, by name.

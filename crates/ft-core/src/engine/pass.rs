@@ -57,7 +57,7 @@ impl Totals {
         self.tokens += batch.len() as u64;
     }
 
-    /// Adds the sums read from a tally.
+    /// These totals with the sums of a step.
     pub fn with(self, sums: StepSums) -> Self {
         Self {
             loss_sum: sums.loss,

@@ -1,4 +1,4 @@
-//! Gradient sinks: what happens to a gradient as soon as it is computed.
+//! Gradient sinks: the use of a gradient as soon as it is computed.
 
 use super::active::Active;
 use super::divided::Divided;
@@ -345,7 +345,7 @@ impl GradSink for Accumulate<'_> {
     /// that adds it to the sum. On the CPU this would be no faster, and would change the order of the sums.
     fn sum(&self, name: &str) -> Option<Tensor> {
         let sum = self.sums.get(name)?;
-        // What an idle rank computes again is not added.
+        // The gradients that an idle rank computes again are not added.
         let counts = self.window.as_ref().is_none_or(|window| window.counts);
         (counts && sum.device().is_cuda() && !self.active.is_masked() && !self.ordered).then(|| sum.clone())
     }

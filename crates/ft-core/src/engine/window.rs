@@ -6,7 +6,7 @@ use crate::comm::{Collective, Patience, World};
 use crate::model::Objective;
 use crate::ops::step_stats::StepSums;
 
-/// What this rank computes in one round: a micro-batch on each rank at the same time.
+/// The work of this rank in one round: a micro-batch on each rank at the same time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Round {
     /// Index of the micro-batch in the window.

@@ -63,7 +63,7 @@ pub fn reading_work(spec: &Spec, longest: usize, tokens: usize, new: usize) -> u
     (0..spec.layers.len()).map(layer).max().unwrap_or(0)
 }
 
-/// What the cache has of one layer.
+/// The content of the cache for one layer.
 #[derive(Debug, Clone, Copy)]
 enum LayerLayout {
     /// Keys and values, in pages on the CPU or blocks on a GPU.

@@ -324,7 +324,7 @@ pub(super) struct NewTokens<'a> {
     pub logits: bool,
 }
 
-/// What the new tokens of a pass are.
+/// The kind of the new tokens of a pass.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum PassKind {
     /// Tokens of prompts: attention in blocks. The kind of a token decides, never the number of tokens: it does not depend on

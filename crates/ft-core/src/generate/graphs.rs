@@ -21,7 +21,7 @@ pub(crate) type Work<'a> = dyn Fn(&Tensor, &Context, &mut Step) -> Result<Tensor
 /// Shapes and types of tensors.
 type Sizes = Vec<(Vec<usize>, DType)>;
 
-/// What a graph depends on, besides the tables of the cache and the states of layers.
+/// The values on which a graph depends, besides the tables of the cache and the states of layers.
 #[derive(PartialEq)]
 struct StepShape {
     /// Rows of logits.
@@ -78,7 +78,7 @@ fn sizes(tensors: &[Tensor]) -> Sizes {
     tensors.iter().map(|t| (t.dims().to_vec(), t.dtype())).collect()
 }
 
-/// What the layers read of a step: the embedded tokens, cos and sin of each rope, the per-layer inputs.
+/// The inputs of the layers in a step: the embedded tokens, cos and sin of each rope, the per-layer inputs.
 fn inputs(x: &Tensor, ctx: &Context) -> Vec<Tensor> {
     let ropes = ctx.ropes.iter().flat_map(|(cos, sin)| [cos, sin]);
     [x].into_iter()

@@ -35,7 +35,7 @@ impl Sampler {
     }
 
     /// As `next`, for rows of logits `[R, V]` before the cap of the model, on a GPU; `places`: number and position of each
-    /// row. `None`: the rows must be sampled on the host, because some tokens are cut off, or because there is no GPU.
+    /// row. `None`: the rows must be sampled on the host.
     ///
     /// # Errors
     /// As `next`.

@@ -166,7 +166,7 @@ fn rows_end_at_their_stop_id_while_others_go_on() {
 }
 
 #[test]
-fn sampled_rows_do_not_depend_on_their_neighbours_leaving() {
+fn sampled_rows_do_not_depend_on_the_end_of_other_rows() {
     let network = network(spec(), Dtype::F32);
     let warm = GenerateSettings {
         temperature: 1.3,

@@ -11,7 +11,7 @@ use crate::ops::update;
 use crate::peft::Adapter;
 use std::path::Path;
 
-/// What to write.
+/// The adapter to write, and the options of its file.
 #[derive(Debug, Clone, Copy)]
 pub struct AdapterFile<'a> {
     /// The adapter directory.

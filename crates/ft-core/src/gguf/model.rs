@@ -89,7 +89,7 @@ impl FileType {
     }
 }
 
-/// What to write.
+/// The model to write, and the options of its file.
 #[derive(Debug, Clone)]
 pub struct ModelFile<'a> {
     /// The model directory.
@@ -117,7 +117,7 @@ pub struct Fidelity {
     pub largest: f64,
 }
 
-/// What was written.
+/// The properties of the written file.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Written {
     /// Name of the architecture.

@@ -485,7 +485,7 @@ pub fn check_base(dir: &Path, base: &BaseHashes) -> Result<()> {
 mod tests {
     use super::*;
 
-    /// What is off is not part of a fingerprint: adapters of such models stay valid.
+    /// An option that is off is not part of a fingerprint: adapters of such models stay valid.
     #[test]
     fn a_short_convolution_names_its_biases_only_if_it_has_them() {
         let of = |family: &str| {

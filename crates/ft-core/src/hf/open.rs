@@ -53,8 +53,8 @@ pub fn open(dir: &Path, dtype: Dtype, device: &Device) -> Result<OpenModel> {
     })
 }
 
-/// As `open`, with the weights of quantized files (`ft quantize`, GPTQ, FP8, MXFP4, ...) decoded to `dtype`: every parameter
-/// can be trained. A weight takes 2 or 4 bytes.
+/// As `open`, with the weights of quantized files (GPTQ, FP8, MXFP4, ...) dequantized to `dtype`: every parameter can be
+/// trained. A weight takes 2 or 4 bytes.
 ///
 /// # Errors
 /// As for `open`.

@@ -79,7 +79,7 @@ pub struct Block {
     pub per_layer: Option<PerLayerInput>,
     /// A projection beside the attention, if the family has it.
     pub laurel: Option<Laurel>,
-    /// What makes the other streams, if tokens have several.
+    /// The part that computes the other streams, if tokens have several.
     pub altup: Option<AltUp>,
     /// m of a sparse gate (`ops::sparse_gate`), if the layer has one.
     pub sparse_gate: Option<f32>,
@@ -169,7 +169,7 @@ impl Block {
         }
     }
 
-    /// What the MLP reads: x1, or if the halves are parallel (`None`), what the attention reads.
+    /// The input of the MLP: x1, or if the halves are parallel (`None`), the input of the attention.
     fn mlp_input(&self, x: &Tensor, x1: Option<&Tensor>) -> Result<Tensor> {
         match x1 {
             Some(x1) => Ok(x1.clone()),
@@ -271,7 +271,7 @@ impl Block {
     }
 }
 
-/// What the backward pass of a mixer gets beside its saved activations.
+/// The inputs of the backward pass of a mixer, beside its saved activations.
 pub(super) struct MixerGradient<'a> {
     /// The input of the layer, `[N, D]`.
     pub x: &'a Tensor,

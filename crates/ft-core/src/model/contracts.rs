@@ -23,6 +23,10 @@ pub trait GradSink {
 
     /// Takes the gradient (f32, the parameter's shape). Called after the last use of the parameter in this backward
     /// pass, so the sink may change the weight at once.
+    ///
+    /// # Errors
+    /// A gradient that is not finite (`NonFinite`; a sink that only adds finds this later); a second gradient of one
+    /// parameter, for a sink that needs all at once (`Internal`); not enough memory on the device (`OutOfMemory`).
     fn take(&mut self, param: &Param, gradient: Tensor) -> Result<()>;
 
     /// The gradient of `name` accumulated so far (f32), if it is computed in parts and this is not the first: the
@@ -46,11 +50,17 @@ pub trait GradSink {
     }
 
     /// The parameter `name` of this shape is trained, but another rank has it and takes its gradients.
+    ///
+    /// # Errors
+    /// There is no such parameter (`NotFound`); not enough memory on the device (`OutOfMemory`).
     fn take_elsewhere(&mut self, _name: &str, _shape: Vec<usize>) -> Result<()> {
         Ok(())
     }
 
     /// The micro-batch of this rank has given its last gradient.
+    ///
+    /// # Errors
+    /// Not enough memory on the device (`OutOfMemory`); another rank has failed.
     fn end_round(&mut self) -> Result<()> {
         Ok(())
     }
@@ -91,6 +101,10 @@ pub trait KvStore {
     /// Appends `new`, the keys and values `[N, K·E]` of the new tokens, to those of layer `layer`. `None`: a later
     /// layer calls it, and reads what layer `layer` has appended. The queries `q` `[N, H·E]` of the new tokens attend
     /// to all tokens of their documents. Returns o and lse as `ops::attention::forward` does.
+    ///
+    /// # Errors
+    /// The cache does not have this layer, or the tensors have the wrong shape (`Shape`); not enough memory for the
+    /// new tokens (`OutOfMemory`).
     fn attend(
         &mut self,
         layer: usize,
@@ -106,17 +120,23 @@ pub trait KvStore {
     }
 
     /// For each document the state of a layer with Gated DeltaNet or a short convolution; `None` before its first token.
+    ///
+    /// # Errors
+    /// A cache without such states (`Internal`); the cache has no state of this layer (`Shape`).
     fn states(&mut self, layer: usize) -> Result<Vec<Option<RecurrentState>>> {
         Err(Error::internal("this cache has no recurrent states").at(format!("layer {layer}")))
     }
 
     /// Replaces the states of such a layer, one for each document.
+    ///
+    /// # Errors
+    /// As `states`.
     fn set_states(&mut self, layer: usize, _states: Vec<RecurrentState>) -> Result<()> {
         Err(Error::internal("this cache has no recurrent states").at(format!("layer {layer}")))
     }
 }
 
-/// What a layer with Gated DeltaNet or a short convolution keeps of the tokens so far, instead of keys and values.
+/// The state of a layer with Gated DeltaNet or a short convolution after the tokens so far, instead of keys and values.
 #[derive(Debug, Clone)]
 pub struct RecurrentState {
     /// The last inputs of the convolution, `[kernel - 1, channels]`.
@@ -139,7 +159,7 @@ pub struct Context<'a> {
     pub observer: Option<&'a dyn Observer>,
     /// Number of tokens per MLP piece; `None`: all.
     pub mlp_tokens: Option<usize>,
-    /// What several layers use.
+    /// Tensors that several layers use.
     pub shared: Rc<SharedStates>,
     /// The tokens of this rank, if several share them.
     pub sequence: Option<&'a Sequence<'a>>,
@@ -170,11 +190,14 @@ impl Context<'_> {
 /// Observes a forward pass.
 pub trait Observer {
     /// Called with the input `x` `[N, I]` of the linear with this weight.
+    ///
+    /// # Errors
+    /// The observer cannot use this input, or has no memory for its result. The forward pass ends with this error.
     fn input(&self, weight: &str, x: &Tensor) -> Result<()>;
 }
 
 impl<'a> Context<'a> {
-    /// The context of another step of the same sizes with these cos and sin; what layers share is empty.
+    /// The context of another step of the same sizes with these cos and sin; the shared states are empty.
     pub(crate) fn reading(&self, ropes: Vec<(Tensor, Tensor)>) -> Context<'a> {
         Context {
             documents: self.documents,
@@ -226,13 +249,23 @@ pub trait Layer {
     type SavedActivations;
 
     /// `x` `[N, D]` to `[N, D]`; saves no activations.
+    ///
+    /// # Errors
+    /// A tensor of the wrong shape or type (`Shape`); not enough memory (`OutOfMemory`); the error of the observer,
+    /// or of a source that cannot read the weights of an expert; another rank has failed.
     fn forward(&self, x: &Tensor, ctx: &Context) -> Result<Tensor>;
 
     /// As `forward`, bit-exactly, and returns the saved activations.
+    ///
+    /// # Errors
+    /// As `forward`.
     fn forward_saving(&self, x: &Tensor, ctx: &Context) -> Result<(Tensor, Self::SavedActivations)>;
 
     /// Backward pass from the layer's input `x` `[N, D]`; recomputes the activations if `saved` is `None`. Passes to
     /// `sink`, one by one, the gradients of the parameters that it wants; returns `∂loss/∂x` if `need_dx`.
+    ///
+    /// # Errors
+    /// As `forward`, and the error of `sink`; saved activations of another layer (`Internal`).
     fn vjp(
         &self,
         x: &Tensor,
@@ -270,6 +303,10 @@ pub struct LossGradients {
 pub trait Objective {
     /// `h` `[N, D]`: hidden states after the final norm. Adds the loss and the number of correct predictions of trained
     /// tokens to `step_stats`.
+    ///
+    /// # Errors
+    /// A batch without the data of this objective, or tensors of the wrong shape (`Shape`); a target outside the
+    /// vocabulary (`Argument`); not enough memory (`OutOfMemory`); a failed read of the head.
     fn evaluate(
         &self,
         h: &Tensor,
@@ -291,6 +328,9 @@ pub trait Objective {
 
     /// `x` `[N, D]`: the input of layer `layer`, one of `hidden_layers`. The returned `dh` is added to the gradient
     /// there.
+    ///
+    /// # Errors
+    /// As `evaluate`; the objective does not use this layer (`Unsupported`).
     fn evaluate_hidden(
         &self,
         layer: usize,

@@ -55,12 +55,12 @@ pub struct Experts {
 pub(super) struct SavedExperts {
     routing: Routing,
     assignment: Assignment,
-    /// For each unit of the assignment; `None`: it has no tokens, or nothing was saved.
+    /// The saved activations of each unit of the assignment; `None`: nothing is saved of it.
     experts: Vec<Option<SavedPiece>>,
     shared: Option<SavedPiece>,
 }
 
-/// What the backward pass of an expert must compute, and with which batch.
+/// The gradients that the backward pass of an expert must compute, and the batch.
 #[derive(Clone, Copy)]
 struct Needs<'a> {
     ctx: &'a Context<'a>,
@@ -70,7 +70,7 @@ struct Needs<'a> {
     weights: bool,
 }
 
-/// What the backward pass of the experts of a layer gets.
+/// The inputs of the backward pass of the experts of a layer.
 pub(super) struct ExpertsGradient<'a> {
     /// The input of the forward pass, `[N, D]`.
     pub h: &'a Tensor,

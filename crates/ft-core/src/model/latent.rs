@@ -51,7 +51,7 @@ pub(super) struct SavedLatent {
     low: [SavedLow; 4],
 }
 
-/// What latent attention computes first.
+/// The first results of latent attention.
 struct LatentInputs {
     /// Filled heads, `[N, H·E]`.
     q: Tensor,

@@ -31,7 +31,7 @@ pub struct Projections {
 /// The LoRA pairs of the groups of linears of a layer, if they have any.
 pub(super) type LayerPairs = Vec<Option<Arc<PairStack>>>;
 
-/// What the backward pass of the LoRA pairs reuses.
+/// The tensors that the backward pass of the LoRA pairs reuses.
 pub(super) struct SavedPairs {
     /// `[N, T]`
     u: Tensor,
@@ -275,8 +275,8 @@ impl Projections {
         }
     }
 
-    /// Sums `∂x` over the parts; drops `dys` one by one. `x` is needed only if `wanted`. What was not saved is computed
-    /// again.
+    /// Sums `∂x` over the parts; drops `dys` one by one. `x` is needed only if `wanted`. Tensors that were not saved are
+    /// computed again.
     pub(super) fn backward(
         &self,
         x: Option<&Tensor>,
@@ -394,7 +394,7 @@ impl Projections {
     }
 }
 
-/// The backward pass through the pairs: what their gradients need.
+/// The backward pass through the pairs: the tensors that their gradients need.
 struct LowBackward<'a> {
     pairs: &'a PairStack,
     /// `[N, T]`

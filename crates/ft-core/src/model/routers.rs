@@ -1,4 +1,4 @@
-//! What the routers of a model do in a training step: the losses that keep the load of their experts even, and the
+//! The routers of a model in a training step: the losses that keep the load of their experts even, and the
 //! metrics of the load.
 //!
 //! The balance loss is E · Σ_e f_e · p_e (Switch Transformer, arXiv 2101.03961, equation 4), as transformers computes it:
@@ -89,7 +89,7 @@ struct LayerSums {
     visits: Option<u64>,
 }
 
-/// What the routers did with a micro-batch.
+/// The choices of the routers for a micro-batch.
 #[derive(Debug, Clone)]
 pub struct RouterTally {
     losses: RouterLosses,
@@ -206,7 +206,7 @@ impl RouterTally {
         }
     }
 
-    /// What the metrics need, as numbers: share, balance loss, z-loss, then for each layer its index, the number of its
+    /// The numbers for the metrics: share, balance loss, z-loss, then for each layer its index, the number of its
     /// experts, their tokens, the entropy, N, and the visited groups (-1: a router of one level).
     pub fn to_wire(&self) -> Vec<f64> {
         let values = self.values();

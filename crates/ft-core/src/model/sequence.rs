@@ -361,8 +361,8 @@ impl<'a> Sequence<'a> {
         all.into_iter().zip(tensors).map(tensor).collect()
     }
 
-    /// From tensors of all tokens with the own heads to tensors of the own tokens with all heads. What several ranks have of
-    /// a key head is added in the order of the ranks.
+    /// From tensors of all tokens with the own heads to tensors of the own tokens with all heads. The parts of a key
+    /// head on several ranks are added in the order of the ranks.
     fn to_tokens<const T: usize>(
         &self,
         key: u64,
@@ -551,7 +551,7 @@ fn matrices<const T: usize>(all: [Vec<f32>; T], shape: (usize, usize), kind: &Ki
 const FORWARD: u64 = 0x5e9_0000;
 const BACKWARD: u64 = FORWARD + 2;
 
-/// What the columns of a tensor are.
+/// The meaning of the columns of a tensor.
 #[derive(Clone, Copy)]
 enum ColumnsOf {
     /// E columns for each query head.
@@ -580,7 +580,7 @@ impl ColumnsOf {
     }
 }
 
-/// What two ranges have in common, counted from `start`.
+/// The intersection of two ranges, counted from `start`.
 fn common(a: &Range<usize>, b: &Range<usize>, start: usize) -> Range<usize> {
     let (first, end) = (a.start.max(b.start), a.end.min(b.end));
     if first < end { first - start..end - start } else { 0..0 }

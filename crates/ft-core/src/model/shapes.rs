@@ -1,4 +1,4 @@
-//! Shapes of well-known models by name: `model.path = "shape:llama-3.1-8b"`. Only the numbers of their `config.json`;
+//! Shapes of well-known models by name: `shape:llama-3.1-8b`. Only the numbers of their `config.json`;
 //! the weights of a shape are random.
 
 use crate::base::{Error, Result};
@@ -68,18 +68,12 @@ pub fn config(path: &str) -> Result<Option<Config>> {
     Ok(Some(Config::from_map(raw, Path::new(path))))
 }
 
-/// The built-in shape of a well-known model by its hub id, or of a model shipped with ft.
+/// The built-in shape of a well-known model by its hub id or the last part of its path.
 pub fn of_model(path: &str) -> Option<String> {
     let last = path.trim_end_matches('/').rsplit('/').next()?.to_lowercase();
-    let name = match path {
-        "assets/small" => "tiny-student",
-        "assets/moe" => "tiny-moe",
-        // The shipped recipes write tiny models to `runs/`.
-        _ if path.starts_with("runs/") => "tiny",
-        _ => ["-instruct", "-base", "-chat", "-it"]
-            .iter()
-            .fold(last.as_str(), |n, end| n.trim_end_matches(end)),
-    };
+    let name = ["-instruct", "-base", "-chat", "-it"]
+        .iter()
+        .fold(last.as_str(), |n, end| n.trim_end_matches(end));
     SHAPES.iter().any(|s| s.name == name).then(|| format!("{PREFIX}{name}"))
 }
 
@@ -179,10 +173,7 @@ mod tests {
             ("meta-llama/Llama-3.1-8B-Instruct", "shape:llama-3.1-8b"),
             ("Qwen/Qwen3-4B", "shape:qwen3-4b"),
             ("assets/tiny", "shape:tiny"),
-            ("assets/small", "shape:tiny-student"),
-            ("assets/moe", "shape:tiny-moe"),
             ("Qwen/Qwen3-30B-A3B", "shape:qwen3-30b-a3b"),
-            ("runs/grpo-start/final", "shape:tiny"),
         ] {
             assert_eq!(of_model(model).as_deref(), Some(shape), "{model}");
         }

@@ -1,5 +1,6 @@
-//! What a layer reads besides its input and its weights: its slice of the per-layer inputs, and the keys and values of an
-//! earlier layer. The gradients of both are collected here, until the layer that made the tensors takes them.
+//! The tensors that a layer reads besides its input and its weights: its slice of the per-layer inputs, and the keys
+//! and values of an earlier layer. The gradients of both are collected here, until the layer that made the tensors
+//! takes them.
 //!
 //! Letters: L layers, P width of a per-layer input.
 
@@ -98,7 +99,7 @@ impl SharedStates {
         self.routers.replace(Some(tally));
     }
 
-    /// What the routers did, if they were watched.
+    /// The choices of the routers, if they were recorded.
     pub fn take_routers(&self) -> Option<RouterTally> {
         self.routers.take()
     }

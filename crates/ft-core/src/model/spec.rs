@@ -119,7 +119,7 @@ pub struct Spec {
 /// The options in which layers of one model can differ.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct LayerSpec {
-    /// What mixes the tokens. The options of keys, windows and ropes are those of attention.
+    /// The half that mixes the tokens. The options of keys, windows and ropes are those of attention.
     pub mixer: Mixer,
     /// Sliding window in tokens; `None`: full causal attention.
     pub window: Option<usize>,

@@ -34,7 +34,7 @@ pub struct BlockSchedule {
     start: usize,
     seed: u64,
     warmup: u64,
-    /// Number of blocks that are drawn together (`order = "importance"`), and the importance of each block.
+    /// Number of blocks that are drawn together (`BlockOrder::Importance`), and the importance of each block.
     together: usize,
     importance: Vec<f64>,
     /// Partition `ratio`: the active fraction of each parameter, and whether it is scattered.
@@ -48,23 +48,23 @@ impl BlockSchedule {
     ///
     /// # Errors
     /// A partition without blocks, a first block beyond the last, a prefix that matches no parameter.
-    pub fn new(recipe: &BlockConfig, params: &[ParamInfo], tied: bool, seed: u64) -> Result<Self> {
+    pub fn new(config: &BlockConfig, params: &[ParamInfo], tied: bool, seed: u64) -> Result<Self> {
         let experts = || params.iter().any(|p| expert_of(&p.name).is_some());
-        if recipe.partition == Partition::Experts && !experts() {
+        if config.partition == Partition::Experts && !experts() {
             return Err(Error::usage("the model has no experts, so it has no blocks of experts")
                 .at("BlockConfig::partition")
                 .expected("a mixture of experts, or another partition"));
         }
-        let blocks = partition(recipe, params, tied);
+        let blocks = partition(config, params, tied);
         if blocks.is_empty() {
             return Err(Error::usage("the block partition has no blocks").at("BlockConfig::partition"));
         }
-        if recipe.start_block >= blocks.len() {
+        if config.start_block >= blocks.len() {
             return Err(Error::usage("`BlockConfig::start_block` is beyond the last block")
-                .found(recipe.start_block)
+                .found(config.start_block)
                 .expected(format!("0 to {}", blocks.len() - 1)));
         }
-        for prefix in &recipe.always_active {
+        for prefix in &config.always_active {
             if !params.iter().any(|p| p.name.starts_with(prefix.as_str())) {
                 return Err(Error::usage(format!(
                     "`{prefix}` in `BlockConfig::always_active` matches no parameter"
@@ -73,9 +73,9 @@ impl BlockSchedule {
             }
         }
         let always = params.iter().map(|p| p.name.to_string());
-        let always = always.filter(|n| recipe.always_active.iter().any(|p| n.starts_with(p.as_str())));
-        let together = match recipe.order {
-            BlockOrder::Importance => recipe.layers_per_block,
+        let always = always.filter(|n| config.always_active.iter().any(|p| n.starts_with(p.as_str())));
+        let together = match config.order {
+            BlockOrder::Importance => config.layers_per_block,
             _ => 1,
         };
         if together > blocks.len() {
@@ -86,14 +86,14 @@ impl BlockSchedule {
             );
         }
         Ok(Self {
-            importance: importance(recipe, &blocks)?,
-            switch_every: recipe.switch_every.unwrap_or(50).max(1) as u64,
-            order: recipe.order,
-            start: recipe.start_block,
+            importance: importance(config, &blocks)?,
+            switch_every: config.switch_every.unwrap_or(50).max(1) as u64,
+            order: config.order,
+            start: config.start_block,
             seed,
-            warmup: recipe.warmup_after_switch as u64,
+            warmup: config.warmup_after_switch as u64,
             together,
-            ratio: (recipe.partition == Partition::Ratio).then_some((recipe.update_ratio, recipe.mask.scattered())),
+            ratio: (config.partition == Partition::Ratio).then_some((config.update_ratio, config.mask.scattered())),
             always: always.collect(),
             blocks,
         })
@@ -131,7 +131,7 @@ impl BlockSchedule {
         epochs.take(count as usize).map(|block| vec![block]).collect()
     }
 
-    /// The order of the blocks in an epoch of `order = "random"`.
+    /// The order of the blocks in an epoch of `BlockOrder::Random`.
     fn order_of(&self, epoch: u64) -> Vec<usize> {
         Rng::new(self.seed, Stream::Blocks, &[epoch]).permutation(self.blocks.len())
     }
@@ -232,9 +232,9 @@ impl BlockSchedule {
 }
 
 /// The importance of each block: 1, or the value in `BlockConfig::importance` for a prefix of its label.
-fn importance(recipe: &BlockConfig, blocks: &[BlockPlan]) -> Result<Vec<f64>> {
+fn importance(config: &BlockConfig, blocks: &[BlockPlan]) -> Result<Vec<f64>> {
     let mut weights = vec![1.0; blocks.len()];
-    for text in &recipe.importance {
+    for text in &config.importance {
         let wrong = |what: String| {
             Err(Error::usage(what)
                 .at("BlockConfig::importance")
@@ -268,7 +268,7 @@ mod tests {
     use crate::optim::config::{Correction, CorrectionScope, MaskShape};
     use crate::source::{Group, Sublayer};
 
-    fn recipe(partition: Partition, order: BlockOrder) -> BlockConfig {
+    fn config(partition: Partition, order: BlockOrder) -> BlockConfig {
         BlockConfig {
             partition,
             layers_per_block: 1,
@@ -336,7 +336,7 @@ mod tests {
     #[test]
     fn every_block_gets_exactly_k_steps_in_every_order() {
         for order in [BlockOrder::Random, BlockOrder::Ascending, BlockOrder::Descending] {
-            let s = schedule(&recipe(Partition::Layer, order));
+            let s = schedule(&config(Partition::Layer, order));
             for epoch in 0..3 {
                 let mut counts = [0; 4];
                 for step in 1 + epoch * 12..=12 + epoch * 12 {
@@ -345,22 +345,22 @@ mod tests {
                 assert_eq!(counts, [3; 4], "{order:?}");
             }
         }
-        let mut r = recipe(Partition::Layer, BlockOrder::Fixed);
+        let mut r = config(Partition::Layer, BlockOrder::Fixed);
         r.start_block = 2;
         assert_eq!(
             (schedule(&r).active(100), schedule(&r).possible()),
             (vec![2], vec![vec![2]])
         );
-        let s = schedule(&recipe(Partition::Layer, BlockOrder::Descending));
+        let s = schedule(&config(Partition::Layer, BlockOrder::Descending));
         assert_eq!([1, 3, 4].map(|k| s.active(k)[0]), [3, 3, 2]);
         assert!(s.switches_at(1) && !s.switches_at(3) && s.switches_at(4));
     }
 
     #[test]
     fn partitions_cover_what_they_say() {
-        let layer = schedule(&recipe(Partition::Layer, BlockOrder::Ascending));
+        let layer = schedule(&config(Partition::Layer, BlockOrder::Ascending));
         assert_eq!(layer.blocks.iter().map(|b| b.params.len()).collect::<Vec<_>>(), [4; 4]);
-        let module = schedule(&recipe(Partition::Module, BlockOrder::Ascending));
+        let module = schedule(&config(Partition::Module, BlockOrder::Ascending));
         assert_eq!(module.blocks[0].label, "model.layers.0.self_attn");
         assert_eq!(
             (
@@ -370,10 +370,10 @@ mod tests {
             ),
             (8, 3, 1)
         );
-        let matrix = schedule(&recipe(Partition::Matrix, BlockOrder::Ascending));
+        let matrix = schedule(&config(Partition::Matrix, BlockOrder::Ascending));
         assert_eq!(matrix.blocks[0].params.len(), 2);
         assert_eq!(matrix.blocks.len(), 8);
-        let mut r = recipe(Partition::Layer, BlockOrder::Ascending);
+        let mut r = config(Partition::Layer, BlockOrder::Ascending);
         (r.layers_per_block, r.include_embedding, r.include_lm_head) = (3, true, true);
         let labels: Vec<_> = schedule(&r).blocks.into_iter().map(|b| b.label).collect();
         assert_eq!(labels, ["embedding", "model.layers.0-2", "model.layers.3", "lm_head"]);
@@ -396,7 +396,7 @@ mod tests {
             group: Group::Layer(1),
             sublayer: Sublayer::Router,
         });
-        let mut r = recipe(Partition::Experts, BlockOrder::Ascending);
+        let mut r = config(Partition::Experts, BlockOrder::Ascending);
         (r.experts_per_block, r.layers_per_block) = (2, 4);
         let s = BlockSchedule::new(&r, &all, false, 7).unwrap();
         let found: Vec<(&str, usize)> = s.blocks.iter().map(|b| (&*b.label, b.params.len())).collect();
@@ -418,10 +418,10 @@ mod tests {
 
     #[test]
     fn unknown_prefixes_are_refused_and_a_block_warms_up() {
-        let mut r = recipe(Partition::Layer, BlockOrder::Random);
+        let mut r = config(Partition::Layer, BlockOrder::Random);
         r.always_active = vec!["model.nrm".into()];
         assert!(BlockSchedule::new(&r, &params(), false, 0).is_err());
-        let mut r = recipe(Partition::Layer, BlockOrder::Ascending);
+        let mut r = config(Partition::Layer, BlockOrder::Ascending);
         r.warmup_after_switch = 2;
         let s = schedule(&r);
         assert_eq!(
@@ -438,7 +438,7 @@ mod tests {
 
     #[test]
     fn importance_draws_sets_in_proportion() {
-        let mut r = recipe(Partition::Layer, BlockOrder::Importance);
+        let mut r = config(Partition::Layer, BlockOrder::Importance);
         r.include_embedding = true;
         r.importance = vec!["embedding=2".into(), "model.layers.3=0.5".into()];
         let counts = |s: &BlockSchedule, visits: u64| {
@@ -489,7 +489,7 @@ mod tests {
 
     #[test]
     fn a_window_of_the_ratio_partition_moves_with_each_switch() {
-        let mut r = recipe(Partition::Ratio, BlockOrder::Ascending);
+        let mut r = config(Partition::Ratio, BlockOrder::Ascending);
         r.update_ratio = 0.3;
         r.always_active = vec!["model.layers.0.mlp.".into()];
         let s = schedule(&r);

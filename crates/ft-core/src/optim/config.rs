@@ -1,9 +1,9 @@
-//! Settings of optimizers, schedules and block training. Defaults are those of a recipe.
+//! Settings of optimizers, schedules and block training, with their defaults.
 
 use ft_base::named;
 
 named!(
-    /// What one block is.
+    /// The parameters of one block.
     Partition { Layer = "layer", Module = "module", Matrix = "matrix", Experts = "experts", Ratio = "ratio" }
 );
 named!(
@@ -76,13 +76,13 @@ pub struct BlockConfig {
     pub experts_per_block: usize,
     /// The order in which blocks become active.
     pub order: BlockOrder,
-    /// First block for `order = "fixed"`.
+    /// First block for `BlockOrder::Fixed`.
     pub start_block: usize,
-    /// Importance of blocks for `order = "importance"`, as `prefix of the block's name=number`; 1 for other blocks.
+    /// Importance of blocks for `BlockOrder::Importance`, as `prefix of the block's name=number`; 1 for other blocks.
     pub importance: Vec<String>,
-    /// Active fraction of each parameter with `partition = "ratio"`.
+    /// Active fraction of each parameter with `Partition::Ratio`.
     pub update_ratio: f64,
-    /// The elements of a window with `partition = "ratio"`.
+    /// The elements of a window with `Partition::Ratio`.
     pub mask: MaskShape,
     /// Steps a block stays active; `None`: 50.
     pub switch_every: Option<usize>,

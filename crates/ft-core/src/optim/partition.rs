@@ -7,13 +7,13 @@ use super::mask::Masks;
 use crate::source::{Group, ParamInfo, Sublayer};
 
 /// The blocks of a model, in model order.
-pub fn partition(recipe: &BlockConfig, params: &[ParamInfo], tied: bool) -> Vec<BlockPlan> {
+pub fn partition(config: &BlockConfig, params: &[ParamInfo], tied: bool) -> Vec<BlockPlan> {
     let named = |label: String, wanted: &dyn Fn(&ParamInfo) -> bool| block(label, params.iter().filter(|p| wanted(p)));
     let mut blocks = Vec::new();
-    if recipe.partition == Partition::Ratio {
-        return windows(recipe, params, tied);
+    if config.partition == Partition::Ratio {
+        return windows(config, params, tied);
     }
-    if recipe.include_embedding {
+    if config.include_embedding {
         blocks.push(named("embedding".into(), &|p| p.group == Group::Embedding));
         if params.iter().any(|p| p.group == Group::Table) {
             blocks.push(named("embed_tokens_per_layer".into(), &|p| p.group == Group::Table));
@@ -29,10 +29,10 @@ pub fn partition(recipe: &BlockConfig, params: &[ParamInfo], tied: bool) -> Vec<
     }
     let layers = of_layer.len();
     // Layers that are drawn together are not adjacent: each is a block.
-    let per_block = match recipe.order {
+    let per_block = match config.order {
         BlockOrder::Importance => 1,
-        _ if recipe.partition == Partition::Experts => 1,
-        _ => recipe.layers_per_block.max(1),
+        _ if config.partition == Partition::Experts => 1,
+        _ => config.layers_per_block.max(1),
     };
     for first in (0..layers).step_by(per_block) {
         let end = (first + per_block).min(layers);
@@ -45,7 +45,7 @@ pub fn partition(recipe: &BlockConfig, params: &[ParamInfo], tied: bool) -> Vec<
         } else {
             format!("model.layers.{first}-{}", end - 1)
         };
-        match recipe.partition {
+        match config.partition {
             Partition::Layer => blocks.push(part_of(label, &|_| true)),
             Partition::Module | Partition::Experts => {
                 let linear = inside.iter().any(|p| p.name.contains(".linear_attn."));
@@ -53,13 +53,13 @@ pub fn partition(recipe: &BlockConfig, params: &[ParamInfo], tied: bool) -> Vec<
                 let mixer = if linear && !softmax { "linear_attn" } else { "self_attn" };
                 let mlp: &[Sublayer] = &[Sublayer::Mlp, Sublayer::Router];
                 for (name, sublayers) in [(mixer, &[Sublayer::Attention][..]), ("mlp", mlp)] {
-                    let expert = |p: &ParamInfo| recipe.partition == Partition::Experts && expert_of(&p.name).is_some();
+                    let expert = |p: &ParamInfo| config.partition == Partition::Experts && expert_of(&p.name).is_some();
                     blocks.push(part_of(format!("{label}.{name}"), &|p| {
                         sublayers.contains(&p.sublayer) && !expert(p)
                     }));
                 }
-                if recipe.partition == Partition::Experts {
-                    blocks.extend(groups_of_experts(&label, &inside, recipe.experts_per_block.max(1)));
+                if config.partition == Partition::Experts {
+                    blocks.extend(groups_of_experts(&label, &inside, config.experts_per_block.max(1)));
                 }
             }
             Partition::Matrix => {
@@ -80,10 +80,10 @@ pub fn partition(recipe: &BlockConfig, params: &[ParamInfo], tied: bool) -> Vec<
             Partition::Ratio => {}
         }
     }
-    if recipe.include_lm_head {
+    if config.include_lm_head {
         // As in the reference, the last block is the output layer and the parameters outside the layers. A tied head is
         // the embedding, trained here unless the embedding is a separate block.
-        let with_embedding = tied && !recipe.include_embedding;
+        let with_embedding = tied && !config.include_embedding;
         blocks.push(named("lm_head".into(), &|p| {
             p.group == Group::Head || (with_embedding && p.group == Group::Embedding)
         }));
@@ -119,14 +119,14 @@ fn groups_of_experts(layer: &str, params: &[&ParamInfo], size: usize) -> Vec<Blo
 
 /// The windows of the `ratio` partition: each contains a fraction of every parameter of the layers, and of embedding
 /// and head if they are included.
-fn windows(recipe: &BlockConfig, params: &[ParamInfo], tied: bool) -> Vec<BlockPlan> {
+fn windows(config: &BlockConfig, params: &[ParamInfo], tied: bool) -> Vec<BlockPlan> {
     let wanted = |p: &&ParamInfo| match p.group {
         Group::Layer(_) => true,
-        Group::Embedding => recipe.include_embedding || (tied && recipe.include_lm_head),
-        Group::Head => recipe.include_lm_head,
-        Group::Table => recipe.include_embedding,
+        Group::Embedding => config.include_embedding || (tied && config.include_lm_head),
+        Group::Head => config.include_lm_head,
+        Group::Table => config.include_embedding,
     };
-    let count = Masks::windows(recipe.update_ratio);
+    let count = Masks::windows(config.update_ratio);
     let label = |i| format!("window {} of {count}", i + 1);
     (0..count)
         .map(|i| block(label(i), params.iter().filter(wanted)))

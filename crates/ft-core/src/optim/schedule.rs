@@ -23,19 +23,19 @@ const TIMESCALE: f64 = 10_000.0;
 
 impl Schedule {
     /// `total` is the number of optimizer steps of the run.
-    pub fn new(recipe: &ScheduleConfig, total: u64) -> Self {
+    pub fn new(config: &ScheduleConfig, total: u64) -> Self {
         let part = |ratio: f64| ratio * total as f64;
         // Rounded down: warmup starts at rate 0, so rounding up would only add a step without an update.
         // (0.29 * 100 is slightly below 29 in floating point.)
-        let warmup = (part(recipe.warmup_ratio) + 1e-6).floor() as u64;
+        let warmup = (part(config.warmup_ratio) + 1e-6).floor() as u64;
         Self {
-            name: recipe.name,
-            warmup: recipe.warmup_steps.map_or(warmup, |n| n as u64),
-            decay: part(recipe.decay_ratio).ceil() as u64,
+            name: config.name,
+            warmup: config.warmup_steps.map_or(warmup, |n| n as u64),
+            decay: part(config.decay_ratio).ceil() as u64,
             total,
-            floor: recipe.min_lr_ratio,
-            cycles: recipe.num_cycles as f64,
-            power: recipe.power,
+            floor: config.min_lr_ratio,
+            cycles: config.num_cycles as f64,
+            power: config.power,
         }
     }
 
@@ -85,7 +85,7 @@ mod tests {
     use super::*;
 
     fn schedule(name: ScheduleName, warmup: usize, total: u64) -> Schedule {
-        let recipe = ScheduleConfig {
+        let config = ScheduleConfig {
             name,
             warmup_ratio: 0.0,
             warmup_steps: Some(warmup),
@@ -94,12 +94,12 @@ mod tests {
             num_cycles: 2,
             power: 2.0,
         };
-        Schedule::new(&recipe, total)
+        Schedule::new(&config, total)
     }
 
     #[test]
     fn a_ratio_of_few_steps_is_no_warm_up() {
-        let recipe = |warmup_ratio| ScheduleConfig {
+        let config = |warmup_ratio| ScheduleConfig {
             name: ScheduleName::Cosine,
             warmup_ratio,
             warmup_steps: None,
@@ -114,12 +114,12 @@ mod tests {
             (1.0, 4, 4),
         ] {
             assert_eq!(
-                Schedule::new(&recipe(ratio), total).warmup(),
+                Schedule::new(&config(ratio), total).warmup(),
                 warmup,
                 "{ratio} of {total}"
             );
         }
-        assert_eq!(Schedule::new(&recipe(0.03), 1).multiplier(1), 1.0);
+        assert_eq!(Schedule::new(&config(0.03), 1).multiplier(1), 1.0);
     }
 
     #[test]

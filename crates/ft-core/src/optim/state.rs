@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 /// Smaller parameters keep f32 moments, as in bitsandbytes: norms and biases are small and sensitive.
 const LEAST_FOR_INT8: usize = 4096;
 
-/// The update rule of a recipe.
+/// The update rule of these settings.
 pub(super) fn rule(settings: &OptimizerConfig) -> Rule {
     match settings.name {
         OptimizerName::Adamw => Rule::Adamw {

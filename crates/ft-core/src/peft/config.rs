@@ -1,4 +1,4 @@
-//! Settings of adapters; names as in PEFT. Defaults are those of a recipe.
+//! Settings of adapters; names as in PEFT. With their defaults.
 
 use ft_base::named;
 

@@ -180,7 +180,7 @@ fn no_linear(of: &Param) -> Error {
     Error::internal("an adapter of all experts is used as that of one linear").at(&*of.name)
 }
 
-/// The experts of a layer use the views (`ExpertLora::part`). What is here is what every adapter has.
+/// The experts of a layer use the views (`ExpertLora::part`). These methods are those of every adapter.
 impl AdapterMethod for ExpertLora {
     fn parts(&self) -> Vec<Param> {
         vec![self.a.clone(), self.b.clone()]

@@ -36,16 +36,28 @@ pub trait Frozen {
     fn dims(&self) -> (usize, usize);
 
     /// `x` `[N, I]` to `x·Wᵀ + b` `[N, O]`.
+    ///
+    /// # Errors
+    /// `x` has another width, type or device (`Shape`); not enough memory (`OutOfMemory`).
     fn forward(&self, x: &Tensor) -> Result<Tensor>;
 
     /// `x` `[N, I]` to `x·Wᵀ` `[N, O]`.
+    ///
+    /// # Errors
+    /// As `forward`.
     fn product(&self, x: &Tensor) -> Result<Tensor>;
 
     /// `y` `[N, O]` += `x·Wᵀ + b`.
+    ///
+    /// # Errors
+    /// As `forward`; `y` has another shape (`Shape`).
     fn forward_add(&self, y: &Tensor, x: &Tensor) -> Result<()>;
 
     /// As `forward`, plus `change` `[N, O]`, the product of an adapter. On a GPU W and the bias are added to `change`: it
     /// is small, and bf16 would round most of it away beside a result.
+    ///
+    /// # Errors
+    /// As `forward`; `change` has another shape (`Shape`).
     fn forward_plus(&self, x: &Tensor, change: Tensor) -> Result<Tensor> {
         if x.device().is_cuda() {
             self.forward_add(&change, x)?;
@@ -57,6 +69,9 @@ pub trait Frozen {
     }
 
     /// As `forward_plus` with `u·Bᵀ`, for `u` `[N, R]` and `b` `[O, R]`.
+    ///
+    /// # Errors
+    /// As `forward`; `u` or `b` has another shape (`Shape`).
     fn forward_plus_product(&self, x: &Tensor, u: &Tensor, b: &Tensor) -> Result<Tensor> {
         if x.device().is_cuda() {
             return self.forward_plus(x, linear::forward(u, b, None)?);
@@ -67,14 +82,26 @@ pub trait Frozen {
     }
 
     /// `dy` `[N, O]` to `dy·W` `[N, I]`, if it is needed.
+    ///
+    /// # Errors
+    /// `dy` or the tensor in `dx` has another shape, type or device (`Shape`); not enough memory (`OutOfMemory`).
     fn backward(&self, dy: &Tensor, dx: Dx<'_>) -> Result<Option<Tensor>>;
 
     /// As `forward`, plus a LoRA update.
+    ///
+    /// # Errors
+    /// As `forward`; the matrices of the update have another shape (`Shape`).
     fn forward_with(&self, x: &Tensor, low: LowRank<'_>) -> Result<Tensor>;
 
     /// `∂x` including a LoRA update, `[N, I]`, and its `∂u` `[N, R]`. `dx` must be needed.
+    ///
+    /// # Errors
+    /// As `backward`; the matrices of the update have another shape (`Shape`).
     fn backward_with(&self, dy: &Tensor, dx: Dx<'_>, low: LowRank<'_>) -> Result<(Tensor, Tensor)>;
 
     /// Rows `first..first + n` of W in f32, `[n, I]`.
+    ///
+    /// # Errors
+    /// The rows are outside of the weight (`Shape`).
     fn rows(&self, first: usize, n: usize) -> Result<Vec<f32>>;
 }

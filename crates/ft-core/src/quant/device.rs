@@ -202,6 +202,6 @@ impl DeviceQMatrix {
 impl std::fmt::Debug for DeviceQMatrix {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let (rows, columns) = self.dims();
-        write!(f, "Placed({}, [{rows}, {columns}])", self.format)
+        write!(f, "DeviceQMatrix({}, [{rows}, {columns}])", self.format)
     }
 }

@@ -88,7 +88,7 @@ impl Format {
         Format::Bf16,
     ];
 
-    /// Returns the name in recipes and files.
+    /// Returns the name in settings and files.
     pub fn name(self) -> &'static str {
         match self {
             Format::Int8 { .. } => "int8",

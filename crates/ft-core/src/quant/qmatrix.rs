@@ -287,7 +287,7 @@ impl QMatrix {
 
 impl std::fmt::Debug for QMatrix {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Coded({}, [{}, {}])", self.format, self.rows, self.columns)
+        write!(f, "QMatrix({}, [{}, {}])", self.format, self.rows, self.columns)
     }
 }
 

@@ -82,7 +82,7 @@ impl WeightMemory<'_> {
             }
             Placement::Sharded => Some(l.alloc(MemoryKind::Weights, bytes)),
             Placement::Host | Placement::ShardedHost => Some(l.alloc(MemoryKind::HostWeights, bytes)),
-            // What is not quantized in the files is written to a separate file before any weight is held.
+            // Weights that are not quantized in the files are written to a separate file first.
             Placement::Disk { .. } => {
                 if storage.is_quantized() && self.file_bytes > 0 {
                     l.touch(self.staging(), bytes);

@@ -188,6 +188,10 @@ impl MasterLowBits for BTreeMap<String, Tensor> {
 pub trait WeightSource: Send + Sync {
     /// Returns the weights of `group` on the device. Their memory is reused after the handle is dropped. A layer has all its
     /// experts: a pass fetches them with `fetch_expert`.
+    ///
+    /// # Errors
+    /// The model has no such group; a failed read from the disk (`Io`), or a file that is damaged (`Format`); not
+    /// enough memory on the device (`OutOfMemory`); another rank has failed.
     fn fetch(&self, group: Group) -> Result<Arc<GroupWeights>>;
 
     /// True if every fetch returns the same memory on the device, until a weight is replaced (`TrainableStore`).
@@ -229,7 +233,7 @@ pub trait WeightSource: Send + Sync {
         None
     }
 
-    /// What has this parameter: its expert, its layer without experts, or its group.
+    /// The weights that contain this parameter: its expert, its layer without experts, or its group.
     ///
     /// # Errors
     /// As `fetch`.
@@ -285,6 +289,9 @@ pub trait StreamedMatrix {
     fn piece_rows(&self) -> usize;
 
     /// Returns the piece that starts at row `first`, a multiple of `piece_rows`, under the name of the matrix.
+    ///
+    /// # Errors
+    /// As `WeightSource::fetch`.
     fn piece(&self, first: usize) -> Result<Arc<GroupWeights>>;
 }
 
@@ -292,10 +299,18 @@ pub trait StreamedMatrix {
 pub trait TrainableStore: WeightSource {
     /// Activates these parameters: they stay on the device until `deactivate`. The low 16 bits of their masters are
     /// moved to `low`.
+    ///
+    /// # Errors
+    /// A failed read from the disk (`Io`); not enough memory on the device (`OutOfMemory`). Names that are no
+    /// parameters of this source are not an error.
     fn activate(&self, names: &[&str], low: &mut dyn MasterLowBits) -> Result<()>;
 
     /// Deactivates the parameters that `keep` rejects: writes back their exact fp32 values (weight and low 16 bits) if
     /// they do not stay on the device, requantizes those stored quantized, and returns the quantization error of each.
+    ///
+    /// # Errors
+    /// A failed write to the disk (`Io`); a weight that cannot be quantized again, because a number is not finite
+    /// (`NonFinite`); not enough memory (`OutOfMemory`).
     fn deactivate(&self, keep: &dyn Fn(&str) -> bool, low: &mut dyn MasterLowBits) -> Result<Vec<Requantized>>;
 
     /// True if the optimizer has the low 16 bits of this parameter's fp32 master (active parameters, and those that
@@ -304,9 +319,16 @@ pub trait TrainableStore: WeightSource {
 
     /// Passes the current elements of a parameter to `sink` in pieces; with the low 16 bits unless
     /// `master_in_optimizer`.
+    ///
+    /// # Errors
+    /// There is no such parameter (`NotFound`); a failed read from the disk (`Io`); the error of `sink`.
     fn read(&self, name: &str, sink: &mut NumbersSink) -> Result<()>;
 
     /// Restores the exact f32 value of an inactive parameter from the tensor of its name in `saved`.
+    ///
+    /// # Errors
+    /// There is no such parameter (`NotFound`); `saved` has no tensor of its name (`Format`), or one of another
+    /// size (`Shape`); a failed read or write (`Io`); not enough memory (`OutOfMemory`).
     fn restore(&self, name: &str, saved: &Weights, low: &mut dyn MasterLowBits) -> Result<()>;
 
     /// Quantizes `values` (one per element) as the new values of a frozen quantized weight, and drops the old data. `read`
@@ -321,7 +343,7 @@ pub trait TrainableStore: WeightSource {
         None
     }
 
-    /// The own parts of the matrices that `trained` accepts have changed: what was collected of their layers is dropped, and
+    /// The own parts of the matrices that `trained` accepts have changed: the collected layers with them are dropped, and
     /// copies on other ranks are renewed. All ranks call it for the same matrices.
     ///
     /// # Errors
@@ -334,6 +356,9 @@ pub trait TrainableStore: WeightSource {
     fn drop_collected(&self) {}
 
     /// Duration of the uploads to the device since the last call; `None` if there are no uploads.
+    ///
+    /// # Errors
+    /// The GPU reports an error.
     fn upload_times(&self) -> Result<Option<CopyTimes>>;
 
     /// Experts that were brought to the device since the last call; `None`: they are always there.

@@ -26,13 +26,15 @@ pub enum Placement {
 impl Placement {
     /// Rows per chunk of the output projection, if it is never held whole. Active parameters are.
     pub fn head_chunk(self, active: bool) -> Option<usize> {
-        self.travels().flatten().filter(|_| !active)
+        match self {
+            Placement::Disk { head_rows } if !active => head_rows,
+            _ => None,
+        }
     }
 
     /// True if rows of the embedding are read one by one. `tied`: it is the output projection too.
     pub fn reads_embedding_rows(self, active: bool, tied: bool) -> bool {
-        self.travels()
-            .is_some_and(|chunk| !active && (!tied || chunk.is_some()))
+        self.streams_layers() && !active && (!tied || self.head_chunk(false).is_some())
     }
 
     /// True if each rank has a part of every matrix of the layers.
@@ -42,15 +44,14 @@ impl Placement {
 
     /// True if routed experts are copied to the device one by one, as tokens need them.
     pub fn streams_experts(self) -> bool {
-        self.travels().is_some() && self != Placement::ShardedHost
+        self.streams_layers() && self != Placement::ShardedHost
     }
 
-    /// For weights that are copied to the device layer by layer: rows per chunk of the head, or the whole head.
-    pub fn travels(self) -> Option<Option<usize>> {
+    /// True if the weights are copied to the device layer by layer.
+    pub fn streams_layers(self) -> bool {
         match self {
-            Placement::Device | Placement::Sharded | Placement::ExpertParallel => None,
-            Placement::Host | Placement::ShardedHost => Some(None),
-            Placement::Disk { head_rows } => Some(head_rows),
+            Placement::Device | Placement::Sharded | Placement::ExpertParallel => false,
+            Placement::Host | Placement::ShardedHost | Placement::Disk { .. } => true,
         }
     }
 }

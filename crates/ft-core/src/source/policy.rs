@@ -1,4 +1,4 @@
-//! Storage type of each parameter: set by the recipe, and by which parameters are trained.
+//! Storage type of each parameter: it depends on the rules of the caller, and on the parameters that are trained.
 
 use super::{Group, ParamInfo, Sublayer};
 use crate::base::{Error, Result};

@@ -335,7 +335,7 @@ pub fn config(layout: QuantizedLayout, formats: &[Format], decoded: Dtype) -> Va
     }
 }
 
-/// Writes all parameters to one file, the quantized ones decoded and in `dtype`.
+/// Writes all parameters to one file, the quantized ones dequantized to `dtype`.
 ///
 /// # Errors
 /// As `read`; the file cannot be written.
@@ -358,7 +358,7 @@ pub fn write_dequantized(weights: &Weights, params: &[ParamInfo], dtype: Dtype, 
         });
     }
     let phase = progress::phase(
-        "decoding the model",
+        "dequantizing the model",
         params.iter().map(|p| p.elements()).sum::<usize>(),
         "parameters",
     );
@@ -367,7 +367,7 @@ pub fn write_dequantized(weights: &Weights, params: &[ParamInfo], dtype: Dtype, 
         let Some(p) = params.next() else { return Ok(()) };
         phase.add(p.elements() as u64);
         match values(weights, p)? {
-            Some(decoded) => sink(Values::F32(&decoded)),
+            Some(dequantized) => sink(Values::F32(&dequantized)),
             None => sink(Values::Raw(&weights.read_bytes(&p.name)?)),
         }
     })?;

@@ -138,7 +138,7 @@ mod tests {
         assert_eq!(pieces(Long::Truncate), [4]);
         assert_eq!(fit(Long::Truncate, 1, 4).cut, 7);
         assert_eq!(pieces(Long::Drop), [0; 0]);
-        // Prompt and completion are truncated unless the recipe says otherwise.
+        // Prompt and completion are truncated unless the setting says otherwise.
         let pair = Sample::PromptCompletion {
             prompt: "a".into(),
             completion: "b".into(),

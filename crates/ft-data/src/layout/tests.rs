@@ -2,14 +2,14 @@
 
 use super::*;
 use crate::dataset::{Dataset, DatasetSpec};
-use crate::prompts::{PromptContent, PromptSpec, Prompts, Room};
+use crate::prompts::{PromptContent, PromptLimits, PromptSpec, Prompts};
 use crate::reading::lines;
 use crate::rows::{self, Sample};
 use crate::testing::{Files, Jinja, QWEN, Words, files, row};
 use crate::{Long, TrainOn};
 use serde_json::{Value, json};
 
-const WIDE: Room = Room {
+const WIDE: PromptLimits = PromptLimits {
     window: 4096,
     answer: 1,
     long: Long::Auto,
@@ -345,7 +345,7 @@ fn prompts_to_answer_come_from_every_common_column() {
             render,
             encoder: &encoder,
             answer: "answer",
-            room: WIDE,
+            limits: WIDE,
             screen: None,
         })?;
         let line = lines(&prompts.readings, "not used").remove(0);

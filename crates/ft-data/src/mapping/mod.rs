@@ -160,8 +160,10 @@ impl Mapper {
                     return Err(Error::usage(
                         "`answer` of `Mapping::columns` has no use in rows with answers to train on",
                     )
-                    .found(format!("answer = \"{path}\""))
-                    .hint(format!("write `completion = \"{path}\"`: the answer to train on")));
+                    .found(format!("`answer` for the column `{path}`"))
+                    .hint(format!(
+                        "map the column `{path}` to `completion`: the answer to train on"
+                    )));
                 }
                 role => role.name(),
             };

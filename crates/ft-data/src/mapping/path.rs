@@ -10,7 +10,7 @@ pub(crate) struct ColumnPath {
     text: String,
 }
 
-/// What a path leads to in one row.
+/// The value at a path in one row.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum Found<'a> {
     Value(&'a Value),

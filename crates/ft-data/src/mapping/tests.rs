@@ -3,7 +3,7 @@
 use super::*;
 use crate::dataset::{Dataset, DatasetSpec};
 use crate::preference::{self, Want};
-use crate::prompts::{PromptSpec, Prompts, Room};
+use crate::prompts::{PromptLimits, PromptSpec, Prompts};
 use crate::reading::lines;
 use crate::source::Source;
 use crate::testing::{Files, Jinja, QWEN, Words, files};
@@ -61,7 +61,7 @@ impl Case {
             Purpose::Prefer => preference::load(&spec, Want::Pairs, &codec, template)?,
             Purpose::Ask => {
                 let encoder = spec.encoder(&codec, template);
-                let room = Room {
+                let limits = PromptLimits {
                     window: 4096,
                     answer: 1,
                     long: Long::Auto,
@@ -71,7 +71,7 @@ impl Case {
                     render: self.render,
                     encoder: &encoder,
                     answer: "answer",
-                    room,
+                    limits,
                     screen: None,
                 })?;
                 let text = short(codec.decode(&prompts.rows[0].ids)?);
@@ -509,7 +509,7 @@ fn what_cannot_be_read_is_refused_with_a_hint() {
             Purpose::Learn,
             vec![
                 "`answer` of `Mapping::columns` has no use",
-                "write `completion = \"answers.text[0]\"`",
+                "map the column `answers.text[0]` to `completion`",
             ],
         ),
         (

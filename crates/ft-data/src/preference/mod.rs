@@ -123,7 +123,7 @@ pub(super) fn read_into(
         return Err(Error::usage("this stage trains on preference rows")
             .at("data::Source::format")
             .found(format!("`{}`", format.name()))
-            .expected("`preference`, or `auto`"));
+            .expected("`preference`, or no format"));
     }
     let mut loader = PairLoader {
         encoder: encode::PairEncoder {

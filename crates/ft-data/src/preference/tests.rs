@@ -158,7 +158,7 @@ fn equal_sides_mixed_margins_and_foreign_rows_are_refused_with_their_line() {
 }
 
 #[test]
-fn judged_rows_get_the_answer_of_their_neighbour_as_mismatch() {
+fn judged_rows_get_the_answer_of_the_next_row_as_mismatch() {
     let words = Words::chatml();
     let rows = [
         r#"{"prompt": "a", "completion": " b", "label": true}"#,
@@ -308,6 +308,6 @@ fn the_renderings_of_64_rows_are_asked_for_at_once() {
     assert_eq!(data.preferences, plain.preferences);
     let [single, requests, renderings] = *template.asked.lock().unwrap();
     assert_eq!((requests, renderings), (4, 600));
-    // What the layout is found by.
+    // Single requests are used to find the layout only.
     assert!(single <= 8, "{single}");
 }

@@ -48,7 +48,7 @@ impl Judges {
             };
             let list = value.as_array().map_or(std::slice::from_ref(value), Vec::as_slice);
             for value in list {
-                cast.extend(vote(value, pair).ok_or_else(|| {
+                let vote = vote(value, pair).ok_or_else(|| {
                     Error::format(format!("`{column}` is not a valid vote"))
                         .at(&row.place)
                         .found(format!("{}: {}", kind(value), crate::read::clip(&value.to_string())))
@@ -57,7 +57,10 @@ impl Judges {
                         } else {
                             "a text, a number, a truth value, or a list of these"
                         })
-                })?);
+                })?;
+                if let Vote::Cast(vote) = vote {
+                    cast.push(vote);
+                }
             }
         }
         let label = row.fields.get("label").and_then(rows::label).filter(|_| !pair);
@@ -85,19 +88,27 @@ impl Judges {
     }
 }
 
-/// A vote as text: `Some(None)` for no vote. Returns `None` if the value is not a vote.
-fn vote(value: &Value, pair: bool) -> Option<Option<String>> {
+/// The value of a judge's column.
+enum Vote {
+    /// A vote as text.
+    Cast(String),
+    /// The judge did not vote.
+    Missing,
+}
+
+/// The vote in `value`; `None`: the value is not valid.
+fn vote(value: &Value, pair: bool) -> Option<Vote> {
     let side = |difference: f64| {
         let name = match difference {
             d if d > 0.0 => "chosen",
             d if d < 0.0 => "rejected",
             _ => "tie",
         };
-        Some(Some(name.to_string()))
+        Some(Vote::Cast(name.to_string()))
     };
     match value {
-        Value::Null => Some(None),
-        Value::String(text) if text.trim().is_empty() => Some(None),
+        Value::Null => Some(Vote::Missing),
+        Value::String(text) if text.trim().is_empty() => Some(Vote::Missing),
         Value::String(text) => {
             let text = text.trim().to_lowercase();
             match text.parse::<f64>() {
@@ -107,13 +118,13 @@ fn vote(value: &Value, pair: bool) -> Option<Option<String>> {
                     "false" => side(-1.0),
                     _ => None,
                 },
-                _ => Some(Some(text)),
+                _ => Some(Vote::Cast(text)),
             }
         }
         Value::Bool(yes) if pair => side(if *yes { 1.0 } else { -1.0 }),
         // 0 as a truth value means that `chosen` is not the better side.
         Value::Number(n) if pair => side(n.as_f64().map(|x| if x == 0.0 { -1.0 } else { x })?),
-        Value::Bool(_) | Value::Number(_) => Some(Some(value.to_string())),
+        Value::Bool(_) | Value::Number(_) => Some(Vote::Cast(value.to_string())),
         Value::Object(scores) if pair => {
             let score = |name: &str| scores.get(name)?.as_f64();
             side(score("chosen")? - score("rejected")?)
@@ -124,7 +135,7 @@ fn vote(value: &Value, pair: bool) -> Option<Option<String>> {
 
 /// Counts votes over all rows.
 #[derive(Debug, Default)]
-pub(super) struct Tally {
+pub(super) struct VoteCounts {
     rows: usize,
     voted: usize,
     shares: f64,
@@ -149,7 +160,7 @@ pub struct Agreement {
     pub alpha: Option<f64>,
 }
 
-impl Tally {
+impl VoteCounts {
     pub(super) fn add(&mut self, votes: &Votes) {
         self.rows += 1;
         let Some(share) = votes.share else { return };

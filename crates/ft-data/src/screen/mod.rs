@@ -1,8 +1,8 @@
 //! Drops rows before they are tokenized: rows on which judges disagree, rows that also appear in an evaluation file, and
 //! duplicates. Works on the columns that the layout of a file reads, so all row formats are handled alike.
 //!
-//! The decision for a row depends on the rows before it only: the first row of a group of duplicates is kept. What can
-//! be computed from a row alone is computed in parallel.
+//! The decision for a row depends on the rows before it only: the first row of a group of duplicates is kept. Values that
+//! depend on one row alone are computed in parallel.
 
 pub mod judges;
 mod near;
@@ -18,7 +18,7 @@ use super::read::{Row, RowPosition};
 use ft_base::named;
 use ft_base::units::count;
 use ft_base::{Error, Result};
-use judges::{Agreement, Judges, Tally};
+use judges::{Agreement, Judges, VoteCounts};
 use near::{Signature, Signatures};
 use overlap::Overlap;
 use rayon::prelude::*;
@@ -112,7 +112,7 @@ impl Dropped {
     }
 }
 
-/// What a screen did.
+/// The counts of a screen.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct Screened {
     /// Rows that it saw.
@@ -209,7 +209,7 @@ struct State {
     near: Option<Signatures>,
     /// The rows that `exact` and `near` refer to.
     kept: Vec<(RowPosition, u32)>,
-    tally: Tally,
+    vote_counts: VoteCounts,
     /// The report of an earlier process, which dropped the rows.
     restored: Option<Screened>,
     /// The texts of all rows, if they are counted.
@@ -218,7 +218,7 @@ struct State {
     rereads: bool,
 }
 
-/// What is computed from a row alone.
+/// The values that are computed from a row alone.
 struct Print {
     /// Position of the row, and the index of its file over all sources (two sources may name the same file).
     place: (RowPosition, u32),
@@ -393,7 +393,7 @@ impl Screen {
         state: &mut State,
     ) -> Option<Reason> {
         if let (Some(judges), Some(votes)) = (&self.spec.judges, votes) {
-            state.tally.add(&votes);
+            state.vote_counts.add(&votes);
             if let Some(share) = votes.share
                 && share < judges.min_agreement
             {
@@ -432,14 +432,14 @@ impl Screen {
         None
     }
 
-    /// What was dropped so far.
+    /// The counts of the rows dropped so far.
     pub fn report(&self) -> Screened {
         let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(restored) = &state.restored {
             return restored.clone();
         }
         Screened {
-            agreement: self.spec.judges.as_ref().map(|_| state.tally.agreement()),
+            agreement: self.spec.judges.as_ref().map(|_| state.vote_counts.agreement()),
             ..state.out.clone()
         }
     }

@@ -6,7 +6,7 @@ use super::*;
 use crate::dataset::Origin;
 use crate::layout::Purpose;
 use crate::preference::{self, Want};
-use crate::prompts::{PromptSpec, Prompts, Room};
+use crate::prompts::{PromptLimits, PromptSpec, Prompts};
 use crate::testing::{Files, Words, files, layout, row};
 use crate::{ChatRender, Dataset, DatasetSpec, Encoder, Long, Render, RowFormat, TrainOn};
 use serde_json::json;
@@ -156,7 +156,7 @@ fn pairs_labels_and_prompts_are_compared_by_their_roles() {
     let screen = dedup(Dedup::Exact);
     let codec = Words::chatml();
     let encoder: Encoder = spec(&f, None).encoder(&codec, None);
-    let room = Room {
+    let limits = PromptLimits {
         window: 100,
         answer: 1,
         long: Long::Auto,
@@ -166,7 +166,7 @@ fn pairs_labels_and_prompts_are_compared_by_their_roles() {
         render: Render::Plain,
         encoder: &encoder,
         answer: "answer",
-        room,
+        limits,
         screen: Some(&screen),
     })
     .unwrap();
@@ -296,12 +296,12 @@ fn alpha_is_that_of_the_published_example() {
     let units = [
         "111.", "2232", "3333", "3333", "2222", "1234", "4444", "1121", "2222", ".555", "..11", "..3.",
     ];
-    let mut tally = judges::Tally::default();
+    let mut vote_counts = judges::VoteCounts::default();
     for unit in units {
         let cast: Vec<String> = unit.chars().filter(|c| *c != '.').map(|c| c.to_string()).collect();
-        tally.add(&judges::Votes { cast, share: Some(1.0) });
+        vote_counts.add(&judges::Votes { cast, share: Some(1.0) });
     }
-    let alpha = tally.agreement().alpha.unwrap();
+    let alpha = vote_counts.agreement().alpha.unwrap();
     assert!((alpha - 0.743).abs() < 5e-4, "{alpha}");
 }
 

@@ -5,7 +5,7 @@
 //! - `tokens`: for each token 4 bytes, little-endian: the id, and in bit 31 whether it is trained;
 //! - `index`: for each row 32 bytes (`Entry`);
 //! - `pairs`: for each row of preferences 16 bytes (`pairs`);
-//! - `chunks.jsonl`: for each part of both files its end and a hash. What stands there is complete, so that a stopped
+//! - `chunks.jsonl`: for each part of both files its end and a hash. The listed parts are complete, so that a stopped
 //!   writer continues after the last part, and a damaged part is found;
 //! - `rows.json`: counts, the fingerprint, and which rows were dropped before, written last;
 //! - `used`: the time of the last use; locked while a process reads the files (`limit`).
@@ -153,7 +153,7 @@ struct Chunk {
     sources: Vec<(usize, usize)>,
 }
 
-/// What is known of a data file after all its rows were read.
+/// The data about a file after all its rows were read.
 #[derive(Debug, Serialize, Deserialize)]
 struct FileReading {
     /// Index over the files of all sources.
@@ -174,7 +174,7 @@ struct Finished {
     /// For each file that has rows.
     readings: Vec<FileReading>,
     chunks: Vec<Chunk>,
-    /// What the screen dropped when this cache was written.
+    /// The rows that the screen dropped when this cache was written.
     screened: Option<Screened>,
 }
 

@@ -1,4 +1,4 @@
-//! What a row of preferences has beside its tokens: 16 bytes in the file `pairs`.
+//! The data of a row of preferences beside its tokens: 16 bytes in the file `pairs`.
 
 use super::{PAIR_BYTES, TokenFile};
 use crate::load::PreferenceSide;

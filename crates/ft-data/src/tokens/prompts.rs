@@ -19,7 +19,7 @@ struct Head {
     fingerprint: String,
     dropped: (usize, u64),
     readings: Vec<FileReading>,
-    /// What the screen dropped when this cache was written.
+    /// The rows that the screen dropped when this cache was written.
     screened: Option<Screened>,
 }
 
@@ -54,7 +54,7 @@ impl TokenCache<'_> {
         let Some(name) = key::of(&request)? else {
             return Ok(None);
         };
-        let own = format!("prompts {:?} {:?}", spec.answer, spec.room);
+        let own = format!("prompts {:?} {:?}", spec.answer, spec.limits);
         let bytes = self.made(&[&name, &own], &|| bytes(spec))?;
         bytes.map(|bytes| read(&bytes, spec)).transpose()
     }

@@ -2,7 +2,7 @@
 
 use super::tests::{Counting, Place, assert_same, rows};
 use super::*;
-use crate::prompts::{PromptSpec, Prompts, Room};
+use crate::prompts::{PromptLimits, PromptSpec, Prompts};
 use crate::screen::{Dedup, Screen, ScreenSpec};
 use crate::testing::{Files, files, real, short_rows};
 use crate::{BatchStream, Length, Long, StreamSpec};
@@ -202,8 +202,8 @@ fn the_sets_that_were_not_used_for_the_longest_time_are_removed() {
     assert_eq!(used.examples.head(2).unwrap().len(), 2);
 }
 
-fn prompt_room() -> Room {
-    Room {
+fn prompt_limits() -> PromptLimits {
+    PromptLimits {
         window: 24,
         answer: 4,
         long: Long::Drop,
@@ -231,7 +231,7 @@ fn cached_prompts_are_those_in_memory_and_are_tokenized_once() {
                 render: rows.render,
                 encoder: &rows.encoder(codec, None),
                 answer,
-                room: prompt_room(),
+                limits: prompt_limits(),
                 screen: screen.as_ref(),
             };
             let note = |line: &str| place.notes.borrow_mut().push(line.to_string());

@@ -3,7 +3,7 @@
 use super::AdapterKind;
 use crate::weights::{LANGUAGE_MODEL, TEXT_ONLY};
 
-/// What PEFT writes before the name of a module.
+/// The text that PEFT writes before the name of a module.
 pub const PREFIX: &str = "base_model.model.";
 /// The random pair that all linears of a VeRA adapter share.
 pub const VERA: [&str; 2] = ["base_model.vera_A", "base_model.vera_B"];

@@ -165,7 +165,7 @@ impl Expr {
     }
 }
 
-/// What is assigned to.
+/// The target of an assignment.
 #[derive(Debug)]
 pub(super) enum Target {
     Name(Name),

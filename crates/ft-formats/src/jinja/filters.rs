@@ -213,7 +213,7 @@ fn on_text(interp: &mut Interp, name: &str, value: &Value, args: &Args) -> Done<
                 return Err(Fail::failed(format!("expected length >= {end_length}, got {length}")));
             }
             if value.as_str().is_none() {
-                // What is short stays what it is.
+                // A short text does not change.
                 return if value.length()? as i128 <= length.saturating_add(leeway) {
                     Ok(value.clone())
                 } else {

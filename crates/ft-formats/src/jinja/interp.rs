@@ -19,7 +19,7 @@ pub(super) struct Scope {
     kept: bool,
 }
 
-/// What a rendering gives, and what its `{% generation %}` blocks printed.
+/// The text of a rendering, and the parts of its `{% generation %}` blocks.
 pub(super) struct Output {
     pub text: String,
     pub generation: Vec<Range<usize>>,
@@ -163,7 +163,7 @@ impl<'t> Interp<'t> {
         Ok(())
     }
 
-    /// What `inner` prints, as text.
+    /// The output of `inner`, as text.
     pub(super) fn capture(&mut self, inner: impl FnOnce(&mut Self) -> Done<()>) -> Done<String> {
         self.out.push(String::new());
         let done = inner(self);

@@ -49,7 +49,7 @@ struct Lexer<'a> {
     source: &'a str,
     at: usize,
     line: u32,
-    /// What was read last ended with a line break, or nothing was read.
+    /// The last text ended with a line break, or there was none yet.
     line_starts: bool,
     out: Vec<(Token, u32)>,
 }

@@ -2,7 +2,7 @@
 //!
 //! A template is a stranger's program. It sees the values that it is given and nothing else. Its work, texts, lists,
 //! nesting and stack are accounted for and limited (`fail`); the same template fails at the same place on every machine.
-//! Values are Python's: numbers, text, lists and dicts print, compare and convert as there. What is not the same is an
+//! Values are Python's: numbers, text, lists and dicts print, compare and convert as there. Anything that is not the same is an
 //! error that says so (`FailKind::Unsupported`), never another text.
 
 mod args;

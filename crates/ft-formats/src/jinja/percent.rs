@@ -8,7 +8,7 @@ use super::text::padded;
 use super::unicode::is_printable;
 use super::value::Value;
 
-/// What `percent` prints of a value that is no text or number.
+/// The text of `percent` for a value that is no text or number.
 fn shown(value: &Value, repr: bool) -> Done<String> {
     match value {
         Value::Str(s) | Value::Markup(s) if !repr => {
@@ -136,7 +136,7 @@ pub(super) fn percent(format: &str, args: &Value) -> Done<Value> {
         check_text(&out)?;
     }
     let all_used = values.next().is_none();
-    // What Python takes for a mapping (it has elements by index) need not be used.
+    // A value that is a mapping in Python (it has elements by index) need not be used.
     let is_mapping = matches!(
         args,
         Value::Dict(_) | Value::List(_) | Value::Range(_) | Value::Undefined(_)

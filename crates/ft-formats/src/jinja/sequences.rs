@@ -269,12 +269,12 @@ pub(super) fn call(interp: &mut Interp, name: &str, value: Value, mut args: Args
                 return Value::iter_of(Vec::new(), "generator");
             }
             let wanted = name.starts_with("select");
-            let attribute = match name.ends_with("attr") {
-                true if args.positional.is_empty() => {
-                    return Err(Fail::failed("Missing parameter for attribute name"));
-                }
-                true => Some(args.positional.remove(0)),
-                false => None,
+            let attribute = if !name.ends_with("attr") {
+                None
+            } else if args.positional.is_empty() {
+                return Err(Fail::failed("Missing parameter for attribute name"));
+            } else {
+                Some(args.positional.remove(0))
             };
             let test = if args.positional.is_empty() {
                 None
@@ -340,7 +340,7 @@ fn add(a: &Value, b: &Value) -> Done<Value> {
     ops::binary(super::ast::Binary::Add, a, b)
 }
 
-/// What an element is sorted or grouped by.
+/// The key by which an element is sorted or grouped.
 fn key_of(
     interp: &Interp,
     item: &Value,

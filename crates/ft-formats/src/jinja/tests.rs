@@ -1,4 +1,4 @@
-//! What jinja2 prints, and templates that attack. `testdata/make_jinja.py` writes what jinja2 prints.
+//! The output of jinja2, and templates that attack. `testdata/make_jinja.py` writes the output of jinja2.
 
 use super::*;
 use serde_json::Map;

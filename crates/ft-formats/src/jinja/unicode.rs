@@ -1,4 +1,4 @@
-//! What Python says of characters (Unicode 14.0.0), where Rust's own tables answer another question.
+//! Properties of characters in Python (Unicode 14.0.0), where Rust's own tables answer another question.
 //! The tables are those of `str.isprintable` and `str.isalpha` of Python 3.11.
 
 /// `str.isspace`, and `\\s` of regular expressions.

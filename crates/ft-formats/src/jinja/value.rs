@@ -101,7 +101,7 @@ pub(super) struct Loop {
     pub recursive: Option<(Arc<For>, usize)>,
 }
 
-/// What a loop runs over.
+/// The elements of a loop.
 pub(super) enum Source {
     Items(VecDeque<Value>, usize),
     Shared(Rc<Iter>),
@@ -493,7 +493,7 @@ impl Value {
         Ok(items)
     }
 
-    /// What a loop runs over. Errors: the value cannot be iterated.
+    /// The elements of a loop. Errors: the value cannot be iterated.
     pub(super) fn source(&self) -> Done<Source> {
         match self {
             Self::Iter(iter) => Ok(Source::Shared(iter.clone())),

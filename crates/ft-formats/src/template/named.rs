@@ -7,7 +7,7 @@ use ft_base::Result;
 /// A template by name.
 #[derive(Debug)]
 pub struct NamedTemplate {
-    /// What a user writes.
+    /// The name that a user writes.
     pub name: &'static str,
     source: &'static str,
     /// Markers that should be single tokens; the first one ends a turn.

@@ -229,7 +229,7 @@ fn answers_cross_the_pipe_as_they_are() {
     assert_eq!(u64::from_le_bytes(bytes[..8].try_into().unwrap()), body.len() as u64);
     let shown = |answers: &[Answer]| format!("{answers:?}");
     assert_eq!(shown(&wire::Reader(body).job(3).unwrap()), shown(&answers));
-    // What is cut short, too long, or a lie is no answer.
+    // Bytes that are cut short, too many, or false are no answer.
     for n in 0..body.len() {
         assert!(wire::Reader(&body[..n]).job(3).is_none(), "{n}");
     }

@@ -1,4 +1,4 @@
-//! What a process that renders and the process that asks it say to each other.
+//! The messages between a process that renders and the process that asks it.
 //!
 //! A request is a length (8 bytes, little-endian) and JSON. The answer to each job is a length and the answers to its
 //! asks: a byte 0, the text, its ranges; or a byte 1 and a failure. Numbers are little-endian, texts come after their

@@ -143,7 +143,7 @@ pub(super) fn templates() -> Vec<(&'static str, String)> {
     ];
     let mut out: Vec<(&str, String)> = plain.into_iter().map(|(name, text)| (name, text.to_string())).collect();
     let names: String = (0..50_000).map(|i| format!("{{% set v{i} = 1 %}}")).collect();
-    // What costs by the number of names, or by their length.
+    // Templates whose cost depends on the number of names, or on their length.
     out.push((
         "hidden names",
         format!("{{% for i in range(100000) %}}{{% continue %}}{names}{{% endfor %}}"),

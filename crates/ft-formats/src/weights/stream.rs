@@ -40,7 +40,8 @@ impl Weights {
         self
     }
 
-    /// What is read in parts stays in the page cache: other processes read it too. Otherwise it is dropped after each read.
+    /// Data that is read in parts stays in the page cache: other processes read it too. Otherwise it is dropped after
+    /// each read.
     pub fn cached(mut self) -> Self {
         self.stays_cached = true;
         self

@@ -111,7 +111,7 @@ static void steps(const Case& c, const float* further, const double* finite, int
         for (i64 i = 0; i < n; i++) {
             // Of the weight as it was: what rounding did to it in the step before stays.
             const double want = before[i] - before[i] * rate * decay - rate * u[i] / by;
-            // Rounded weights are one of the two neighbours; f32 holds 24 bits.
+            // Rounded weights are one of the two nearest values; f32 holds 24 bits.
             const double step = std::ldexp(1.0, std::ilogb(want) - (c.kind == ROUNDED ? 7 : 23));
             const double off = std::fabs(now(i) - want);
             expect(off <= 2 * step + 1e-5 * largest, "weight " + std::to_string(i) + ": off by " + std::to_string(off));

@@ -77,7 +77,7 @@ emulate::Buffer<T>& copy_into(emulate::Buffer<T>& buffer, const std::vector<T>& 
     return buffer;
 }
 
-/// What the kernels read, and what they ought to write.
+/// The inputs of the kernels, and the expected outputs.
 template <class T>
 struct Problem {
     const Case& c;

@@ -75,6 +75,6 @@ int main(int argc, char** argv) {
             if (c.heads > c.kv_heads) backward(c, c.heads / c.kv_heads, seed);
         }
     }
-    emulate::expect(emulate::worst_conflict == 1, "ldmatrix meets bank conflicts");
+    emulate::expect(emulate::worst_conflict == 1, "ldmatrix has bank conflicts");
     return emulate::verdict();
 }

@@ -77,6 +77,6 @@ int main(int argc, char** argv) {
         Case large = {"large", 1, 1, 64, {70}, {70}, 60.0f, 0, 0};
         whole(large, seed);
     }
-    emulate::expect(emulate::worst_conflict == 1, "ldmatrix meets bank conflicts");
+    emulate::expect(emulate::worst_conflict == 1, "ldmatrix has bank conflicts");
     return emulate::verdict();
 }

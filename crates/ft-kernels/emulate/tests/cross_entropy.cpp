@@ -71,7 +71,7 @@ static void rows(Kernel kernel, bool with_gradient, bool half, const Case& c, ui
     }
 }
 
-/// What is not finite shows in the loss of its row alone.
+/// A number that is not finite shows in the loss of its row alone.
 static void not_finite(Kernel kernel, float smoothing, uint64_t seed) {
     for (float bad : {(float)NAN, (float)INFINITY, -(float)INFINITY}) {
         Buffer<float> logits(2 * 40);

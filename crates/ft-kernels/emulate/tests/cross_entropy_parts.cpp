@@ -114,7 +114,7 @@ static void rows(Turn turn, bool half, const Case& c, uint64_t seed) {
     }
 }
 
-/// What is not finite in any part shows in the loss of its row alone.
+/// A number that is not finite in any part shows in the loss of its row alone.
 static void not_finite(uint64_t seed) {
     const Case c = {2, 70, 24, 32, 0, 0.1f};
     for (float bad : {(float)NAN, (float)INFINITY, -(float)INFINITY}) {

@@ -1,4 +1,4 @@
-// What the tests of the gated delta rule share: inputs, launches, and the recurrence token by token with its adjoint, in
+// Shared by the tests of the gated delta rule: inputs, launches, and the recurrence token by token with its adjoint, in
 // double.
 #pragma once
 
@@ -175,7 +175,7 @@ struct Forward {
 /// Bytes of shared memory, as crates/ft-ops/src/cuda/delta_rule.rs.
 constexpr size_t SCAN_BYTES = 4 * delta::SCAN, PREPARE_BYTES = 4 * delta::PREPARE;
 
-/// What `prepare` keeps of the heads from `first` on.
+/// The results of `prepare` for the heads from `first` on.
 template <class T>
 struct Prepared {
     Buffer<float> kept;

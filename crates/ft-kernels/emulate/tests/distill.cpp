@@ -127,7 +127,7 @@ void check(Turn turn, const Case& c, uint64_t seed) {
     const dim3 grid(c.rows), block(c.threads);
     for (int first = 0; first < c.vocabulary; first += c.width) {
         const int width = bring(ours, world.ours, c.vocabulary, first);
-        // What `cross_entropy_survey` does.
+        // The work of `cross_entropy_survey`.
         for (int r = 0; r < c.rows; r++) {
             Seen known = first > 0 ? seen[r] : Seen{-INFINITY, 0, 0, 0x7fffffff, NAN, 0, 0};
             for (int i = 0; i < width; i++) {

@@ -155,7 +155,7 @@ fn tasks(spec: &AttentionSpec, q_documents: &[usize], k_documents: &[usize]) -> 
     tasks
 }
 
-/// What is computed, on which backend.
+/// The inputs of a forward pass, and its backend.
 #[derive(Clone, Copy)]
 pub(crate) struct ForwardJob<'a> {
     pub backend: CpuBackend,

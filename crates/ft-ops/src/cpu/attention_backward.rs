@@ -88,7 +88,7 @@ struct Keys<'a> {
     values: PackedOperand<'a>,
 }
 
-/// What all tasks share.
+/// The inputs and outputs that all tasks share.
 struct BackwardJob<'a> {
     gemm: TaskGemm,
     saved: &'a AttentionGradInputs<&'a [f32]>,

@@ -78,7 +78,7 @@ impl Compiled {
 
     /// Blocks of that kernel that run on a multiprocessor at the same time. Its registers allow two.
     fn keys_blocks(&self, shared: usize) -> usize {
-        /// What the system takes of each block.
+        /// Shared memory that the system takes of each block.
         const RESERVED: usize = 1 << 10;
         (shared / (self.keys_bytes() + RESERVED)).clamp(1, 2)
     }

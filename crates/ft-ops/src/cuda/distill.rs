@@ -144,7 +144,7 @@ struct Group<'a> {
     stored: Option<Stored>,
     /// Row numbers in h, then the targets.
     numbers: Tensor,
-    /// What the cross-entropy needs of each row.
+    /// The numbers that the cross-entropy needs of each row.
     seen: Tensor,
     /// Largest logit and sum of the exponentials of each row: of the student, then of the teacher.
     soft: Tensor,

@@ -280,7 +280,7 @@ unsafe fn product(gpu: &Gpu, operand: Operand, a: &Quantized, (b, count): (u64, 
         layout(sum_type, count, n)?,
     ];
     // SAFETY: the matrices have these sizes, and 1 and 0 the type of the sums. Without an algorithm, cuBLASLt chooses one
-    // that needs no workspace. What was created is destroyed once.
+    // that needs no workspace. Each created object is destroyed once.
     let done = unsafe {
         let done = result::set_matmul_desc_attribute(
             describe,

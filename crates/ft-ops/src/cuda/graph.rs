@@ -23,7 +23,7 @@ use sys::CUgraphMem_attribute_enum as Attribute;
 pub(crate) struct Recorded {
     graph: CudaGraph,
     gpu: Gpu,
-    /// What it reads, and others may drop.
+    /// Tensors that it reads, and that others may drop.
     _kept: Vec<Tensor>,
 }
 
@@ -58,7 +58,7 @@ pub(crate) fn available(device: &Device) -> bool {
 pub(crate) fn capture(device: &Device, f: impl FnOnce() -> Result<()>) -> Result<Option<Recorded>> {
     let gpu = Gpu::on(device)?;
     let stream = gpu.device().cuda_stream();
-    // Another thread may open a device or allocate meanwhile. What it queues on this stream would be recorded, so one thread
+    // Another thread may open a device or allocate meanwhile. Its work on this stream would be recorded, so one thread
     // at a time uses a device with graphs (`generate::Limits::graphs_after`).
     let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
     if let Err(e) = stream.begin_capture(mode) {

@@ -489,7 +489,7 @@ fn graphs_wanted() -> bool {
 
 type Modules = HashMap<(DeviceId, &'static str), Arc<CudaModule>>;
 
-/// What is loaded on the devices, by device and module.
+/// The modules that are loaded, by device and module.
 #[derive(Default)]
 struct LoadedModules {
     modules: Modules,

@@ -12,7 +12,7 @@ use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// What all ranks of a communicator have in common: an `ncclUniqueId`.
+/// The identifier that all ranks of a communicator share: an `ncclUniqueId`.
 pub type Id = [u8; 128];
 
 /// Numbers of the buffer on the GPU for each direction, and of page-locked memory.
@@ -182,7 +182,7 @@ pub fn version_text(version: u32) -> String {
     format!("{}.{}.{}", version / 10_000, version / 100 % 100, version % 100)
 }
 
-/// What a communicator needs on its own GPU.
+/// The resources of a communicator on its own GPU.
 pub struct Prepared {
     library: Library,
     stream: Arc<CudaStream>,
@@ -197,7 +197,7 @@ pub struct Communicator {
     rank: usize,
     size: usize,
     stream: Arc<CudaStream>,
-    /// f32 `[2, BUFFER]` on the GPU: what is sent, and what is received. Not from the pool of tensors, so it is not part of their
+    /// f32 `[2, BUFFER]` on the GPU: the sent numbers, and the received ones. Not from the pool of tensors, so it is not part of their
     /// limit.
     buffer: Buffer,
     /// The same in host memory, in bytes.

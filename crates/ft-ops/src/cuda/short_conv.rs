@@ -13,7 +13,7 @@ const CHANNELS: usize = 128;
 const BLOCKS: usize = 1024;
 const MOST_PARTS: usize = 256;
 
-/// What each launch needs.
+/// The arguments of each launch.
 struct Launch {
     gpu: Gpu,
     kinds: [FloatType; 2],

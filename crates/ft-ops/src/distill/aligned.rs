@@ -53,7 +53,7 @@ pub enum Comparison<'a> {
     Matched(&'a SharedIds),
 }
 
-/// What is computed.
+/// The options of the loss.
 #[derive(Debug, Clone)]
 pub struct AlignedOptions<'a> {
     /// The comparison of a span.

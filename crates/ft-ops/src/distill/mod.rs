@@ -86,7 +86,7 @@ pub enum DistillTeacher<'a, S = DistillSide<'a>> {
     },
 }
 
-/// What is computed: the divergence, its mix with the cross-entropy, the gradients.
+/// The options of the loss: the divergence, its mix with the cross-entropy, the gradients.
 #[derive(Debug, Clone)]
 pub struct DistillOptions {
     /// 0: KL(teacher, student); 1: KL(student, teacher); between: generalized Jensen-Shannon.

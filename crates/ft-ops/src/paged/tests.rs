@@ -115,7 +115,7 @@ fn as_attention_on_tensors() {
 }
 
 #[test]
-fn cuts_and_neighbours_change_no_bit() {
+fn cuts_and_other_rows_change_no_bit() {
     for spec in specs() {
         for stored in [KvDtype::F32, KvDtype::Bf16, KvDtype::Int8] {
             let q = random((100, spec.heads * spec.head_dim), 1);

@@ -152,7 +152,7 @@ impl Block {
         self.norm_backward(&altup.norm, x, &dh, sums)
     }
 
-    /// The active stream of x `[N, A·D]`, what the router makes of it `[N, A]`, and the coefficients `[N, A²]`.
+    /// The active stream of x `[N, A·D]`, the output of the router for it `[N, A]`, and the coefficients `[N, A²]`.
     fn coefficients(&self, altup: &AltUp, x: &Tensor, ctx: &Context) -> Result<(Tensor, Tensor, Tensor)> {
         let own = altup::sum(x, altup.streams.count, altup.active(), 1.0)?;
         let r = self.router(altup, &own, ctx)?;
@@ -160,7 +160,7 @@ impl Block {
         Ok((own, r, c))
     }
 
-    /// What the router makes of x2 `[N, D]`, and the factors of the correction, `[N, A]` each.
+    /// The output of the router for x2 `[N, D]`, and the factors of the correction, `[N, A]` each.
     fn factors(&self, altup: &AltUp, x2: &Tensor, ctx: &Context) -> Result<(Tensor, Tensor)> {
         let ctx = altup.second(ctx);
         let r = self.router(altup, x2, &ctx)?;

@@ -54,7 +54,7 @@ impl Block {
         Ok(y)
     }
 
-    /// What the part adds, `[N, D]`, from what it reads.
+    /// The output of the part, which is added, `[N, D]`, from its input.
     pub(super) fn per_layer_forward(&self, p: &PerLayerInput, x2: &Tensor, ctx: &Context) -> Result<Tensor> {
         let gate = p.gate.forward_one(x2, ctx)?.0;
         let m = glu::forward(&gate, &ctx.shared.input(self.index, p.width)?, self.spec.activation)?;

@@ -1,6 +1,6 @@
 //! Memory of a mixture of experts: each tensor that `experts.rs` allocates and frees. The number of tokens of an expert is
-//! not known before the run: all tokens may choose the same, so the work of one expert is that of all tokens. What is saved
-//! does not depend on the choice.
+//! not known before the run: all tokens may choose the same, so the work of one expert is that of all tokens. The size of
+//! the saved activations does not depend on the choice.
 
 use super::super::block::memory::LayerMemory;
 use super::super::contracts::GradSinkMemory;
@@ -156,7 +156,7 @@ impl LayerMemory<'_> {
         (y, saved)
     }
 
-    /// The sum of the experts, what is saved, and the routing; the caller holds h.
+    /// The sum of the experts, the saved activations, and the routing; the caller holds h.
     fn experts_sum(
         &self,
         l: &mut Ledger,

@@ -3,8 +3,8 @@
 //!
 //! The bits are those of one rank. The rows of each rank are computed by themselves, with the shapes that they have on one rank. A
 //! token adds its experts in ascending order, and the experts of a rank follow each other: so the rank with the first expert
-//! of a token can add those that follow there, from zero, and sends one row. What other experts give is sent row by row, and so is
-//! everything if the sum begins with the shared expert.
+//! of a token can add those that follow there, from zero, and sends one row. The results of other experts are sent
+//! row by row, and so is everything if the sum begins with the shared expert.
 //!
 //! The gradient of a trained expert is made where it is, from the micro-batch of each rank in their order.
 //!
@@ -33,7 +33,7 @@ const KEY: u64 = 0xe7_0000;
 /// Bit of a place: the results of this token are added where its experts are.
 const ADDED: u32 = 1 << 31;
 
-/// What this rank sends to one rank.
+/// The tokens that this rank sends to one rank.
 struct Sent {
     /// The tokens, ascending, `[T]`.
     tokens: Vec<u32>,
@@ -54,7 +54,7 @@ impl Sent {
     }
 }
 
-/// What this rank computes for one rank.
+/// The rows that this rank computes for one rank.
 struct Received {
     counts: Vec<usize>,
     places: Vec<u32>,
@@ -66,7 +66,7 @@ struct Received {
     results: Results,
 }
 
-/// What goes back to one rank.
+/// The results that go back to one rank.
 #[derive(Default)]
 struct Results {
     /// For each token with `ADDED` the row of its sum.
@@ -122,7 +122,7 @@ struct ExpertRows {
     weights: Tensor,
 }
 
-/// The experts of this rank, and what travels for one layer.
+/// The experts of this rank, and the exchanged rows of one layer.
 struct Travel<'a> {
     ranks: &'a ExpertRanks,
     /// The experts of this rank.
@@ -141,7 +141,7 @@ fn number(word: &f32) -> usize {
     word.to_bits() as usize
 }
 
-/// What goes to each rank. `experts`: those of each rank; `adds`: the sum of a token begins with its experts.
+/// The tokens that go to each rank. `experts`: those of each rank; `adds`: the sum of a token begins with its experts.
 fn sent(experts: &[Range<usize>], assignment: &Assignment, tokens: usize, adds: bool) -> Result<Vec<Sent>> {
     let (starts, all, _) = assignment.lists()?;
     // The tokens that have an expert on an earlier rank.
@@ -370,7 +370,7 @@ impl Experts {
     }
 }
 
-/// What the backward pass of experts on several ranks gets.
+/// The inputs of the backward pass of experts on several ranks.
 pub(super) struct OverRanks<'a> {
     pub ranks: &'a ExpertRanks,
     pub assignment: &'a Assignment,

@@ -109,7 +109,7 @@ impl RouterDefaults {
     }
 }
 
-/// What DeepSeek-V3 and its successors share.
+/// The options of DeepSeek-V3 and its successors.
 fn sigmoid(config: &Config, spec: &mut Spec, sizes: LatentSpec, defaults: RouterDefaults) -> Result<RouterSpec> {
     if config.bool_or("rope_interleave", true)? {
         spec.pairing = Pairing::Neighbors;

@@ -1,4 +1,4 @@
-//! What families with experts share.
+//! The options that families with experts share.
 
 use super::{Config, ExpertsSpec, LARGEST, Result, SharedExpertSpec, Spec, out_of_range, place};
 use crate::base::Error;

@@ -1,4 +1,5 @@
-//! What families with latent attention share: its sizes, the rope of a part of each head, the factor of the scores.
+//! The options that families with latent attention share: its sizes, the rope of a part of each head, the factor of
+//! the scores.
 
 use super::experts::size;
 use super::{Config, LARGEST, Result, Spec, out_of_range, place, rope_parameters};

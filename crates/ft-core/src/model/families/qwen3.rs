@@ -8,7 +8,7 @@ pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     shared(config, spec)
 }
 
-/// What Qwen3-MoE shares; its heads have hidden / heads elements if the config has no `head_dim`.
+/// The options that Qwen3 and Qwen3-MoE share; the heads have hidden / heads elements if the config has no `head_dim`.
 pub(super) fn shared(config: &Config, spec: &mut Spec) -> Result<()> {
     spec.qk_norm = Some(QkNorm::HEADS);
     super::attention_biases(config, spec, false)?;

@@ -1,4 +1,4 @@
-//! The types that ft does not have: what they would need.
+//! The types that ft does not have, and the missing parts.
 
 /// Types that are not supported, with what they would need.
 pub(super) const REFUSED: [(&str, &[&str]); 37] = [

@@ -11,7 +11,7 @@ pub struct Family {
     pub model_type: &'static str,
     /// Checkpoints of this type.
     pub checkpoints: &'static str,
-    /// What differs from Llama, and the options of the config.
+    /// The differences from Llama, and the options of the config.
     pub options: &'static str,
 }
 
@@ -422,7 +422,7 @@ pub(super) const PARTIAL_ROTATION: [&str; 16] = [
     "youtu",
 ];
 
-/// The error for an unsupported type: what it would need, or the nearest supported name.
+/// The error for an unsupported type: the missing parts, or the nearest supported name.
 pub(super) fn unsupported(config: &Config, model_type: &str) -> Error {
     let e = Error::unsupported(format!("model type `{model_type}` is not supported"))
         .at(config.path.display())

@@ -52,7 +52,7 @@ pub(super) fn language_model(config: &Config, model_type: &str) -> Result<Option
     Ok(Some(text))
 }
 
-/// What files leave out, because it is the default of transformers.
+/// The values that files leave out, because they are the defaults of transformers.
 fn defaults(inner: &str) -> Map<String, Value> {
     let value = match inner {
         "gemma3_text" => json!({

@@ -26,7 +26,7 @@ impl LayerMemorySettings<'_> {
         if self.dropout { self.bytes(input) } else { 0 }
     }
 
-    /// What an adapter allocates and frees in the forward pass of its linear with `input` features.
+    /// The memory that an adapter allocates and frees in the forward pass of its linear with `input` features.
     pub fn adapter_forward(&self, l: &mut Ledger, cost: &Cost, input: usize) {
         l.touch(
             LayerWork,

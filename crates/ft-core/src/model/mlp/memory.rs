@@ -170,7 +170,7 @@ impl LayerMemory<'_> {
             }
             None => self.scaled_gradient(l),
         };
-        // What was not saved is computed again for the gradients of DoRA.
+        // The output that was not saved is computed again for the gradients of DoRA.
         if low_out.is_none() && needs.down && self.output_in_low(down) {
             low_out = Some(self.low(l, &[down]));
             let y = self.linear(l, down);

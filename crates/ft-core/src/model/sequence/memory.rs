@@ -120,7 +120,7 @@ impl LayerMemory<'_> {
         let documents = self.settings.documents.max(1);
         let [_, bytes] = self.lists();
         if self.settings.on_gpu {
-            // What travels is in host memory. dk and dv of all tokens, and their partial sums in f32.
+            // The exchanged tensors are in host memory. dk and dv of all tokens, and their partial sums in f32.
             let (share, tokens) = (share(&spec, 0, config.ranks), self.settings.tokens * config.ranks);
             let parts = attention::gpu_backward_parts(share.spec.heads, share.spec.kv_heads, tokens);
             let partial = if self.settings.element == 2 && parts > 1 {

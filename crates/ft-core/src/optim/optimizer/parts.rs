@@ -162,7 +162,7 @@ impl Optimizer {
         self.low.remove(name).or_else(|| self.low_parts.remove(name))
     }
 
-    /// The part of this rank of the low bits of a master, i16; `None`: it has the whole, or there is none.
+    /// The part of this rank of the low bits of a master, i16; `None`: the low bits are not in parts.
     pub fn low_part(&self, name: &str) -> Option<&Tensor> {
         self.low_parts.get(name)
     }

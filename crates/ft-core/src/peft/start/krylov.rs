@@ -127,7 +127,7 @@ pub(crate) fn largest(m: &dyn Operator, count: usize, seed: u64, site: u64) -> R
         if last + 1 == look || full {
             look = look * 3 / 2 + 1;
             let small = svd(bidiagonal(&diagonal, &above, width).as_ref())?;
-            // What Mᵀ maps out of the subspace: of P, the last block alone reaches the next block of Q.
+            // The part that Mᵀ maps out of the subspace: of P, the last block alone reaches the next block of Q.
             let left = &upper * small.u.get(last * width.., ..count);
             let error = (0..count).map(|k| left.col(k).norm_l2()).fold(0.0, f64::max);
             if error <= ERROR * small.s[0] {

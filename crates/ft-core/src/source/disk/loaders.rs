@@ -1,4 +1,4 @@
-//! What the double buffers of the disk source load: parts of layers, and pieces of the output projection.
+//! The loaders of the double buffers of the disk source: parts of layers, and pieces of the output projection.
 
 use super::Shared;
 use super::pool::{Buffers, ItemLoader};

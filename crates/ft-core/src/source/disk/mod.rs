@@ -158,7 +158,7 @@ impl Disk {
         let mut quantized = options.storage.quantized().clone();
         let formats = params.iter().filter_map(|p| Some((p, *quantized.get(&p.name)?)));
         let mut to_code: Vec<(&ParamInfo, Format)> = formats.collect();
-        // What the files hold quantized stays as it is.
+        // Weights that are quantized in the files stay as they are.
         let mut in_files = BTreeMap::new();
         for p in &params {
             if let Some((layout, format)) = stored::find(&weights, &p.name)? {

@@ -1,4 +1,4 @@
-//! Who writes the files of a source: each process its own, or the first rank of a machine for all ranks there. Files that
+//! The writer of the files of a source: each process its own, or the first rank of a machine for all ranks there. Files that
 //! ranks share stay in the page cache, so the memory of a machine has them once.
 
 use crate::base::{Result, files};
@@ -7,7 +7,7 @@ use crate::formats::weights::Weights;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Who writes the files of a source. Default: each process writes its own.
+/// The writer of the files of a source. Default: each process writes its own.
 #[derive(Clone, Default)]
 pub struct Writer(Option<Machine>);
 

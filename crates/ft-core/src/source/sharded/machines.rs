@@ -96,14 +96,16 @@ impl Sharded {
     /// The ranks of this machine, to which this rank sends its parts; `alone`: rank 0 alone, from the ranks of its machine.
     pub(super) fn receivers(&self, alone: bool) -> Vec<usize> {
         let near = self.machines.ranks_with(self.comm.world().rank);
-        match alone {
-            false => near.to_vec(),
-            true if near.contains(&0) => vec![0],
-            true => Vec::new(),
+        if !alone {
+            near.to_vec()
+        } else if near.contains(&0) {
+            vec![0]
+        } else {
+            Vec::new()
         }
     }
 
-    /// What the ranks of this machine store of a matrix.
+    /// The parts of a matrix that the ranks of this machine store.
     pub(super) fn shards(&self, p: &ParamInfo, part: &OwnPart) -> Result<Vec<Shard>> {
         let World { rank, size, .. } = *self.comm.world();
         let near = self.machines.ranks_with(rank);

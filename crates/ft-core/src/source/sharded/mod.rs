@@ -120,7 +120,7 @@ type Sent = (Vec<(usize, Form)>, Pending<Whole>);
 /// Exact values of an own part, and the low 16 bits of their masters.
 type ExactPart = (Tensor, Option<Tensor>);
 
-/// What rank 0 does alone.
+/// The work of rank 0 alone.
 #[derive(Default)]
 struct Alone {
     works: bool,

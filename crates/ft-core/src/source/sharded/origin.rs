@@ -45,7 +45,7 @@ impl WeightOrigin {
         }
     }
 
-    /// The format in which a parameter is stored while it is frozen, and the type of its decoded values; `None`: not quantized.
+    /// The format in which a parameter is stored while it is frozen, and the type of its dequantized values; `None`: not quantized.
     pub(super) fn format(&self, p: &ParamInfo, storage: StorageDtype) -> Result<Option<(Format, Dtype)>> {
         let (StorageDtype::Dense(decoded) | StorageDtype::Quantized(_, decoded)) = storage;
         let in_files = match self {

@@ -1,4 +1,4 @@
-//! `quantization_config` of `config.json`: what ft reads, and what it refuses by name.
+//! `quantization_config` of `config.json`: the settings that ft reads, and those that it refuses by name.
 
 use super::other::Tool;
 use crate::base::{Error, Result};

@@ -48,8 +48,8 @@ fn across(word: u32, next: u32, low: usize, bits: usize) -> u8 {
     ((u64::from(next) << 32 | u64::from(word)) >> low) as u8 & (255 >> (8 - bits))
 }
 
-/// What GPTQ of version 1 adds to a word of zero points, which it stores minus 1; it carries from one to the next, as in gptqmodel.
-/// 0 for 3 bits, which cross the words.
+/// The number that GPTQ of version 1 adds to a word of zero points, stored minus 1; it carries from one to the next,
+/// as in gptqmodel. 0 for 3 bits, which cross the words.
 pub(super) fn ones(bits: usize) -> u32 {
     match bits {
         2 => 0x5555_5555,

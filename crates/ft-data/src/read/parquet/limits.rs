@@ -1,5 +1,5 @@
-//! What a parquet file may ask for. The decoder believes the sizes and counts of pages and takes memory for them, up to that
-//! of 2^31 values for a few bytes; here they are compared with the bytes that are there.
+//! Limits of the memory that a parquet file may ask for. The decoder believes the sizes and counts of pages and takes
+//! memory for them, up to that of 2^31 values for a few bytes; here they are compared with the bytes that are there.
 
 use super::thrift::{Header, Thrift};
 use parquet::basic::Encoding;
@@ -175,7 +175,7 @@ impl Pages {
                 at: 0,
             };
             for n in 0..lengths {
-                // What cannot be read here cannot be decoded.
+                // Bytes that cannot be read here cannot be decoded.
                 let Some(part) = delta.part() else { break };
                 if part.count > most {
                     return too_much("values", part.count, bytes);
@@ -211,7 +211,7 @@ impl Pages {
         let mut runs = Thrift { bytes, at: 0 };
         let mut longest = 0;
         while left > 0 {
-            // What cannot be read here cannot be decoded.
+            // Bytes that cannot be read here cannot be decoded.
             let Some(start) = runs.unsigned() else { break };
             if start & 1 == 0 {
                 let values = (start >> 1).min(left);

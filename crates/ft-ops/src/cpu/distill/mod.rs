@@ -128,7 +128,7 @@ impl<'a> Group<'a> {
     }
 }
 
-/// What is compared.
+/// The inputs of a comparison.
 pub(crate) struct DistillJob<'a> {
     pub student: &'a SideSlices<'a>,
     pub teacher: &'a DistillTeacher<'a, SideSlices<'a>>,

@@ -135,7 +135,7 @@ impl LayerMemory<'_> {
         (y, saved)
     }
 
-    /// What the per-layer part allocates in its forward pass, the sum of its work and its output.
+    /// The memory that the per-layer part allocates in its forward pass, the sum of its work and its output.
     fn per_layer_work(&self, l: &mut Ledger, gate: LinearShape, projection: LinearShape) {
         let narrow = self.bytes(gate.2);
         let low = self.low(l, &[gate]);

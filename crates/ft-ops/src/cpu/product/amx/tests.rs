@@ -147,8 +147,8 @@ fn fuses(backend: CpuBackend) {
                 );
             }
             for j in 0..n {
-                let ridden = dot(&ru[i * rank..][..rank], &rup[j * rank..][..rank]);
-                let (got, want) = (c[i * n + j] as f64, 0.25 + dot(row, &rb[j * k..][..k]) + ridden);
+                let low_rank = dot(&ru[i * rank..][..rank], &rup[j * rank..][..rank]);
+                let (got, want) = (c[i * n + j] as f64, 0.25 + dot(row, &rb[j * k..][..k]) + low_rank);
                 assert!(
                     (got - want).abs() < 2e-6 * k as f64,
                     "{m} {n} {k} at {i}, {j}: {got} {want}"

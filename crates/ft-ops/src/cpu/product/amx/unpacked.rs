@@ -115,16 +115,16 @@ pub(super) fn fits(job: &ProductJob) -> bool {
 pub(super) fn run(job: &ProductJob) {
     let (m, n, k) = job.sizes;
     let Operand::Bf16(values) = job.b.values else { return };
-    let along_k = job.b.k_contiguous;
-    let format = if along_k { PackFormat::B } else { PackFormat::A };
+    let k_contiguous = job.b.k_contiguous;
+    let format = if k_contiguous { PackFormat::B } else { PackFormat::A };
     let w = Rows {
         values,
         stride: job.b.stride,
     };
     let rank = job.fused_lora.map_or(0, |l| l.rank);
     let lora = job.fused_lora.as_ref().map(|l| {
-        let down = Narrow::new(&l.down, (rank, k), along_k);
-        (l, down, Narrow::new(&l.up, (n, rank), along_k))
+        let down = Narrow::new(&l.down, (rank, k), k_contiguous);
+        (l, down, Narrow::new(&l.up, (n, rank), k_contiguous))
     });
     let depth = Depth {
         steps: k.div_ceil(32),
@@ -157,7 +157,7 @@ pub(super) fn run(job: &ProductJob) {
                     w: down.rows(),
                     ..product
                 }
-                .run(along_k);
+                .run(k_contiguous);
                 // SAFETY: the tasks that wrote these rows of u are complete.
                 let u = unsafe { u.part(first * rank, tokens * rank) };
                 lora.scale(u);
@@ -171,7 +171,7 @@ pub(super) fn run(job: &ProductJob) {
                 );
                 (product.up, product.rank) = (Some(up.rows()), rank);
             }
-            product.run(along_k);
+            product.run(k_contiguous);
         }
     });
 }
@@ -196,8 +196,8 @@ struct Product<'a> {
 struct Block([[f32; TOKENS]; ROWS]);
 
 impl Product<'_> {
-    fn run(&self, along_k: bool) {
-        let (width, height) = if along_k {
+    fn run(&self, k_contiguous: bool) {
+        let (width, height) = if k_contiguous {
             (ROWS, TOKENS)
         } else {
             (COLUMNS, TILE_COLUMNS)
@@ -211,7 +211,7 @@ impl Product<'_> {
             let (start, count) = part(self.tokens, down, task % down, height);
             // SAFETY: the job was checked, and the CPU has AVX512-BF16; each task writes its own block of C.
             unsafe {
-                if along_k {
+                if k_contiguous {
                     self.rows_of_w(columns, (start, count))
                 } else {
                     self.columns_of_w(columns, (start, count))

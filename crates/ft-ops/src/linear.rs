@@ -120,7 +120,7 @@ pub fn can_join(x: &Tensor, ws: [&Tensor; 2]) -> bool {
 /// # Errors
 /// As `forward`.
 pub fn forward_two(x: &Tensor, ws: [&Tensor; 2], biases: Option<[&Tensor; 2]>) -> Result<[Tensor; 2]> {
-    let (rows, inputs) = dims2(x, "x of a linear")?;
+    let (_, inputs) = dims2(x, "x of a linear")?;
     let outputs = outputs_of(ws[0].into(), inputs)?;
     for bias in biases.iter().flatten() {
         expect_dims(bias, "the bias of a linear", &[outputs])?;
@@ -128,7 +128,7 @@ pub fn forward_two(x: &Tensor, ws: [&Tensor; 2], biases: Option<[&Tensor; 2]>) -
     expect_dims(ws[1], WEIGHT, &[outputs, inputs])?;
     on_gpu!(
         x,
-        super::cuda::linear::forward_two(x, ws, biases, (rows, outputs, inputs))
+        super::cuda::linear::forward_two(x, ws, biases, (x.dims()[0], outputs, inputs))
     );
     let [first, second] = [0, 1].map(|i| forward(x, ws[i], biases.map(|both| both[i])));
     Ok([first?, second?])

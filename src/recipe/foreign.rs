@@ -52,7 +52,7 @@ fn pair(line: &str) -> Option<(&str, &str)> {
     is_name.then_some((key, value.trim()))
 }
 
-/// Translates the line to TOML if ft has a key for it.
+/// Translates a line of another tool's YAML file to TOML, if ft has a key for it.
 fn translated(line: &str) -> Option<String> {
     let (name, value) = pair(line)?;
     let key = peers::key_for(name)?;

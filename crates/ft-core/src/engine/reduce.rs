@@ -394,7 +394,7 @@ impl<'a> Reduce<'a> {
         })
     }
 
-    /// Sends what is in the bucket.
+    /// Sends the numbers in the bucket to the other ranks, and waits for all that are on their way.
     pub(super) fn flush(&mut self) -> Result<()> {
         if !self.bucket.pieces.is_empty() {
             self.close()?;

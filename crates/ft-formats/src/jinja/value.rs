@@ -493,7 +493,7 @@ impl Value {
         Ok(items)
     }
 
-    /// The elements of a loop. Errors: the value cannot be iterated.
+    /// The elements of a `for` loop of a template. Errors: the value cannot be iterated.
     pub(super) fn source(&self) -> Done<Source> {
         match self {
             Self::Iter(iter) => Ok(Source::Shared(iter.clone())),

@@ -5,7 +5,7 @@ use crate::base::Result;
 use crate::model::families::{FAMILIES, table};
 use serde_json::json;
 
-/// Model families: the supported ones, and the parts that others would need
+/// Model families: supported ones, and what others would need
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   ft models

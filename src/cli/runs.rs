@@ -419,9 +419,10 @@ fn compare(runs: &[Record], json: bool) -> Result<()> {
 fn plot(runs: &[Record], metric: &str, raw: bool, svg: Option<&Path>, json: bool) -> Result<()> {
     if let Some(file) = svg {
         let [run] = runs else {
-            return Err(Error::usage("a picture shows one run")
+            return Err(Error::usage("`--svg` draws one run")
                 .at("--svg")
-                .found(format!("{} runs", runs.len())));
+                .found(format!("{} runs", runs.len()))
+                .hint("give one run"));
         };
         let text = history::svg(&run.path.display().to_string(), &run.curves, run.planned_bytes);
         files::write_atomic(file, text.as_bytes())?;

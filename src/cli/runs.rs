@@ -12,7 +12,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// Runs: list, show, compare, plot, verify
+/// Runs: list, show, diff, compare, plot, verify, export
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   ft runs                             the runs in `runs`

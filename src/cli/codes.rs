@@ -157,8 +157,8 @@ pub const CODES: &[Code] = codes! {
     "FT401" Failed, "the run does not fit the memory", ["the run does not fit the "],
         "The forecast peak is above the budget or the free memory. Nothing was loaded yet.",
         "`ft plan --recipe R` shows the parts. In this order: `memory.activations = \"recompute\"`, a smaller `train.batch_size` with more \
-         `train.gradient_accumulation_steps`, a smaller `data.max_length`, `memory.frozen_weights = \"nf4\"` with LoRA, `tune.method = \
-         \"block\"`, `memory.tier = \"host\"` or `\"disk\"`.";
+         `train.gradient_accumulation_steps`, `memory.tier = \"host\"` or `\"disk\"`, `memory.frozen_weights = \"nf4\"` with LoRA, a smaller \
+         `data.max_length`, `tune.method = \"block\"`.";
     "FT402" Failed, "the run used more memory than its budget", ["the run used more memory than its budget"],
         "The measured peak passed `memory.budget`. The run stopped after saving its state.",
         "`ft train R --resume` with a larger `memory.budget`, or without one. `docs/memory.md` says what the forecast counts.";

@@ -12,7 +12,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// Runs: list, show, compare, plot, verify
+/// Runs: list, show, diff, compare, plot, verify, export
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   ft runs                             the runs in `runs`
@@ -419,9 +419,10 @@ fn compare(runs: &[Record], json: bool) -> Result<()> {
 fn plot(runs: &[Record], metric: &str, raw: bool, svg: Option<&Path>, json: bool) -> Result<()> {
     if let Some(file) = svg {
         let [run] = runs else {
-            return Err(Error::usage("a picture shows one run")
+            return Err(Error::usage("`--svg` draws one run")
                 .at("--svg")
-                .found(format!("{} runs", runs.len())));
+                .found(format!("{} runs", runs.len()))
+                .hint("give one run"));
         };
         let text = history::svg(&run.path.display().to_string(), &run.curves, run.planned_bytes);
         files::write_atomic(file, text.as_bytes())?;

@@ -104,6 +104,13 @@ pub(super) fn fits(plan: &Plan, goal: Option<u64>, host: Option<u64>) -> bool {
     below(plan.peak_bytes, goal) && below(plan.peak_host_bytes.unwrap_or(0), host)
 }
 
+fn no_tier(recipe: &Recipe) -> Error {
+    Error::new("no memory tier is possible for the weights")
+        .at("memory.tier")
+        .found(recipe.memory.tier.name())
+        .hint("set `memory.tier` and `distributed.weights` to \"auto\"")
+}
+
 impl PlanContext<'_> {
     /// Returns the fastest lossless strategy within the goal; else the fastest that fits at all; else the same with
     /// quantized weights of ever fewer bits; else the smallest. Memory that does not pay is not taken (see `knee`).
@@ -128,7 +135,7 @@ impl PlanContext<'_> {
                 }
             }
         }
-        smallest.ok_or_else(|| Error::new("no memory tier is possible for the weights"))
+        smallest.ok_or_else(|| no_tier(recipe))
     }
 
     /// If it is open where the weights of several ranks are: first only whole weights on every rank, then all strategies.
@@ -188,7 +195,7 @@ impl PlanContext<'_> {
                 });
             }
         }
-        best.ok_or_else(|| Error::new("no memory tier is possible for the weights"))
+        best.ok_or_else(|| no_tier(recipe))
     }
 
     /// The numbers of layers with saved activations that the recipe allows.

@@ -327,15 +327,16 @@ fn matrix(found: &Verdicts) -> String {
 
 const INTRODUCTION: &str = "# What combines with what
 
-All combinations of method, stage, storage of frozen weights, tier and device. A test makes this page: it checks and
+This page shows which values of method, stage, storage of frozen weights, tier and device work together. A test makes this page: it checks and
 plans every combination as `ft train` does before it loads weights (`assets/tiny`; for CUDA it plans for a simulated H100),
 and it trains one step of a sample in which every pair of values occurs, on the CPU. A combination that is in no table below works.
 
 Not in these tables: optimizers, their states and schedules, because they see only names, shapes and numbers; the losses of `dpo`
 and `kto`; families ([models.md](models.md)). On a CPU the tier `host` is the same as `device`.
 
-\"bf16 below f32\" is `model.dtype = \"f32\"` with `memory.frozen_weights = \"bf16\"`. \"Quantized files\" is a model directory whose
-projections are NF4.
+\"bf16 in an f32 model\" is `model.dtype = \"f32\"` with `memory.frozen_weights = \"bf16\"`. \"Quantized files\" is a model directory whose
+projections are NF4. Block training dequantizes such projections at the start ([quantization.md](quantization.md)), so the corrections by SGD
+work with them, but not with weights that `memory.frozen_weights` quantizes.
 ";
 
 /// Every section of the page: its title and its axes.
@@ -349,7 +350,7 @@ const SECTIONS: [(&str, &[Axis]); 4] = [
 /// The whole page, from the verdicts of its sections.
 fn written(found: &[Verdicts]) -> String {
     let mut out = format!(
-        "{INTRODUCTION}\n\"no\": never. \"partly\": some combinations that work with another value of this axis are refused.\n\n{}",
+        "{INTRODUCTION}\n\"no\": no combination works. \"partly\": some combinations work; others are refused, and would work with another value of the same axis (storage, tier or device).\n\n{}",
         matrix(&found[0])
     );
     for ((title, axes), found) in SECTIONS.iter().zip(found) {

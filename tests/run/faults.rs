@@ -42,14 +42,14 @@ const CRASHES: [Row; 14] = [
     ),
     (
         "C6",
-        "loss of power after numbered file operations: what was not synced is dropped, full of zeros, or drawn at random, also with later names of a directory but not the earlier ones",
+        "loss of power after numbered file operations. The test drops the bytes that were not synced, sets them to zero, or chooses at random what the disk kept. It also keeps later changes of the names in a directory and drops earlier ones",
         "the last checkpoint that was saved survives, and the resume has the same bits",
         "tests/run/power.rs::a_loss_of_power_keeps_the_last_saved_state",
     ),
     (
         "C7",
-        "the run directory cannot be written, is a file, or is moved during the run; it, or a name in it, is a link",
-        "refused before the first step; a moved directory stops the run, which continues there. The run directory itself may be a link",
+        "the run directory cannot be written, is a file, is a link, contains a link under a name that ft uses, or is moved during the run",
+        "refused before the first step, but the run directory itself may be a link. If the directory is moved, the run stops; `--resume` continues it at the new place",
         "tests/run/directory.rs::a_file_or_a_link_in_the_place_of_the_run_directory tests/run/directory.rs::a_run_directory_that_moves_away_stops_the_run src/train/owner.rs::links_at_the_names_of_a_run_are_refused tests/run/power.rs::writes_that_fail_are_told_and_lose_nothing",
     ),
     (
@@ -67,7 +67,7 @@ const CRASHES: [Row; 14] = [
     (
         "C10",
         "a second `ft train` in the same run directory",
-        "refused, with the process that works there and since when; the lock of a killed run is no obstacle, also if it was cut off",
+        "refused; the message names the process that works there, and the time since when. The lock file of a killed run is no obstacle, even if its end is missing",
         "tests/run/resume.rs::a_run_directory_belongs_to_one_run crates/ft-base/src/lock.rs::a_file_of_another_program_is_no_lock",
     ),
     (
@@ -262,7 +262,7 @@ const DATA: [Row; 10] = [
     (
         "D7",
         "rows in which nothing is trained",
-        "left out and counted; a set without any is refused",
+        "left out and counted; a dataset in which no row has a trained token is refused",
         "crates/ft-data/src/tests.rs::a_data_set_in_which_nothing_is_trained_is_refused_with_counts crates/ft-data/src/encode/tests_chat.rs::a_turn_that_cannot_be_found_is_an_error_not_a_mask",
     ),
     (
@@ -363,8 +363,8 @@ const RUNNING: [Row; 11] = [
     ),
     (
         "S7",
-        "clocks in 1970 and 2100 that jump, no HOME, no `/dev/shm`, `/sys` or `/proc`, few open files, little memory and stack, one processor, no huge pages, umask 0777, an unwritable cache, no terminal, closed or broken output",
-        "the same bits, or refused at the start",
+        "a clock that is in 1970 or 2100 and jumps, no HOME, no `/dev/shm`, `/sys` or `/proc`, few open files, little memory and stack, one processor, no huge pages, umask 0777, an unwritable cache, no terminal, closed or broken output",
+        "the run has the same bits, or is refused at the start",
         "tests/run/limits.rs::a_clock_that_jumps_changes_nothing tests/run/limits.rs::a_run_without_huge_pages_has_the_same_bits tests/run/limits.rs::a_run_works_under_limits_or_is_refused tests/run/mounts.rs::missing_and_locked_places_are_no_obstacle_or_refused tests/run/resume.rs::a_run_goes_on_if_nobody_reads_its_messages tests/cli.rs::a_reader_that_goes_away_is_no_failure",
     ),
     (
@@ -397,7 +397,7 @@ const SURFACE: [Row; 8] = [
     (
         "W1",
         "what listens on the network",
-        "`ft dash` alone, on 127.0.0.1; the other commands open no socket",
+        "`ft dash` listens, on 127.0.0.1. Ranks without MPI listen for each other; those of `ft launch` listen on 127.0.0.1. No other command listens, and none opens a socket unless it uses a hub",
         "tests/run/egress.rs::no_program_opens_a_socket_and_no_secret_is_kept tests/cli/dash.rs::the_page_is_for_this_machine_and_its_token_only",
     ),
     (
@@ -415,7 +415,7 @@ const SURFACE: [Row; 8] = [
     (
         "W4",
         "shells and commands put together from text",
-        "none: three places start a program, each without a shell: a reward program (in its own process group), `mpirun` for `ft launch`, and ft itself for chat templates",
+        "none: three files start programs, each without a shell: a reward program (in its own process group), ft itself for chat templates, and `mpirun` or ft itself (as the ranks) for `ft launch`",
         "tests/tidy/supply.rs::programs_are_started_in_three_places crates/ft-base/src/worker.rs::a_worker_has_its_own_group_and_no_environment_but_what_is_given src/setup/rewards/program.rs::a_program_that_hangs_is_an_error_in_time",
     ),
     (
@@ -432,8 +432,8 @@ const SURFACE: [Row; 8] = [
     ),
     (
         "W7",
-        "dependencies: sources, licenses, bans, versions; `unsafe` without a reason",
-        "each package has a checksum of the registry, an accepted license and an entry in `supply-chain/`; what runs in a build was read; every `unsafe` block says why it is sound",
+        "a dependency from another source, with another license, on the list of bans, or in a version that nobody accepted; an `unsafe` block without a reason",
+        "each package has a checksum of the registry, an accepted license and an entry in `supply-chain/`; the code that runs during a build was read or searched; every `unsafe` block says why it is sound",
         "tests/tidy/supply.rs::every_dependency_is_accepted tests/tidy/supply.rs::every_dependency_has_an_entry tests/tidy/supply.rs::unsafe_code_is_counted tests/tidy/supply.rs::the_bill_of_materials_has_every_package",
     ),
     (

@@ -61,7 +61,7 @@ fn one(i: usize, value: &Value) -> Result<Value> {
                 .expected("role, content");
             return Err(match &names[..] {
                 _ if fields.contains_key("from") => {
-                    error.hint("fields `from` and `value` are read with `RowFormat::Sharegpt`")
+                    error.hint("set `RowFormat::Sharegpt` to read the fields `from` and `value`")
                 }
                 [role, content, ..] => error.hint(format!(
                     "name the fields of a message: `Mapping::columns = {{ role = \"{role}\", content = \"{content}\" }}`"

@@ -84,7 +84,8 @@ section! {
         /// Results are bit-identical.
         tier: Tier = "auto", "on the device if they fit, else on the disk";
         /// With `tier = "disk"`: number of rows of the output projection that are loaded at a time (rounded up to a
-        /// multiple of 4096); `0` loads all of it. Results are bit-identical.
+        /// multiple of 4096); `0` loads all of it. Results are bit-identical on a CPU; on a GPU they differ by
+        /// rounding.
         head_chunk: Chunk = "auto", "the whole projection if it fits", in from(0);
         /// Saved activations: `keep` saves all of them; `recompute` saves only layer inputs (gradient checkpointing);
         /// `host` is `recompute` with the layer inputs offloaded to host memory (GPU only); or `auto`. Results are

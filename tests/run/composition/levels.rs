@@ -147,7 +147,10 @@ pub const STAGES: &[Level] = &[
 pub const STORAGE: &[Level] = &[
     ("f32", &["model.dtype=f32", "memory.frozen_weights=f32"]),
     ("bf16", &["memory.frozen_weights=bf16"]),
-    ("bf16 below f32", &["model.dtype=f32", "memory.frozen_weights=bf16"]),
+    (
+        "bf16 in an f32 model",
+        &["model.dtype=f32", "memory.frozen_weights=bf16"],
+    ),
     ("int8", &["memory.frozen_weights=int8"]),
     ("int4", &["memory.frozen_weights=int4"]),
     ("NF4", &["memory.frozen_weights=nf4"]),

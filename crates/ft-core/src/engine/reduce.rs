@@ -25,8 +25,8 @@ const LEAVING: usize = 16 * BUCKET;
 /// How the gradients of the ranks are added.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Exchange {
-    /// On one GPU too the gradient of a micro-batch is added to the sum after it is computed, as on several: a product that adds
-    /// to the sum rounds differently. The losses of micro-batches are added in the same way.
+    /// True: on one GPU, too, the gradient of a micro-batch is computed first and then added to the sum, as on several.
+    /// A product that adds to the sum rounds differently. The losses of micro-batches are added in the same way.
     pub ordered: bool,
     /// Gradients travel as bf16; they are added in f32. The own ones are rounded too, so that the result does not depend
     /// on the number of ranks, if there are at least two.

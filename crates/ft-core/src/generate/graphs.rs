@@ -103,8 +103,8 @@ fn context<'a>(of: &Context<'a>, inputs: &[Tensor]) -> Context<'a> {
     own
 }
 
-/// True if nothing in a step depends on the host: weights that stay on the GPU, no experts (the host reads the choice of a
-/// router), and adapters that are products.
+/// True if no step depends on the host: the weights stay on the GPU, there are no experts (the host reads how many
+/// tokens each expert gets), and the adapters are products.
 fn can_be_captured(network: &Network) -> bool {
     let spec = &network.spec;
     let products = |adapter: &Adapter| match adapter {

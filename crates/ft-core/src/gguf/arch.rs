@@ -393,7 +393,7 @@ pub(crate) fn period(spec: &Spec) -> Option<usize> {
     [6].into_iter().chain(1..=count + 1).find(fits)
 }
 
-/// Layers without experts before the first with experts.
+/// Number of layers without experts before the first layer with experts.
 pub(crate) fn leading_dense(spec: &Spec) -> usize {
     let first = spec.layers.iter().position(|layer| layer.experts.is_some());
     first.unwrap_or(spec.layers.len())

@@ -409,7 +409,7 @@ fn rows(lora: &LoraConfig, config: &mut AdapterConfig, spec: &Spec) -> Result<Ve
             return Err(Error::usage("a token is not in the vocabulary, or is listed twice")
                 .at(field)
                 .found(id)
-                .expected(format!("different tokens below {}", spec.vocab)));
+                .expected(format!("distinct token ids below {}", spec.vocab)));
         }
         ids.push(id as u32);
     }

@@ -44,7 +44,8 @@ pub trait GradSink {
         usize::MAX
     }
 
-    /// True if the order of the gradients must not depend on the tokens: several ranks add theirs as they come.
+    /// True if the order of the parameters that get gradients must not depend on the tokens: several ranks exchange
+    /// each gradient as soon as it is computed, so all of them need the same order.
     fn in_order(&self) -> bool {
         false
     }

@@ -234,7 +234,7 @@ impl RopeTables {
         if tables.is_empty() || !tables.iter().step_by(2).zip(ropes).all(ready) {
             // Frees the old ones first. After an error there are none.
             tables.clear();
-            // The rows of long documents follow the others.
+            // The second half of the table is for long documents, if the rope has a table of its own for them.
             let of_rope = |rope: &Rope| {
                 let of_table = |t: usize| (0..Self::rows(needed) as u32).map(move |p| (p, t > 0));
                 let rows: Vec<_> = (0..rope.tables()).flat_map(of_table).collect();

@@ -1,4 +1,5 @@
-//! Requantization: weights that are quantized while frozen, their exact values, and the conversion between both.
+//! Requantization: weights that are quantized while they are frozen, their values in the type of the model while they
+//! are trained, and the conversion between both.
 
 use super::{Numbers, NumbersSink, ParamInfo};
 use crate::base::{Error, Result};

@@ -112,7 +112,11 @@ impl Reader {
         let mut out = vec![0; self.tensors[index].bytes() as usize];
         self.file
             .read_exact_at(&mut out, self.data + self.offsets[index])
-            .map_err(|e| Error::io("cannot read the tensor").at_path(&self.path).cause(e))?;
+            .map_err(|e| {
+                Error::io(format!("cannot read the tensor `{name}`"))
+                    .at_path(&self.path)
+                    .cause(e)
+            })?;
         Ok(out)
     }
 

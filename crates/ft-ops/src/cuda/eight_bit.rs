@@ -136,7 +136,7 @@ pub(super) fn forward_into(gpu: &Gpu, y: &Tensor, x: &Tensor, w: &QTensors, add:
                 to
             }
         };
-        // SAFETY: the part is [count, K].
+        // SAFETY: `part` is the address of the `count` rows of K codes that lie in W or were written to the tile.
         unsafe { product(gpu, operand, &x, (part, count), &sums)? };
         let across = Some(&scales.narrow(0, first, count)?).map(|s| address(s, "the scales of a weight"));
         let product = ScaledSums {

@@ -1,4 +1,4 @@
-//! The support matrix: families, checkpoints that people know, options, and what an unsupported type would need.
+//! The support matrix: families, well-known checkpoints, options, and what an unsupported type would need.
 //! docs/models.md shows it.
 
 use super::refused::REFUSED;

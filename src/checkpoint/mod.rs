@@ -30,4 +30,6 @@ pub const STATE: &str = "state.json";
 #[cfg(test)]
 mod kill_tests;
 #[cfg(test)]
+mod parts_tests;
+#[cfg(test)]
 mod tests;

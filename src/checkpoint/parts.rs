@@ -47,8 +47,9 @@ pub(super) fn parts_of(file: &str, files: &[String]) -> Option<Vec<String>> {
         .filter_map(|name| name.strip_prefix(before)?.strip_suffix(after)?.parse::<usize>().ok());
     let parts_of = |size: usize| -> Vec<String> { (0..size).map(|rank| name_of_part(file, rank, size)).collect() };
     sizes
+        .filter(|size| (1..=files.len()).contains(size))
         .map(parts_of)
-        .find(|parts| !parts.is_empty() && parts.iter().all(|part| files.contains(part)))
+        .find(|parts| parts.iter().all(|part| files.contains(part)))
 }
 
 /// As `save`, by all ranks of a job: rank 0 writes `state`, the tensors of `whole`, and its part of `divided`, each other
@@ -70,7 +71,11 @@ pub fn save_parts(
     let (staging, directory) = share(comm, || {
         let all: Vec<Files> = whole.iter().copied().chain(divided.iter().map(|d| d.whole)).collect();
         check_names(all.iter().map(|file| file.name).chain([STATE]))?;
-        let headers: usize = all.iter().flat_map(|f| f.tensors).map(|t| size * (t.name.len() + 160)).sum();
+        let headers: usize = all
+            .iter()
+            .flat_map(|f| f.tensors)
+            .map(|t| size * (t.name.len() + 160))
+            .sum();
         check_space(run_dir, space_needed(&all, 1).saturating_add(headers as u64))?;
         Staging::beside(&target)
     })?;
@@ -111,7 +116,8 @@ pub fn save_parts(
     staging.commit_over(&is_ours)
 }
 
-const SHARED: &str = "set `train.output_dir` to a directory that all ranks share, or `distributed.checkpoint = \"one\"`";
+const SHARED: &str =
+    "set `train.output_dir` to a directory that all ranks share, or `distributed.checkpoint = \"one\"`";
 
 /// Checks that all ranks see a directory that rank 0 makes beside the checkpoint of `step`, and leaves nothing. All ranks
 /// call it.
@@ -133,7 +139,11 @@ fn share(comm: &dyn Collective, make: impl FnOnce() -> Result<Staging>) -> Resul
         None => Vec::new(),
     };
     // Rank 0 may have done other work before.
-    let patience = if staging.is_some() { Patience::Step } else { Patience::Long };
+    let patience = if staging.is_some() {
+        Patience::Step
+    } else {
+        Patience::Long
+    };
     let path = comm.bytes(own, patience)?.swap_remove(0);
     Ok((staging, OsString::from_vec(path).into()))
 }
@@ -174,7 +184,9 @@ fn write_part(
     }
     let mut next = wholes.into_iter();
     let written = writer::write_file(path, &pieces, &[], |piece, sink| {
-        let whole = next.next().ok_or_else(|| Error::internal("a tensor is missing").at(&piece.name))?;
+        let whole = next
+            .next()
+            .ok_or_else(|| Error::internal("a tensor is missing").at(&piece.name))?;
         fill(file.whole.name, whole, sink)
     });
     written.map(drop)

@@ -124,7 +124,7 @@ mod tests {
             inputs.strategy.storage,
         ) = (keep, place, storage);
         let model = Model::new(&spec, &inputs.strategy.storage, &inputs.adapters);
-        let mut found: Vec<usize> = candidates(&model, &inputs, (2, 2))
+        let mut found: Vec<usize> = candidates(&model, &inputs, ElementBytes { stored: 2, master: 2 })
             .into_iter()
             .map(|t| t.active.lowest_layer(28))
             .collect();

@@ -517,8 +517,8 @@ mod pieces;
 mod rows;
 mod stream;
 mod views;
-pub use pieces::piece_name;
 use pieces::Piece;
+pub use pieces::piece_name;
 use rows::Patch;
 
 #[cfg(test)]

@@ -125,7 +125,9 @@ fn train(case: Case, way: Way, comm: Arc<dyn Collective>) -> Result<(Option<Tens
         let block = match (way, step) {
             (Way::Blocks, step) => {
                 let part = if step == 1 { "layers.0." } else { "layers.3." };
-                let own = names.iter().filter(|name| name.contains(part) || name.contains("embed"));
+                let own = names
+                    .iter()
+                    .filter(|name| name.contains(part) || name.contains("embed"));
                 Active::new(own.cloned())
             }
             _ => active.clone(),

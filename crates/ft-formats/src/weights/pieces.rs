@@ -67,9 +67,8 @@ impl Weights {
         let (mut next, mut bytes) = (0, 0);
         let mut joined = Vec::with_capacity(pieces.len());
         for (first, info) in &pieces {
-            let wrong = |what: &str| {
-                Error::format(format!("{what} of tensor `{name}`")).at_path(&self.paths[info.file])
-            };
+            let wrong =
+                |what: &str| Error::format(format!("{what} of tensor `{name}`")).at_path(&self.paths[info.file]);
             if info.dtype != pieces[0].1.dtype {
                 return Err(wrong("a piece has another number format than the others")
                     .found(info.dtype)
@@ -133,7 +132,9 @@ mod tests {
         };
         let plans: Vec<TensorPlan> = pieces.iter().map(plan).collect();
         write_file(&dir.join(file), &plans, &[], |plan, sink| {
-            let found = pieces.iter().find(|(name, first, _)| piece_name(name, *first) == plan.name);
+            let found = pieces
+                .iter()
+                .find(|(name, first, _)| piece_name(name, *first) == plan.name);
             let values = found.unwrap().2;
             if dtype == StoredDtype::U8 {
                 return sink(Values::Raw(&values.iter().map(|x| *x as u8).collect::<Vec<u8>>()));
@@ -190,7 +191,9 @@ mod tests {
         let bf16 = write(d, "bf16", StoredDtype::Bf16, &[("w", 2, &[4.0])]);
         let open = |files: &[&String]| {
             let files: Vec<String> = files.iter().map(|file| file.to_string()).collect();
-            Weights::open_pieces(d, &files).map(|w| w.len()).map_err(|e| e.to_string())
+            Weights::open_pieces(d, &files)
+                .map(|w| w.len())
+                .map_err(|e| e.to_string())
         };
         assert_eq!(open(&[&begin]), Ok(1));
         for (files, text) in [
@@ -200,7 +203,10 @@ mod tests {
             ([&gap, &gap], "two shards"),
         ] {
             let e = open(&files).unwrap_err();
-            assert!(e.contains(text) && e.contains('w') && e.contains(files[1].as_str()), "{e}");
+            assert!(
+                e.contains(text) && e.contains('w') && e.contains(files[1].as_str()),
+                "{e}"
+            );
         }
         let e = open(&[&overlap]).unwrap_err();
         assert!(e.contains("expected one from element 0"), "{e}");

@@ -1,5 +1,6 @@
 //! Loads a training state.
 
+use super::parts::parts_of;
 use super::{STATE, keep, manifest};
 use crate::base::{Error, Result, files, paths};
 use crate::formats::weights::Weights;
@@ -15,10 +16,14 @@ pub struct LoadedState {
 }
 
 impl LoadedState {
-    /// Opens the tensors of one file by the name under which it was saved.
+    /// Opens the tensors of one file by the name under which it was saved, also if each rank saved a part of it: the
+    /// tensors are whole and flat then.
     ///
-    /// Errors: the checkpoint has no such file.
+    /// Errors: the checkpoint has no such file, or parts of it that do not fit together.
     pub fn open(&self, file: &str) -> Result<Weights> {
+        if let Some(parts) = parts_of(file, &self.files) {
+            return Weights::open_pieces(&self.path, &parts);
+        }
         if !self.files.iter().any(|f| f == file) {
             return Err(Error::format(format!("checkpoint has no file `{file}`"))
                 .at_path(&self.path)

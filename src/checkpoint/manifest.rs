@@ -37,15 +37,11 @@ pub struct Entry {
 impl Manifest {
     /// Lists files of `dir` with their current size and hash.
     pub(super) fn of(dir: &Path, step: u64, names: &[&str]) -> Result<Self> {
-        let mut entries = Vec::with_capacity(names.len());
-        for name in names {
-            let (size, blake3) = hash(&dir.join(name))?;
-            entries.push(Entry {
-                name: name.to_string(),
-                size,
-                blake3,
-            });
-        }
+        let entries = names.iter().map(|name| entry(dir, name)).collect::<Result<_>>()?;
+        Ok(Self::new(step, entries))
+    }
+
+    pub(super) fn new(step: u64, entries: Vec<Entry>) -> Self {
         let mut out = Self {
             format: FORMAT,
             ft: env!("CARGO_PKG_VERSION").to_string(),
@@ -54,7 +50,7 @@ impl Manifest {
             seal: String::new(),
         };
         out.seal = out.sealed();
-        Ok(out)
+        out
     }
 
     pub(super) fn write(&self, dir: &Path) -> Result<()> {
@@ -120,6 +116,16 @@ impl Manifest {
             None => Ok(manifest),
         }
     }
+}
+
+/// A file of `dir` with its current size and hash.
+pub(super) fn entry(dir: &Path, name: &str) -> Result<Entry> {
+    let (size, blake3) = hash(&dir.join(name))?;
+    Ok(Entry {
+        name: name.to_string(),
+        size,
+        blake3,
+    })
 }
 
 /// The files in a valid manifest in `dir`; `None` if there is no valid manifest.

@@ -33,13 +33,7 @@ pub fn save(
     files: &[Files],
     fill: &mut dyn FnMut(&str, &TensorPlan, &mut Sink) -> Result<()>,
 ) -> Result<PathBuf> {
-    let mut names: Vec<&str> = files.iter().map(|f| f.name).collect();
-    names.push(STATE);
-    for (i, name) in names.iter().enumerate() {
-        if !manifest::is_plain(name) || *name == manifest::MANIFEST || names[..i].contains(name) {
-            return Err(Error::new("a checkpoint cannot contain this file, or contains it already").at(name));
-        }
-    }
+    let names = check_names(files.iter().map(|f| f.name).chain([STATE]))?;
     check_space(run_dir, space_needed(files, 1))?;
     // A run directory that was removed or moved is not created again: the other files of the run are elsewhere.
     let staging = Staging::beside(&run_dir.join(name_of(step)))?;
@@ -52,8 +46,19 @@ pub fn save(
     staging.commit_over(&is_ours)
 }
 
+/// Errors: a name twice, or one that a file of a checkpoint cannot have.
+pub(super) fn check_names<'a>(all: impl Iterator<Item = &'a str>) -> Result<Vec<&'a str>> {
+    let names: Vec<&str> = all.collect();
+    for (i, name) in names.iter().enumerate() {
+        if !manifest::is_plain(name) || *name == manifest::MANIFEST || names[..i].contains(name) {
+            return Err(Error::new("a checkpoint cannot contain this file, or contains it already").at(name));
+        }
+    }
+    Ok(names)
+}
+
 /// Writes the state and checks that its numbers read back bit for bit: otherwise a resumed run would differ.
-fn write_state(path: &Path, state: &Value) -> Result<()> {
+pub(super) fn write_state(path: &Path, state: &Value) -> Result<()> {
     let text = serde_json::to_string_pretty(state)
         .map_err(|e| Error::new("cannot write the training state").at_path(path).cause(e))?;
     match serde_json::from_str::<Value>(&text) {

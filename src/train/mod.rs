@@ -20,6 +20,7 @@ pub mod ranks;
 mod rehearsal;
 mod running;
 pub mod samples;
+mod saving;
 pub mod stage;
 pub mod start_cache;
 pub mod starts;

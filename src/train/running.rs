@@ -4,7 +4,6 @@
 use crate::base::signal::{Conduct, Stop};
 use crate::base::units::bytes;
 use crate::base::{Error, ErrorKind, Result, memory, progress, signal, units};
-use crate::checkpoint;
 use crate::comm::Patience;
 use crate::data::{Batch, Dataset};
 use crate::engine::window::{self, MicroReport};
@@ -24,7 +23,7 @@ use crate::train::learning::Watch;
 use crate::train::ranks::Ranks;
 use crate::train::samples;
 use crate::train::stage::BatchSource;
-use crate::train::state::{self, RunFingerprint};
+use crate::train::state::RunFingerprint;
 use crate::train::step_metrics::{copies, copy_metrics, expert_metrics};
 use candle_core::Device;
 use serde_json::{Map, Value, json};
@@ -278,49 +277,6 @@ impl Run<'_> {
         signal::conduct(Conduct::Stop(self.pace.after(step)));
     }
 
-    /// Saves the state after `step`, on rank 0.
-    pub fn save(&mut self, engine: &Engine, step: u64) -> Result<()> {
-        self.save_here(engine, step)?;
-        self.ranks.meet()
-    }
-
-    /// As `save`, without waiting for the end of it. All ranks call it, because each may have a part of the state.
-    pub(super) fn save_here(&mut self, engine: &Engine, step: u64) -> Result<()> {
-        if engine.by_root(|| self.write(engine, step))?.is_none() {
-            self.pace.saved = step;
-        }
-        Ok(())
-    }
-
-    /// The work of rank 0.
-    fn write(&mut self, engine: &Engine, step: u64) -> Result<()> {
-        self.directory.check()?;
-        let begun = Instant::now();
-        let _phase = progress::phase(format!("saving step {step}"), 0, "");
-        // The log lines up to this step must be on the disk before the state is.
-        self.reporter.sync();
-        let path = state::save(
-            self.run_dir,
-            step,
-            engine,
-            self.schedule,
-            &self.fingerprint,
-            self.batches.state(step)?,
-        );
-        let path = match path {
-            Ok(path) => path,
-            // If the directory was removed in the meantime, that is the reason to report.
-            Err(e) => return Err(self.directory.check().err().unwrap_or(e)),
-        };
-        let rotated = checkpoint::rotate(self.run_dir, self.recipe.train.save_total_limit, self.best.step())?;
-        self.directory.keeps(&rotated.kept, &mut self.reporter);
-        self.draw(false);
-        (self.pace.saved, self.pace.save) = (step, Some(begun.elapsed()));
-        self.reporter
-            .event("save", json!({"step": step, "checkpoint": path.display().to_string()}));
-        Ok(())
-    }
-
     /// Draws `curves.svg`. Within a run only as long as that takes a hundredth of its time: it reads all metrics.
     pub fn draw(&mut self, always: bool) {
         if !self.ranks.is_root() || !always && self.pace.drawn.is_some_and(|(end, time)| end.elapsed() < 100 * time) {
@@ -553,7 +509,8 @@ impl Run<'_> {
         self.fingerprint.trained_tokens = trained_tokens;
         let whole = engine.strategy.gradients == Gradients::Keep && !self.schedule.corrects_at_once();
         // After the error of one rank its part of the state is missing. A number that is not finite is the error of all ranks.
-        let together = !engine.trains_apart() && (!engine.is_divided() || e.kind() == ErrorKind::NonFinite);
+        let needs_all = engine.is_divided() || self.writes_parts();
+        let together = !engine.trains_apart() && (!needs_all || e.kind() == ErrorKind::NonFinite);
         let safe = whole && together && step > 1 && !self.schedule.switches_at(step);
         let saved = if safe && self.recipe.train.save_steps > 0 {
             self.save_here(engine, step - 1)

@@ -5,7 +5,8 @@
 //! so the step is their only state.
 
 use crate::base::{Error, Result, units};
-use crate::checkpoint::{self, Files, LoadedState};
+use crate::checkpoint::{self, DividedFile, Files, LoadedState, Sink};
+use crate::comm::Collective;
 use crate::data::Dataset;
 use crate::engine::{Active, Ema, Engine, MomentValues, SavedMoment};
 use crate::formats::dtype::StoredDtype;
@@ -47,6 +48,7 @@ pub struct RunFingerprint {
 }
 
 /// Saves the state after `step` optimizer steps, on rank 0 within `Engine::by_root`; returns the checkpoint's directory.
+/// `ranks`: all of them call it, and each one writes its part.
 pub fn save(
     run_dir: &Path,
     step: u64,
@@ -54,6 +56,7 @@ pub fn save(
     schedule: &ActiveSchedule,
     fingerprint: &RunFingerprint,
     stage_state: Option<Vec<u8>>,
+    ranks: Option<&dyn Collective>,
 ) -> Result<PathBuf> {
     let plan = |name: String, n: usize| TensorPlan {
         name,
@@ -98,8 +101,8 @@ pub fn save(
         "stage": stage_state.is_some(),
         "loss_scale": engine.loss_scale.map(|s| json!({"scale": s.scale, "steps": s.steps, "skipped": s.skipped})),
     });
-    let ranks = engine.step_hook.as_ref().map(|hook| hook.state()).unwrap_or_default();
-    let scores: Vec<TensorPlan> = ranks
+    let scores = engine.step_hook.as_ref().map(|hook| hook.state()).unwrap_or_default();
+    let score_plans: Vec<TensorPlan> = scores
         .iter()
         .map(|(name, values)| plan(name.clone(), values.len()))
         .collect();
@@ -107,48 +110,56 @@ pub fn save(
         dtype: StoredDtype::U8,
         ..plan("state".into(), stage_state.as_ref().map_or(0, Vec::len))
     }];
-    let mut files = vec![
-        Files {
-            name: WEIGHTS,
-            tensors: &weights,
-        },
-        Files {
-            name: OPTIMIZER,
-            tensors: &moments,
-        },
-    ];
-    if engine.step_hook.is_some() {
-        files.push(Files {
-            name: RANKS,
-            tensors: &scores,
-        });
-    }
+    let file = |name: &'static str, tensors| Files { name, tensors };
+    // What the ranks may divide, and what rank 0 writes.
+    let mut large = vec![file(WEIGHTS, &weights), file(OPTIMIZER, &moments)];
+    let mut small = Vec::new();
     if engine.ema.is_some() {
-        files.push(Files {
-            name: AVERAGES,
-            tensors: &average_plans,
-        });
+        large.push(file(AVERAGES, &average_plans));
+    }
+    if engine.step_hook.is_some() {
+        small.push(file(RANKS, &score_plans));
     }
     if stage_state.is_some() {
-        files.push(Files {
-            name: FEED,
-            tensors: &kept,
-        });
+        small.push(file(FEED, &kept));
     }
-    checkpoint::save(run_dir, step, &state, &files, &mut |file, tensor, write| match file {
-        WEIGHTS => engine.exact(&tensor.name, &mut |values| write(Values::F32(values))),
-        RANKS => write(Values::F32(ranks.get(&tensor.name).map_or(&[], Vec::as_slice))),
-        AVERAGES => engine.average_values(&tensor.name, &mut |values| write(Values::F32(values))),
-        FEED => write(Values::Raw(stage_state.as_deref().unwrap_or_default())),
-        _ => {
-            let found = moments.iter().position(|moment| moment.name == tensor.name);
-            let found = found.ok_or_else(|| Error::new("optimizer state is missing").at(&tensor.name))?;
-            engine.moment(&saved[found], &mut |values| match values {
-                MomentValues::U8(codes) => write(Values::Raw(codes)),
-                MomentValues::F32(values) => write(Values::F32(values)),
-            })
-        }
-    })
+    let own = ranks.map(|_| engine.own_state());
+    let by_name: BTreeMap<&str, &SavedMoment> = moments.iter().map(|plan| &*plan.name).zip(&saved).collect();
+    let moment_of = |tensor: &TensorPlan| {
+        let found = by_name.get(&*tensor.name).copied();
+        found.ok_or_else(|| Error::new("optimizer state is missing").at(&tensor.name))
+    };
+    let mut fill = |file: &str, tensor: &TensorPlan, write: &mut Sink| match (file, &own) {
+        (WEIGHTS, None) => engine.exact(&tensor.name, &mut |values| write(Values::F32(values))),
+        (WEIGHTS, Some(own)) => own.exact(&tensor.name, &mut |values| write(Values::F32(values))),
+        (RANKS, _) => write(Values::F32(scores.get(&tensor.name).map_or(&[], Vec::as_slice))),
+        (AVERAGES, None) => engine.average_values(&tensor.name, &mut |values| write(Values::F32(values))),
+        (AVERAGES, Some(own)) => own.average(&tensor.name, &mut |values| write(stored(&values))),
+        (FEED, _) => write(Values::Raw(stage_state.as_deref().unwrap_or_default())),
+        (_, None) => engine.moment(moment_of(tensor)?, &mut |values| write(stored(&values))),
+        (_, Some(own)) => own.moment(moment_of(tensor)?, &mut |values| write(stored(&values))),
+    };
+    let (Some(comm), Some(part)) = (ranks, &own) else {
+        return checkpoint::save(run_dir, step, &state, &[large, small].concat(), &mut fill);
+    };
+    let mut divided = Vec::new();
+    for whole in large {
+        let range = |tensor: &TensorPlan| match whole.name {
+            OPTIMIZER => part.elements_of_moment(moment_of(tensor)?),
+            _ => part.elements(&tensor.name),
+        };
+        let own = whole.tensors.iter().map(range).collect::<Result<_>>()?;
+        divided.push(DividedFile { whole, own });
+    }
+    checkpoint::save_parts(comm, run_dir, step, &state, (&small, &divided), &mut fill)
+}
+
+/// Values of a moment, for the file.
+fn stored<'a>(values: &MomentValues<'a>) -> Values<'a> {
+    match values {
+        MomentValues::U8(codes) => Values::Raw(codes),
+        MomentValues::F32(values) => Values::F32(values),
+    }
 }
 
 /// Checks before the first step that the engine has every weight that a checkpoint of the run up to step `last` contains,

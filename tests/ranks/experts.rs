@@ -2,6 +2,7 @@
 
 use crate::bench::{Bench, files, said};
 use crate::job;
+use crate::parts::PARTS;
 use serde_json::Value;
 use std::fs;
 
@@ -70,6 +71,13 @@ fn divided_experts_have_the_files_of_one_rank() {
     train(&lora, 2, &[DIVIDED, &from], "resumed");
     let result = |run: &str| files(&bench.path(run).join("final"));
     assert!(result("one") == result("resumed"));
+    // Each rank saves its own experts.
+    train(&block, 2, &[DIVIDED, PARTS], "blocks-in-parts");
+    let from = format!("--resume={}", bench.path("blocks-in-parts/checkpoint-2").display());
+    train(&block, 1, &[&from], "blocks-resumed");
+    for run in ["blocks-in-parts", "blocks-resumed"] {
+        assert!(result("blocks-one") == result(run), "{run}");
+    }
 }
 
 #[test]

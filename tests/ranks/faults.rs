@@ -2,6 +2,7 @@
 
 use crate::bench::{Bench, said};
 use crate::job::{self, ranks_of, signal, wait};
+use crate::parts::PARTS;
 use std::io::Read;
 use std::process::Child;
 use std::time::{Duration, Instant};
@@ -14,7 +15,7 @@ const BASE: [&str; 4] = [
 ];
 
 /// A run that does not end by itself in time, and prints little: its messages are read when it has ended.
-const LONG: [&str; 6] = [
+pub const LONG: [&str; 6] = [
     "train.max_steps=100000",
     "train.logging_steps=100000",
     "train.gradient_accumulation_steps=4",
@@ -31,12 +32,12 @@ fn with_other(bench: &Bench, size: usize, other: usize, more: &[&str]) -> (i32, 
     (out.status.code().unwrap_or(-1), said(&out))
 }
 
-fn assert_once(text: &str, message: &str) {
+pub fn assert_once(text: &str, message: &str) {
     assert_eq!(text.matches(message).count(), 1, "{message} in:\n{text}");
 }
 
 /// Waits until the run has this checkpoint.
-fn until_saved(bench: &Bench, job: &mut Child) {
+pub fn until_saved(bench: &Bench, job: &mut Child) {
     let begun = Instant::now();
     while !bench.path("out/checkpoint-5/manifest.json").exists() {
         if job.try_wait().unwrap().is_some() {
@@ -50,7 +51,7 @@ fn until_saved(bench: &Bench, job: &mut Child) {
 }
 
 /// Resumes the run for three steps.
-fn go_on(bench: &Bench, size: usize) {
+pub fn go_on(bench: &Bench, size: usize) {
     let names = std::fs::read_dir(bench.path("out")).unwrap().flatten();
     let steps = names.filter_map(|e| e.file_name().to_str()?.strip_prefix("checkpoint-")?.parse::<u64>().ok());
     let end = format!("train.max_steps={}", steps.max().unwrap() + 3);
@@ -97,7 +98,6 @@ fn an_error_of_all_ranks_is_one_message() {
     for (arguments, code, message) in [
         ("train.sead=1", 2, "train.sead"),
         ("train.gradient_accumulation_steps=2", 2, "2 with 3 ranks"),
-        ("distributed.checkpoint=parts", 2, "not available yet"),
         ("distributed.sequence=2", 2, "a divisor of 3"),
         ("optimizer.learning_rate=1e38", 1, "is not finite"),
     ] {
@@ -112,8 +112,9 @@ fn an_error_of_all_ranks_is_one_message() {
 #[test]
 fn a_killed_rank_ends_the_job_and_the_checkpoint_is_valid() {
     let bench = Bench::new();
-    for size in [2, 4] {
-        let mut job = job::start(&bench, &vec![LONG.to_vec(); size]);
+    for (size, form) in [(2, "distributed.checkpoint=one"), (4, PARTS)] {
+        let arguments = [&LONG[..], &[form]].concat();
+        let mut job = job::start(&bench, &vec![arguments; size]);
         until_saved(&bench, &mut job);
         let ranks = ranks_of(&job);
         assert_eq!(ranks.len(), size);
@@ -152,21 +153,23 @@ fn a_rank_that_hangs_ends_the_job_after_the_time_limit() {
 
 #[test]
 fn a_signal_saves_the_state_of_all_ranks() {
-    let bench = Bench::new();
-    let mut job = job::start(&bench, &vec![LONG.to_vec(); 2]);
-    until_saved(&bench, &mut job);
-    // To one rank only: all stop after the same step.
-    signal(ranks_of(&job)[1], "-USR1");
-    let out = wait(job);
-    let text = said(&out);
-    assert_eq!(out.status.code(), Some(128 + 10), "{text}");
-    assert_once(&text, "stopped by a signal; the state after step");
-    // Often the checkpoint that was waited for, else a later one.
-    let (_, step) = text.split_once("the state after step ").unwrap();
-    let step: u64 = step.split_once(' ').unwrap().0.parse().unwrap();
-    let saved = bench.path(&format!("out/checkpoint-{step}/manifest.json"));
-    assert!(step >= 5 && saved.exists(), "{text}");
-    go_on(&bench, 2);
+    for form in ["distributed.checkpoint=one", PARTS] {
+        let bench = Bench::new();
+        let mut job = job::start(&bench, &vec![[&LONG[..], &[form]].concat(); 2]);
+        until_saved(&bench, &mut job);
+        // To one rank only: all stop after the same step.
+        signal(ranks_of(&job)[1], "-USR1");
+        let out = wait(job);
+        let text = said(&out);
+        assert_eq!(out.status.code(), Some(128 + 10), "{text}");
+        assert_once(&text, "stopped by a signal; the state after step");
+        // Often the checkpoint that was waited for, else a later one.
+        let (_, step) = text.split_once("the state after step ").unwrap();
+        let step: u64 = step.split_once(' ').unwrap().0.parse().unwrap();
+        let saved = bench.path(&format!("out/checkpoint-{step}/manifest.json"));
+        assert!(step >= 5 && saved.exists(), "{text}");
+        go_on(&bench, 2);
+    }
 }
 
 #[test]

@@ -4,6 +4,7 @@
 
 use crate::bench::{Bench, said};
 use crate::job;
+use crate::parts::PARTS;
 use crate::same::{assert_same_final, assert_same_lines};
 use crate::sequence::numbers;
 use serde_json::Value;
@@ -131,9 +132,11 @@ fn full_training_has_the_bits_of_one_rank_also_after_a_stop() {
     ]
     .concat();
     let bench = check(&settings, &[2, 3]);
-    let from = format!("--resume={}", bench.path("of-3/checkpoint-2").display());
-    for size in [1, 2] {
-        let name = format!("resumed-{size}");
+    // Moments, masters and replicated weights of GPUs in parts.
+    train(&bench, 3, &[&settings[..], &[PARTS]].concat(), "in-parts");
+    for (run, size) in [("of-3", 1), ("of-3", 2), ("in-parts", 2)] {
+        let from = format!("--resume={}", bench.path(run).join("checkpoint-2").display());
+        let name = format!("{run}-on-{size}");
         train(&bench, size, &[&settings[..], &[&from]].concat(), &name);
         assert_same_final(&bench, "one", &name);
         assert_same_checkpoints(&bench, "one", &name, 2);
@@ -230,9 +233,10 @@ fn weights_in_parts_have_the_bits_of_one_rank() {
     let all = |own: &[&'static str]| [&WIDE[..], &["distributed.weights=sharded", "train.save_steps=1"], own].concat();
     let full = all(&["tune.method=full", "model.dtype=bf16"]);
     let bench = check(&full, &[2, 3]);
-    let from = format!("--resume={}", bench.path("of-3/checkpoint-2").display());
-    for size in [1, 2] {
-        let name = format!("resumed-{size}");
+    train(&bench, 3, &[&full[..], &[PARTS]].concat(), "in-parts");
+    for (run, size) in [("of-3", 1), ("of-3", 2), ("in-parts", 1)] {
+        let from = format!("--resume={}", bench.path(run).join("checkpoint-2").display());
+        let name = format!("{run}-on-{size}");
         train(&bench, size, &[&full[..], &[&from]].concat(), &name);
         assert_same_final(&bench, "one", &name);
     }

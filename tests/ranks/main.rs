@@ -19,5 +19,6 @@ mod nccl;
 #[cfg(feature = "nccl")]
 mod nccl_faults;
 mod outer;
+mod parts;
 mod same_bits;
 mod sequence;

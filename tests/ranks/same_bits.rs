@@ -107,7 +107,7 @@ const WITH_REWARDS: [(&str, &[&str]); 2] = [
 ];
 
 /// Weights in parts.
-const SHARDED: &str = "distributed.weights=sharded";
+pub const SHARDED: &str = "distributed.weights=sharded";
 
 /// The checkpoints of a run: names and bytes. Where the weights were is not compared, and so no hash of the state.
 pub fn checkpoints(bench: &Bench, run: &str) -> Vec<(String, Vec<u8>)> {

@@ -130,7 +130,12 @@ pub(crate) fn read(file: &File, path: &Path) -> Result<Header> {
     if start.starts_with(b"version https://git-lfs") {
         return Err(lfs_pointer(path, size));
     }
-    if start.starts_with(b"PK\x03\x04") || start.starts_with(b"\x80\x02") {
+    let mut word = [0u8; 8];
+    word.copy_from_slice(&start[..8]);
+    let length = u64::from_le_bytes(word);
+    // The length word of a header of 640 bytes begins as a pickle does.
+    let has_header = start[8] == b'{' && length <= HEADER_LIMIT;
+    if !has_header && (start.starts_with(b"PK\x03\x04") || start.starts_with(b"\x80\x02")) {
         return Err(pickle(path));
     }
     if size < 8 {
@@ -140,9 +145,6 @@ pub(crate) fn read(file: &File, path: &Path) -> Result<Header> {
             .expected("8 bytes of header length, a header and data")
             .hint("the download may have been cut off: download the file again"));
     }
-    let mut word = [0u8; 8];
-    word.copy_from_slice(&start[..8]);
-    let length = u64::from_le_bytes(word);
     if length > HEADER_LIMIT {
         return Err(Error::format("safetensors header length is too large")
             .at_path(path)
@@ -443,6 +445,18 @@ mod tests {
     fn a_pickle_under_a_safetensors_name() {
         refuses(b"PK\x03\x04aaaaaaaaaaaaaaaaaaaaaaaa", &["pickle", "never reads"]);
         refuses(b"\x80\x02}q\x00(X\x01\x00\x00\x00", &["pickle"]);
+        refuses(b"\x80\x02}q\x00(X\x01{\x00\x00\x00", &["pickle"]);
+    }
+
+    #[test]
+    fn a_header_whose_length_begins_as_a_pickle_is_read() {
+        for length in [0x280, 0x1_0280] {
+            let mut text = ONE.to_vec();
+            text.resize(length, b' ');
+            let bytes = file(&text, 24);
+            assert!(bytes.starts_with(b"\x80\x02"));
+            assert_eq!(check(&bytes).unwrap().entries[0].shape, [2, 3]);
+        }
     }
 
     /// Row F11.

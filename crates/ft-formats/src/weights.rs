@@ -12,6 +12,7 @@ use half::{bf16, f16};
 use serde_json::{Map, Value};
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 /// Bytes per read; the system caches this much of a file at once.
@@ -134,6 +135,8 @@ pub struct Weights {
     metadata: HashMap<String, String>,
     /// By the stored name of the tensor.
     patches: BTreeMap<String, Patch>,
+    /// Of tensors in several files, by name.
+    pieces: BTreeMap<String, Vec<Piece>>,
     /// The pair of `TEXT_ONLY` that fits these files: the prefix of the language model here, and in a text-only model.
     prefixes: [&'static str; 2],
     /// Tensors of a multimodal checkpoint outside its language model, and of layers for multi-token prediction.
@@ -283,6 +286,7 @@ impl Weights {
             tensors,
             metadata,
             patches: BTreeMap::new(),
+            pieces: BTreeMap::new(),
             prefixes: TEXT_ONLY,
             other_parts: Vec::new(),
             joined: None,
@@ -465,10 +469,9 @@ impl Weights {
 
     /// Reads bytes of a tensor, starting at its byte `at`.
     fn read_exact(&self, info: &TensorInfo, at: u64, out: &mut [u8]) -> Result<()> {
-        let stored = self.stored_part(info, at, out.len());
-        self.read_part(info, at, &mut out[..stored]).map_err(|e| {
+        let failed = |file: usize, e: std::io::Error| {
             let error = Error::io(format!("cannot read tensor `{}`", info.name))
-                .at_path(&self.paths[info.file])
+                .at_path(&self.paths[file])
                 .cause(&e);
             match e.kind() {
                 std::io::ErrorKind::UnexpectedEof => {
@@ -476,7 +479,20 @@ impl Weights {
                 }
                 _ => error,
             }
-        })?;
+        };
+        if let Some(runs) = self.runs(info, at, out.len()) {
+            let mut rest = out;
+            for run in runs {
+                let (part, after) = rest.split_at_mut(run.bytes);
+                let read = self.handles[run.file].read_exact_at(part, run.offset);
+                read.map_err(|e| failed(run.file, e))?;
+                rest = after;
+            }
+            return Ok(());
+        }
+        let stored = self.stored_part(info, at, out.len());
+        self.read_part(info, at, &mut out[..stored])
+            .map_err(|e| failed(info.file, e))?;
         self.patch(info, at, out);
         Ok(())
     }
@@ -497,9 +513,12 @@ impl Weights {
     }
 }
 
+mod pieces;
 mod rows;
 mod stream;
 mod views;
+use pieces::Piece;
+pub use pieces::piece_name;
 use rows::Patch;
 
 #[cfg(test)]

@@ -76,8 +76,9 @@ section! {
         sequence_by: RankSequence = "auto", "ulysses if the heads can be divided, else gather", resume FREE;
         /// Seconds that a rank waits for the numbers of another one in a step before it ends the job.
         timeout: usize = 600, "longer than a step", in between(1, 1_000_000), resume FREE;
-        /// The form of a checkpoint: `one`, written by rank 0, the same files on any number of ranks. Not available yet:
-        /// `parts`.
+        /// The form of a checkpoint. `one`: written by rank 0, the same files on any number of ranks. `parts`: each rank writes a part
+        /// of the weights and of the optimizer states into files of its own, which needs a file system that all ranks share; on one
+        /// rank as `one`. Both resume on any number of ranks.
         checkpoint: RankCheckpoint = "auto", "one", resume FREE;
         /// Steps that each rank trains alone before the weights of all ranks are averaged (DiLoCo); 0: gradients travel in each
         /// step. Checkpoints and evaluations are made after an average.
@@ -131,6 +132,11 @@ impl Distributed {
                 RankSequence::Gather => SequenceBy::Keys,
             },
         }
+    }
+
+    /// True if each of `ranks` ranks writes a part of a checkpoint.
+    pub fn writes_parts(&self, ranks: usize) -> bool {
+        ranks > 1 && self.checkpoint == RankCheckpoint::Parts
     }
 
     /// `timeout` as a duration.
@@ -257,7 +263,7 @@ pub(super) fn unused(s: &Settings, key: KeyPath) -> Option<String> {
         .then(|| "distributed.outer_momentum = 0".into())
 }
 
-/// Values that are not implemented yet.
+/// Contradictions between keys.
 pub(super) fn check(s: &Settings, faults: &mut Faults) {
     type Keys = Distributed;
     let d = &s.distributed;
@@ -287,16 +293,5 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
             .found(d.sequence.to_string())
             .expected("1: the experts of a rank compute whole micro-batches"),
         );
-    }
-    let mut refuse = |key: KeyPath, value: String, use_instead: &str| {
-        faults.add(
-            &[key],
-            Error::usage(format!("`{key}` has a value that is not available yet"))
-                .found(value)
-                .expected(use_instead),
-        );
-    };
-    if d.checkpoint == RankCheckpoint::Parts {
-        refuse(Keys::checkpoint, d.checkpoint.name().into(), "`one`");
     }
 }

@@ -92,6 +92,10 @@ impl OpenedRun {
             let resumed = from.map(|from| checkpoint::load(&from)).transpose()?;
             (Directory::of_other_rank(run_dir), resumed)
         };
+        if recipe.distributed.writes_parts(ranks.size()) {
+            let first = resumed.as_ref().map_or(1, |checkpoint| checkpoint.step + 1);
+            checkpoint::check_shared(&*ranks.0, run_dir, first)?;
+        }
         let scratch = if ranks.is_root() {
             run_dir.to_path_buf()
         } else {

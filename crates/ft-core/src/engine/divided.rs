@@ -32,8 +32,8 @@ const LOW: &str = "low";
 const EXACT: &str = "exact";
 /// The average of a weight.
 pub(super) const AVERAGE: &str = "average";
-/// Elements of a moment that travel together to rank 0.
-const PIECE: usize = 1 << 20;
+/// Elements of the state that are sent or written together.
+pub(super) const PIECE: usize = 1 << 20;
 
 /// The own parts of the sums of a window.
 pub(super) struct Divided<'a> {
@@ -339,7 +339,7 @@ impl Engine {
     }
 
     /// The exact values of the own part of a weight that is stored in parts, f32.
-    fn exact_part(&self, name: &str) -> Result<Tensor> {
+    pub(super) fn exact_part(&self, name: &str) -> Result<Tensor> {
         let missing = || Error::internal("a weight is not stored in parts").at(name);
         let (weight, low) = self.store.sharded().ok_or_else(missing)?.exact_part(name)?;
         let values = match low.as_ref().or(self.optimizer.low_part(name)) {
@@ -379,7 +379,7 @@ impl Engine {
     }
 
     /// The elements of a parameter that a rank has, if gradients are divided.
-    fn part(&self, name: &str, n: usize, rank: usize) -> Range<usize> {
+    pub(super) fn part(&self, name: &str, n: usize, rank: usize) -> Range<usize> {
         let stored = self.store.sharded().and_then(|store| store.parts(name));
         match stored {
             Some(mut parts) => parts.swap_remove(rank),
@@ -478,27 +478,33 @@ impl Engine {
         self.answer(&moment.name, moment.part, sink)
     }
 
-    /// The part of all ranks in `moment`: the owners send their elements in order, and `sink` gets them on rank 0.
-    pub(super) fn answer(&self, name: &str, part: &str, sink: &mut MomentSink) -> Result<()> {
+    /// What this rank has of a tensor of the state, flat. The number: the elements of the whole parameter, if it is a part.
+    pub(super) fn held(&self, name: &str, part: &str) -> Result<(Tensor, Option<usize>)> {
         let missing = || Error::internal("an optimizer state is missing").at(name);
-        let (own, n) = if part == LOW {
+        if part == LOW {
             let low = self.optimizer.low_part(name).ok_or_else(missing)?.to_vec1::<i16>()?;
             let low: Vec<f32> = low.into_iter().map(f32::from).collect();
-            (Tensor::new(low, &Device::Cpu)?, Some(self.elements(name)?))
-        } else if part == EXACT {
-            (self.exact_part(name)?, Some(self.elements(name)?))
-        } else if part == AVERAGE {
-            let own = self.ema.as_ref().and_then(|ema| ema.values(name)).ok_or_else(missing)?;
-            (Tensor::new(own, &Device::Cpu)?, Some(self.elements(name)?))
-        } else if part == OUTER {
-            let own = self.outer_momentum(name).ok_or_else(missing)?;
-            (Tensor::new(own, &Device::Cpu)?, Some(self.elements(name)?))
-        } else {
-            let state = self.optimizer.saved().find(|state| state.name == rank_of(name).1);
-            let state = state.ok_or_else(missing)?;
-            let own = state.parts.iter().find(|(own, _)| *own == part).ok_or_else(missing)?;
-            (own.1.flatten_all()?, state.part_of)
+            return Ok((Tensor::new(low, &Device::Cpu)?, Some(self.elements(name)?)));
+        }
+        if part == EXACT {
+            return Ok((self.exact_part(name)?, Some(self.elements(name)?)));
+        }
+        let values = match part {
+            AVERAGE => Some(self.ema.as_ref().and_then(|ema| ema.values(name)).ok_or_else(missing)?),
+            OUTER => Some(self.outer_momentum(name).ok_or_else(missing)?),
+            _ => None,
         };
+        if let Some(own) = values {
+            return Ok((Tensor::new(own, &Device::Cpu)?, Some(self.elements(name)?)));
+        }
+        let state = self.optimizer.saved_of(rank_of(name).1).ok_or_else(missing)?;
+        let own = state.parts.iter().find(|(own, _)| *own == part).ok_or_else(missing)?;
+        Ok((own.1.flatten_all()?, state.part_of))
+    }
+
+    /// The part of all ranks in `moment`: the owners send their elements in order, and `sink` gets them on rank 0.
+    pub(super) fn answer(&self, name: &str, part: &str, sink: &mut MomentSink) -> Result<()> {
+        let (own, n) = self.held(name, part)?;
         let own = &own;
         let world = self.comm.world();
         let owners: Vec<(usize, usize)> = match n {
@@ -577,7 +583,8 @@ fn numbers(values: &Tensor) -> Result<Vec<f32>> {
     }
 }
 
-fn give(values: &Tensor, sink: &mut MomentSink) -> Result<()> {
+/// Passes a flat tensor to `sink`.
+pub(super) fn give(values: &Tensor, sink: &mut MomentSink) -> Result<()> {
     match values.dtype() {
         DType::U8 => sink(MomentValues::U8(&update::to_bytes(values)?)),
         _ => sink(MomentValues::F32(&update::to_f32_vec(values)?)),

@@ -9,6 +9,7 @@ mod ema;
 pub mod hook;
 mod loss_scale;
 mod outer;
+mod own_state;
 pub mod pass;
 mod publish;
 mod reduce;
@@ -26,6 +27,7 @@ pub use ema::{Ema, EmaConfig, ema_bytes};
 pub use hook::StepHook;
 pub use loss_scale::{LossScale, LossScaleConfig};
 pub use outer::{OuterConfig, outer_bytes};
+pub use own_state::OwnState;
 pub use pass::{Pass, Totals, evaluate};
 pub use reduce::{Exchange, Updated, corrected_bytes, exchange_bytes, leaving_bytes, sent_bytes};
 pub use step::{Engine, Gradients, QueuedStep, StepReport};
@@ -33,6 +35,8 @@ pub use strategy::StepStrategy;
 
 #[cfg(test)]
 mod outer_tests;
+#[cfg(test)]
+mod own_state_tests;
 #[cfg(test)]
 mod expert_ranks_tests;
 #[cfg(test)]

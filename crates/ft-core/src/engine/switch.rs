@@ -46,7 +46,7 @@ impl Engine {
         if self.optimizer.low_part(name).is_some() {
             return self.exact_of_all(name, sink);
         }
-        if store.param(name).is_err() || (store.master_in_optimizer(name) && store.in_memory(name).is_some()) {
+        if self.is_exact_in_memory(name) {
             return sink(&self.optimizer.exact(name, &self.network.param(name)?.tensor)?);
         }
         store.read(name, &mut |numbers| match numbers {
@@ -62,6 +62,12 @@ impl Engine {
             Numbers::F16(high, None) => sink(&high.iter().map(|h| h.to_f32()).collect::<Vec<_>>()),
             Numbers::Bf16(high, None) => sink(&high.iter().map(|h| h.to_f32()).collect::<Vec<_>>()),
         })
+    }
+
+    /// True if the exact values of a parameter are its weight in memory and the low bits that the optimizer has.
+    pub(super) fn is_exact_in_memory(&self, name: &str) -> bool {
+        let store = &self.store;
+        store.param(name).is_err() || (store.master_in_optimizer(name) && store.in_memory(name).is_some())
     }
 
     /// Sets a weight or an adapter matrix to the exact values of the tensor of the same name in `saved`.

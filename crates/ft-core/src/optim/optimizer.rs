@@ -302,12 +302,12 @@ impl Optimizer {
 
     /// The states of all parameters, sorted by name.
     pub fn saved(&self) -> impl Iterator<Item = SavedState<'_>> {
-        self.states.iter().map(|(name, s)| SavedState {
-            name,
-            step: s.step,
-            parts: s.parts(),
-            part_of: s.part_of,
-        })
+        self.states.iter().map(|(name, state)| saved(name, state))
+    }
+
+    /// The state of one parameter, if it has one.
+    pub fn saved_of(&self, name: &str) -> Option<SavedState<'_>> {
+        self.states.get_key_value(name).map(|(name, state)| saved(name, state))
     }
 
     /// Restores the state of a parameter from `saved`. `part_of` as there.
@@ -332,6 +332,15 @@ impl Optimizer {
         let low = self.low.values().chain(self.low_parts.values());
         let low: usize = low.map(|l| 2 * l.elem_count()).sum();
         states + low as u64
+    }
+}
+
+fn saved<'a>(name: &'a str, state: &State) -> SavedState<'a> {
+    SavedState {
+        name,
+        step: state.step,
+        parts: state.parts(),
+        part_of: state.part_of,
     }
 }
 

@@ -1,6 +1,7 @@
 //! Reads parts of tensors into the caller's memory, for weights that are read from the disk repeatedly. The parts are
 //! dropped from the page cache after the read; otherwise the whole model would fill it.
 
+use super::pieces::Run;
 use super::{Number, PIECE, TensorInfo, Weights, decode};
 use crate::dtype::StoredDtype;
 use ft_base::{Error, Result, files};
@@ -138,6 +139,11 @@ impl Weights {
         let info = self.must(name)?;
         self.read_exact(info, at, out)?;
         if self.stays_cached {
+            return Ok(());
+        }
+        if let Some(runs) = self.runs(info, at, out.len()) {
+            let forget = |run: &Run| files::forget(&self.handles[run.file], run.offset, run.bytes as u64);
+            runs.iter().for_each(forget);
             return Ok(());
         }
         let stored = self.stored_part(info, at, out.len());

@@ -167,6 +167,24 @@ impl Optimizer {
         self.low_parts.get(name)
     }
 
+    /// The exact f32 values of the elements `range` of a weight. `first`: the first element of the part of this rank, which
+    /// contains `range`; it says where the low bits of `range` are if this rank has only those of its part.
+    ///
+    /// # Errors
+    /// The weight is neither f32, bf16 nor f16; it has fewer elements.
+    pub fn exact_range(&self, name: &str, weight: &Tensor, range: &Range<usize>, first: usize) -> Result<Vec<f32>> {
+        let of = |tensor: &Tensor, start: usize| tensor.flatten_all()?.narrow(0, start, range.len());
+        let own = of(weight, range.start)?;
+        let low = match self.low_parts.get(name) {
+            Some(low) => Some(of(low, range.start - first)?),
+            None => self.low.get(name).map(|low| of(low, range.start)).transpose()?,
+        };
+        match (own.dtype(), low) {
+            (DType::BF16 | DType::F16, Some(low)) => step::join(&own, &low),
+            _ => update::to_f32_vec(&own),
+        }
+    }
+
     /// Parameters with parts of low bits that `keep` rejects, sorted.
     pub fn low_parts_outside(&self, keep: impl Fn(&str) -> bool) -> Vec<String> {
         self.low_parts.keys().filter(|name| !keep(name)).cloned().collect()

@@ -85,6 +85,9 @@ fn an_error_of_one_rank_names_it() {
     assert_eq!(code, 1, "{text}");
     assert_once(&text, "missing.jsonl");
     assert_once(&text, "[rank 1 (host ");
+    let (code, text) = with_other(&bench, 2, 1, &["model.path=missing"]);
+    assert_ne!(code, 0, "{text}");
+    assert_once(&text, "[rank 1 (host ");
     // A mistake in its recipe too.
     let (code, text) = with_other(&bench, 2, 1, &["train.sead=1"]);
     assert_eq!(code, 2, "{text}");
@@ -99,6 +102,7 @@ fn an_error_of_all_ranks_is_one_message() {
         ("train.sead=1", 2, "train.sead"),
         ("train.gradient_accumulation_steps=2", 2, "2 with 3 ranks"),
         ("distributed.sequence=2", 2, "a divisor of 3"),
+        ("memory.budget=1MB", 1, "does not fit"),
         ("optimizer.learning_rate=1e38", 1, "is not finite"),
     ] {
         let out = job::run(&bench, 3, &[&BASE[..], &[arguments]].concat());
@@ -107,6 +111,31 @@ fn an_error_of_all_ranks_is_one_message() {
         assert_once(&text, message);
         assert!(!text.contains("[rank"), "{text}");
     }
+    // The state before the step that is not finite is saved.
+    let names = std::fs::read_dir(bench.path("out")).unwrap().flatten();
+    let names: Vec<String> = names.map(|e| e.file_name().to_string_lossy().into_owned()).collect();
+    let saved = names
+        .iter()
+        .find(|name| name.starts_with("checkpoint-"))
+        .expect("no checkpoint");
+    let out = bench.ft(&["runs", "verify", &format!("out/{saved}")]);
+    assert!(out.status.success(), "{}", said(&out));
+}
+
+/// Two jobs cannot write one run.
+#[test]
+fn a_second_job_in_the_same_directory_is_refused() {
+    let bench = Bench::new();
+    let mut first = job::start(&bench, &vec![LONG.to_vec(); 2]);
+    until_saved(&bench, &mut first);
+    let second = job::run(&bench, 2, &[&LONG[..], &["--resume"]].concat());
+    let text = said(&second);
+    assert!(!second.status.success(), "{text}");
+    assert_once(&text, "another run is in progress");
+    assert!(first.try_wait().unwrap().is_none(), "the first job goes on");
+    signal(ranks_of(&first)[0], "-USR1");
+    assert_eq!(wait(first).status.code(), Some(128 + 10));
+    go_on(&bench, 2);
 }
 
 #[test]
@@ -157,8 +186,9 @@ fn a_signal_saves_the_state_of_all_ranks() {
         let bench = Bench::new();
         let mut job = job::start(&bench, &vec![[&LONG[..], &[form]].concat(); 2]);
         until_saved(&bench, &mut job);
-        // To one rank only: all stop after the same step.
-        signal(ranks_of(&job)[1], "-USR1");
+        // To one rank only, or to `mpirun`, which passes it to all: all stop after the same step.
+        let receiver = if form == PARTS { job.id() } else { ranks_of(&job)[1] };
+        signal(receiver, "-USR1");
         let out = wait(job);
         let text = said(&out);
         assert_eq!(out.status.code(), Some(128 + 10), "{text}");

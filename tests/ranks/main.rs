@@ -12,6 +12,7 @@ mod faults;
 mod gpus;
 mod host;
 mod job;
+mod kills;
 mod machines;
 mod memory;
 #[cfg(feature = "nccl")]

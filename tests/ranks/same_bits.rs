@@ -17,7 +17,7 @@ pub const BASE: [&str; 5] = [
 ];
 
 /// Ways to train beside those of `METHODS`.
-const MORE: [(&str, &[&str]); 6] = [
+const MORE: [(&str, &[&str]); 7] = [
     (
         // The last window of the epoch is short.
         "freeze",
@@ -49,6 +49,16 @@ const MORE: [(&str, &[&str]); 6] = [
         "masked blocks",
         &[
             "tune.method=block",
+            "tune.block.partition=ratio",
+            "tune.block.mask=scattered",
+            "tune.block.order=ascending",
+            "tune.block.switch_every=1",
+        ],
+    ),
+    (
+        "matrices in random order",
+        &[
+            "tune.method=block",
             "tune.block.partition=matrix",
             "tune.block.order=random",
             "tune.block.switch_every=1",
@@ -71,6 +81,63 @@ const MORE: [(&str, &[&str]); 6] = [
         "orpo",
         &["train.stage=orpo", "data.train=pairs.jsonl", "tune.method=lora"],
     ),
+];
+
+/// Ways to train that are compared on one and three ranks only: the exchange is that of the others.
+const ON_THREE: [(&str, &[&str]); 15] = [
+    (
+        "simpo",
+        &["train.stage=simpo", "data.train=pairs.jsonl", "tune.method=lora"],
+    ),
+    ("ia3", &["tune.method=lora", "tune.lora.peft_type=ia3"]),
+    ("vera", &["tune.method=lora", "tune.lora.peft_type=vera"]),
+    ("loha", &["tune.method=lora", "tune.lora.peft_type=loha"]),
+    ("lokr", &["tune.method=lora", "tune.lora.peft_type=lokr"]),
+    (
+        "oft",
+        &[
+            "tune.method=lora",
+            "tune.lora.peft_type=oft",
+            "tune.lora.oft_block_size=8",
+        ],
+    ),
+    ("pissa", &["tune.method=lora", "tune.lora.init_lora_weights=pissa"]),
+    ("olora", &["tune.method=lora", "tune.lora.init_lora_weights=olora"]),
+    (
+        "lora_ga",
+        &[
+            "tune.method=lora",
+            "tune.lora.init_lora_weights=lora_ga",
+            "tune.lora.init_samples=2",
+        ],
+    ),
+    (
+        "blocks in descending order",
+        &[
+            "tune.method=block",
+            "tune.block.order=descending",
+            "tune.block.switch_every=1",
+        ],
+    ),
+    (
+        "blocks by importance",
+        &[
+            "tune.method=block",
+            "tune.block.order=importance",
+            "tune.block.switch_every=1",
+        ],
+    ),
+    ("one fixed block", &["tune.method=block", "tune.block.order=fixed"]),
+    (
+        "blocks corrected by LoRA",
+        &[
+            "tune.method=block",
+            "tune.block.correction=lora",
+            "tune.block.switch_every=2",
+        ],
+    ),
+    ("lora on int8", &["tune.method=lora", "memory.frozen_weights=int8"]),
+    ("lora on int4", &["tune.method=lora", "memory.frozen_weights=int4"]),
 ];
 
 /// Rank 0 makes the answers of the stages with rewards.
@@ -109,11 +176,17 @@ const WITH_REWARDS: [(&str, &[&str]); 2] = [
 /// Weights in parts.
 pub const SHARDED: &str = "distributed.weights=sharded";
 
+/// All files of the checkpoints of a run: names and bytes.
+fn exact_checkpoints(bench: &Bench, run: &str) -> Vec<(String, Vec<u8>)> {
+    let all = files(&bench.path(run)).into_iter();
+    let found: Vec<_> = all.filter(|(name, _)| name.starts_with("checkpoint-")).collect();
+    assert!(!found.is_empty(), "{run} has no checkpoint");
+    found
+}
+
 /// The checkpoints of a run: names and bytes. Where the weights were is not compared, and so no hash of the state.
 pub fn checkpoints(bench: &Bench, run: &str) -> Vec<(String, Vec<u8>)> {
-    let all = files(&bench.path(run)).into_iter();
-    let mut found: Vec<_> = all.filter(|(name, _)| name.starts_with("checkpoint-")).collect();
-    assert!(!found.is_empty(), "{run} has no checkpoint");
+    let mut found = exact_checkpoints(bench, run);
     found.retain(|(name, _)| !name.ends_with("manifest.json"));
     for (_, bytes) in found.iter_mut().filter(|(name, _)| name.ends_with("state.json")) {
         let mut state: Value = serde_json::from_slice(bytes).unwrap();
@@ -140,12 +213,16 @@ pub fn assert_same_checkpoints(bench: &Bench, one: &str, other: &str, method: &s
 }
 
 fn check(methods: &[(&str, &[&str])]) {
+    check_on(&[2, 3, 4], methods);
+}
+
+fn check_on(sizes: &[usize], methods: &[(&str, &[&str])]) {
     for (method, settings) in methods {
         let bench = Bench::new();
         copy_all(&goldens().join("training/models/qwen3"), &bench.path("teacher"));
         copy_all(&goldens().join("tokenizers/chat"), &bench.path("teacher"));
         train(&bench, 1, settings, "one");
-        for size in 2..=4 {
+        for &size in sizes {
             let name = format!("of-{size}");
             // Three ranks have parts of the weights, if this can be.
             let whole = ["memory.tier=disk", "optimizer.name=adafactor"];
@@ -153,6 +230,10 @@ fn check(methods: &[(&str, &[&str])]) {
             let weights = if sharded { &[SHARDED][..] } else { &[] };
             train(&bench, size, &[settings, weights].concat(), &name);
             assert_same_checkpoints(&bench, "one", &name, method);
+            if !sharded {
+                let [one, other] = ["one", &name].map(|run| exact_checkpoints(&bench, run));
+                assert!(one == other, "{method}: a file of a checkpoint of {name} differs");
+            }
             assert_same(&bench, "one", &name);
             let left = fs::read_dir(bench.path(&name)).unwrap().flatten();
             let scratch: Vec<_> = left
@@ -179,6 +260,11 @@ fn optimizers_and_tiers_have_the_bits_of_one_rank() {
 }
 
 #[test]
+fn other_adapters_and_orders_have_the_bits_of_one_rank() {
+    check_on(&[3], &ON_THREE);
+}
+
+#[test]
 fn stages_with_rewards_have_the_bits_of_one_rank() {
     for (stage, settings) in WITH_REWARDS {
         check(&[(stage, &[&REWARDS[..], settings].concat())]);
@@ -199,7 +285,7 @@ fn distillation_has_the_bits_of_one_rank() {
 /// A run on four ranks is continued on 1, 2 and 3.
 #[test]
 fn a_run_goes_on_with_another_number_of_ranks() {
-    for (method, settings) in [METHODS[0], METHODS[4]] {
+    for (method, settings) in [METHODS[0], METHODS[3], METHODS[4]] {
         let bench = Bench::new();
         train(&bench, 4, &[settings, &[SHARDED]].concat(), "whole");
         for size in [1, 2, 3] {

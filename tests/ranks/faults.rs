@@ -112,13 +112,9 @@ fn an_error_of_all_ranks_is_one_message() {
         assert!(!text.contains("[rank"), "{text}");
     }
     // The state before the step that is not finite is saved.
-    let names = std::fs::read_dir(bench.path("out")).unwrap().flatten();
-    let names: Vec<String> = names.map(|e| e.file_name().to_string_lossy().into_owned()).collect();
-    let saved = names
-        .iter()
-        .find(|name| name.starts_with("checkpoint-"))
-        .expect("no checkpoint");
-    let out = bench.ft(&["runs", "verify", &format!("out/{saved}")]);
+    let mut names = std::fs::read_dir(bench.path("out")).unwrap().flatten();
+    assert!(names.any(|entry| entry.file_name().to_string_lossy().starts_with("checkpoint-")));
+    let out = bench.ft(&["runs", "verify", "out"]);
     assert!(out.status.success(), "{}", said(&out));
 }
 

@@ -1,5 +1,6 @@
 //! The library in a program that prepares nothing: no allocator, no thread pool, no signals, no settings of the
-//! environment. Needs no feature: `cargo test --no-default-features --test library`.
+//! environment. Needs no feature: `cargo test --no-default-features --test library` (CI lints the library without the program, and runs this
+//! test with it: other features would build all dependencies again).
 
 use candle_core::{DType, Device, Tensor};
 use ft::base::{ErrorKind, Result, files};

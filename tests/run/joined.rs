@@ -171,7 +171,7 @@ fn gpt_oss_trains_from_mxfp4() {
         "data.max_length=64",
         &out,
     ]));
-    assert!(said_.contains("decoded"), "{said_}");
+    assert!(said_.contains("dequantized values"), "{said_}");
     let out = bench.ft(&["merge", "--adapter", "lora", "--out", "merged"]);
     assert!(out.status.success(), "{}", said(&out));
     let experts = "model.layers.0.mlp.experts";

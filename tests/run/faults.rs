@@ -432,7 +432,7 @@ const SURFACE: [Row; 8] = [
     ),
     (
         "W7",
-        "a dependency from another source, with another license, on the list of bans, or in a version that nobody accepted; an `unsafe` block without a reason",
+        "a dependency from another source, with another license, on the list of bans, or in a version that is not in the accepted list; an `unsafe` block without a reason",
         "each package has a checksum of the registry, an accepted license and an entry in `supply-chain/`; the code that runs during a build was read or searched; every `unsafe` block says why it is sound",
         "tests/tidy/supply.rs::every_dependency_is_accepted tests/tidy/supply.rs::every_dependency_has_an_entry tests/tidy/supply.rs::unsafe_code_is_counted tests/tidy/supply.rs::the_bill_of_materials_has_every_package",
     ),

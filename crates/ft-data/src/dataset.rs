@@ -262,7 +262,7 @@ impl Stats {
 /// Tokenized rows in file order.
 ///
 /// ```no_run
-/// use ft_data::{Batch, ChatRender, Dataset, Long, Render, Source, Spec, TrainOn};
+/// use ft_data::{Batch, ChatRender, Dataset, DatasetSpec, Long, Render, Source, TrainOn};
 /// use ft_formats::{ChatTemplate, Tokenizer};
 /// use std::path::Path;
 ///
@@ -270,7 +270,7 @@ impl Stats {
 /// let dir = Path::new("model");
 /// let tokenizer = Tokenizer::load(dir)?;
 /// let template = ChatTemplate::from_dir(dir, &tokenizer)?;
-/// let spec = Spec {
+/// let spec = DatasetSpec {
 ///     sources: &[Source::new(vec!["train.jsonl".to_string()])],
 ///     render: Render::Auto,
 ///     max_length: 2048,

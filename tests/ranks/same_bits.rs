@@ -225,7 +225,11 @@ fn check_on(sizes: &[usize], methods: &[(&str, &[&str])]) {
         for &size in sizes {
             let name = format!("of-{size}");
             // Three ranks have parts of the weights, if this can be.
-            let whole = ["memory.tier=disk", "optimizer.name=adafactor"];
+            let whole = [
+                "memory.tier=disk",
+                "optimizer.name=adafactor",
+                "tune.block.partition=ratio",
+            ];
             let sharded = size == 3 && !settings.iter().any(|setting| whole.contains(setting));
             let weights = if sharded { &[SHARDED][..] } else { &[] };
             train(&bench, size, &[settings, weights].concat(), &name);

@@ -98,6 +98,7 @@ fn an_error_of_one_rank_names_it() {
 #[test]
 fn an_error_of_all_ranks_is_one_message() {
     let bench = Bench::new();
+    let mut last = String::new();
     for (arguments, code, message) in [
         ("train.sead=1", 2, "train.sead"),
         ("train.gradient_accumulation_steps=2", 2, "2 with 3 ranks"),
@@ -105,15 +106,26 @@ fn an_error_of_all_ranks_is_one_message() {
         ("memory.budget=1MB", 1, "does not fit"),
         ("optimizer.learning_rate=1e15", 1, "is not finite"),
     ] {
-        let out = job::run(&bench, 3, &[&BASE[..], &[arguments]].concat());
+        let out = job::run(
+            &bench,
+            3,
+            &[&BASE[..], &["train.save_steps=5", "tune.method=full", arguments]].concat(),
+        );
         let text = said(&out);
         assert_eq!(out.status.code(), Some(code), "{text}");
         assert_once(&text, message);
         assert!(!text.contains("[rank"), "{text}");
+        last = text;
     }
     // The state before the step that is not finite is saved.
-    let mut names = std::fs::read_dir(bench.path("out")).unwrap().flatten();
-    assert!(names.any(|entry| entry.file_name().to_string_lossy().starts_with("checkpoint-")));
+    let names = std::fs::read_dir(bench.path("out")).unwrap().flatten();
+    let names: Vec<String> = names
+        .map(|entry| entry.file_name().to_string_lossy().into_owned())
+        .collect();
+    assert!(
+        names.iter().any(|name| name.starts_with("checkpoint-")),
+        "{names:?}\n{last}"
+    );
     let out = bench.ft(&["runs", "verify", "out"]);
     assert!(out.status.success(), "{}", said(&out));
 }

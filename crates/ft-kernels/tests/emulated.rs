@@ -163,8 +163,8 @@ fn has_sanitizers(compiler: &str, scratch: &Path) -> bool {
     *FOUND.get_or_init(|| takes(compiler, SANITIZED, scratch))
 }
 
-/// A local variable without a value has the same wrong bits in every run: a test that reads one fails everywhere, not on one
-/// machine in ten. None for a compiler that cannot do so.
+/// A local variable without a value has the same wrong bits in every run: a test that reads one fails on every machine, not
+/// on some. None for a compiler that cannot do so.
 fn pattern(compiler: &str, scratch: &Path) -> Option<&'static str> {
     const FLAG: &str = "-ftrivial-auto-var-init=pattern";
     static FOUND: OnceLock<bool> = OnceLock::new();

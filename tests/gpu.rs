@@ -43,6 +43,9 @@ mod families;
 #[path = "gpu/graphs.rs"]
 mod graphs;
 #[cfg(feature = "cuda")]
+#[path = "gpu/layer_graphs.rs"]
+mod layer_graphs;
+#[cfg(feature = "cuda")]
 #[path = "gpu/layers.rs"]
 mod layers;
 #[cfg(feature = "cuda")]

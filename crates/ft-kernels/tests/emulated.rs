@@ -57,6 +57,7 @@ emulated! {
         adapters
         altup
         columns
+        copies
         cross_entropy
         cross_entropy_parts
         elementwise

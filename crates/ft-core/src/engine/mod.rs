@@ -2,11 +2,13 @@
 //! Depends on the four contracts and the optimizer. No file IO, no data formats.
 
 pub mod active;
+mod clipping;
 mod config;
 pub mod divided;
 mod ema;
 
 pub mod hook;
+mod layer_graphs;
 mod loss_scale;
 mod outer;
 mod own_state;
@@ -25,6 +27,7 @@ pub use config::{RankConfig, TrainConfig};
 pub use divided::{MomentValues, SavedMoment};
 pub use ema::{Ema, EmaConfig, ema_bytes};
 pub use hook::StepHook;
+pub use layer_graphs::LayerGraphs;
 pub use loss_scale::{LossScale, LossScaleConfig};
 pub use outer::{OuterConfig, outer_bytes};
 pub use own_state::OwnState;

@@ -1,6 +1,7 @@
 //! The forward pass that saves only layer inputs, the objective, and the backward pass.
 
 use super::active::Active;
+use super::layer_graphs::LayerGraphs;
 use super::window::{self, MicroReport};
 use crate::base::progress::{self, Phase};
 use crate::base::{Error, Result, signal};
@@ -140,6 +141,8 @@ pub struct Pass<'a> {
     pub saved_layers: usize,
     /// Offloads layer inputs to the host.
     pub input_offload: Option<&'a Copier>,
+    /// Layers as CUDA graphs; those that can be recorded save no activations.
+    pub layer_graphs: Option<&'a LayerGraphs>,
     /// Key of the dropout masks of the first micro-batch; `None`: no dropout.
     pub dropout: Option<Dropout>,
     /// The noise on the embeddings of the first micro-batch; `None`: no noise.
@@ -177,6 +180,7 @@ impl<'a> Pass<'a> {
             step_stats,
             saved_layers: 0,
             input_offload: None,
+            layer_graphs: None,
             dropout: None,
             noise: None,
             may_stop: false,
@@ -340,8 +344,10 @@ impl<'a> Pass<'a> {
             objective,
             active,
             input_offload: offload,
+            layer_graphs: graphs,
             ..
         } = *self;
+        graphs.map_or(Ok(()), |graphs| graphs.begin(ctx))?;
         let layers = network.layers();
         let lowest = active.lowest_layer(layers);
         let need = |dh| Need { scale, dh, dw: false };
@@ -365,13 +371,16 @@ impl<'a> Pass<'a> {
                 let out = objective.evaluate_hidden(l, &x, batch, need(false), step_stats)?;
                 pass_on(out.objective_params, sink)?;
             }
-            let block = network.block(l)?;
-            let y = if l >= lowest && l + self.saved_layers >= layers {
-                let (y, saved) = block.forward_saving(&x, ctx)?;
+            let recorded = graphs.map_or(Ok(None), |graphs| graphs.forward(network, l, &x, ctx))?;
+            let y = if recorded.is_none() && l >= lowest && l + self.saved_layers >= layers {
+                let (y, saved) = network.block(l)?.forward_saving(&x, ctx)?;
                 inputs.push((SavedInput::OnDevice(x), Some(saved)));
                 y
             } else {
-                let y = block.forward(&x, ctx)?;
+                let y = match recorded {
+                    Some(y) => y,
+                    None => network.block(l)?.forward(&x, ctx)?,
+                };
                 if l >= lowest {
                     // Release the previous input on the device: its copy to the host is usually finished by now.
                     if let (Some(copier), Some((SavedInput::Offloaded(before), _))) = (offload, inputs.last_mut()) {
@@ -461,7 +470,15 @@ impl<'a> Pass<'a> {
                 pass_on(out.objective_params, sink)?;
                 hidden_dx = out.dh;
             }
-            dx = match (network.block(l)?.vjp(&x, saved, dx, ctx, need_dx, sink)?, hidden_dx) {
+            let recorded = match graphs.filter(|_| saved.is_none() && need_dx) {
+                Some(graphs) => graphs.backward(network, l, (&x, &dx), ctx, sink)?,
+                None => None,
+            };
+            let below = match recorded {
+                Some(below) => Some(below),
+                None => network.block(l)?.vjp(&x, saved, dx, ctx, need_dx, sink)?,
+            };
+            dx = match (below, hidden_dx) {
                 (Some(below), Some(hidden_dx)) => (below + hidden_dx)?,
                 (Some(below), None) => below,
                 (None, _) => return Ok(()),

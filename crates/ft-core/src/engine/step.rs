@@ -1,9 +1,11 @@
 //! One optimizer step: gradients of a window, clipping by the global norm, update.
 
 use super::active::Active;
+use super::clipping::{clip_coefficient, device_coefficient};
 use super::config::TrainConfig;
 use super::ema::Ema;
 use super::hook::StepHook;
+use super::layer_graphs::LayerGraphs;
 use super::loss_scale::LossScale;
 use super::outer::Outer;
 use super::pass::{self, Pass, Totals};
@@ -61,6 +63,8 @@ pub struct Engine {
     pub strategy: StepStrategy,
     /// Copies layer inputs to the host and back, if the strategy offloads them.
     pub input_offload: Option<Copier>,
+    /// Layers as CUDA graphs, if the strategy has them and the device can.
+    pub layer_graphs: Option<LayerGraphs>,
     /// 0: no clipping.
     pub max_grad_norm: f64,
     /// Seed of dropout and stochastic rounding.
@@ -203,6 +207,7 @@ impl Engine {
             None
         };
         let mut engine = Self {
+            layer_graphs: strategy.graphs_on(&network.device),
             network,
             store,
             objective,
@@ -370,6 +375,7 @@ impl Engine {
         let pass = Pass {
             saved_layers: self.strategy.saved_layers,
             input_offload: self.input_offload.as_ref(),
+            layer_graphs: self.layer_graphs.as_ref(),
             dropout: Some(Dropout { seed, step, micro: 0 }),
             noise: (self.neftune_noise_alpha > 0.0).then_some(EmbeddingNoise {
                 alpha: self.neftune_noise_alpha,
@@ -555,23 +561,6 @@ fn numbers(pending: &PendingSums) -> Result<(StepSums, f64)> {
         Ok((sums, sums.squares.sqrt()))
     } else {
         Err(pass::non_finite_loss(sums.loss))
-    }
-}
-
-/// The clipping factor of the squares so far, on the GPU.
-fn device_coefficient(step_stats: &StepStats, max: f64) -> Result<Option<Tensor>> {
-    match step_stats.squares()?.filter(|_| max > 0.0) {
-        Some(squares) => Ok(Some(update::clip_coefficient(&squares, max)?)),
-        None => Ok(None),
-    }
-}
-
-/// As `torch.nn.utils.clip_grad_norm_`: min(1, max / (norm + 1e-6)).
-fn clip_coefficient(norm: f64, max: f64) -> f32 {
-    if max > 0.0 {
-        (max / (norm + 1e-6)).min(1.0) as f32
-    } else {
-        1.0
     }
 }
 

@@ -1,11 +1,13 @@
 //! How a step trades memory for speed. The planner chooses a strategy, and the engine takes it as a whole. Except for
 //! the storage of frozen weights, a strategy does not change the results of training.
 
+use super::layer_graphs::LayerGraphs;
 use super::step::Gradients;
 use crate::model::Network;
 use crate::ops::Dtype;
 use crate::ops::prepacked::Orders;
 use crate::source::{PackedCopies, Placement, StoragePolicy};
+use candle_core::Device;
 
 /// The settings of a training step that depend on the available memory.
 #[derive(Debug, Clone, PartialEq)]
@@ -24,6 +26,8 @@ pub struct StepStrategy {
     pub storage: StoragePolicy,
     /// Packed copies of frozen weights; `None`: weights are packed in every product.
     pub packed_copies: Option<PackedCopies>,
+    /// Layers run as CUDA graphs, where they can be recorded (`LayerGraphs`); such layers save no activations.
+    pub layer_graphs: bool,
 }
 
 impl StepStrategy {
@@ -38,6 +42,7 @@ impl StepStrategy {
             placement: Placement::Device,
             storage: StoragePolicy::dense(dtype),
             packed_copies: None,
+            layer_graphs: false,
         }
     }
 
@@ -45,6 +50,11 @@ impl StepStrategy {
     pub fn apply(&self, network: &mut Network) {
         network.mlp_tokens = self.mlp_tokens;
         network.products = self.storage.products();
+    }
+
+    /// The graphs of layers, if they are wanted and the device can record work.
+    pub(super) fn graphs_on(&self, device: &Device) -> Option<LayerGraphs> {
+        self.layer_graphs.then(|| LayerGraphs::on(device)).flatten()
     }
 
     /// Every setting in words, for a model of `layers` layers.

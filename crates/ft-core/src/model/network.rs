@@ -2,6 +2,7 @@
 //! A block is created from its weights when it is needed, and dropped afterwards.
 
 mod block;
+mod layer_tensors;
 
 use super::contracts::{Context, Param};
 use super::experts::adapters::JoinedAdapters;
@@ -26,6 +27,8 @@ use std::collections::BTreeMap;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+
+pub(crate) use layer_tensors::LayerTensors;
 
 /// Adapters by the module name of their linear: `model.layers.0.self_attn.q_proj`.
 pub type Adapters = BTreeMap<String, Arc<Adapter>>;

@@ -7,9 +7,9 @@
 //! becomes a node too ("CUDA Graphs Support" in its manual).
 
 use super::memory::failed;
-use super::{Gpu, address, device};
+use super::{Gpu, Grid, address, device};
 use crate::graph::refused;
-use candle_core::cuda::cudarc::driver::{CudaGraph, CudaStream, result, sys};
+use candle_core::cuda::cudarc::driver::{CudaGraph, CudaStream, DeviceRepr, result, sys};
 use candle_core::{Device, Tensor};
 use ft_base::{Error, Result};
 use std::any::Any;
@@ -172,6 +172,51 @@ pub(crate) fn overwrite(to: &Tensor, from: &Tensor) -> Result<()> {
     }
     // SAFETY: both are contiguous and have this number of bytes.
     unsafe { result::memcpy_dtod_async(target, source, bytes, stream.cu_stream()) }.map_err(failed)
+}
+
+/// Most copies of one launch, as in `cuda/copies.cu`.
+const COPIES: usize = 64;
+
+/// As in `cuda/copies.cu`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct TensorCopies {
+    from: [u64; COPIES],
+    to: [u64; COPIES],
+    bytes: [u64; COPIES],
+}
+
+// SAFETY: numbers only, in the order of the structure of the kernel.
+unsafe impl DeviceRepr for TensorCopies {}
+
+/// As `overwrite`, for several tensors in one launch.
+pub(crate) fn overwrite_all(pairs: &[(&Tensor, &Tensor)]) -> Result<()> {
+    const THREADS: usize = 256;
+    /// Blocks of one copy.
+    const BLOCKS: usize = 128;
+    for pairs in pairs.chunks(COPIES) {
+        let Some((first, _)) = pairs.first() else { continue };
+        let mut copies = TensorCopies {
+            from: [0; COPIES],
+            to: [0; COPIES],
+            bytes: [0; COPIES],
+        };
+        for (i, (to, from)) in pairs.iter().enumerate() {
+            copies.to[i] = address(to, "a tensor that stays")?;
+            copies.from[i] = address(from, "its new elements")?;
+            copies.bytes[i] = (to.elem_count() * to.dtype().size_in_bytes()) as u64;
+        }
+        let largest = copies.bytes.iter().max().map_or(0, |bytes| *bytes as usize);
+        let grid = Grid {
+            blocks: (largest.div_ceil(16 * THREADS).clamp(1, BLOCKS), pairs.len()),
+            threads: (THREADS as u32, 1),
+            shared: 0,
+        };
+        let gpu = Gpu::of(first, "a tensor that stays")?;
+        // SAFETY: both tensors of each pair have this number of bytes, and live until the launch is queued.
+        unsafe { gpu.launch_with("copies", "copy_tensors", grid, &[], Some(&copies)) }?;
+    }
+    Ok(())
 }
 
 pub(crate) fn release_memory(device: &Device) -> Result<()> {

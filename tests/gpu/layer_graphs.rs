@@ -1,0 +1,135 @@
+//! Training with layers as CUDA graphs has the bits of training without.
+
+use crate::support::gpu;
+use candle_core::Device;
+use ft::data::{Batch, Example};
+use ft::engine::{Active, Engine, Gradients, StepStrategy};
+use ft::hf;
+use ft::model::{TrainableNetwork, families, shapes};
+use ft::ops::{Dtype, graph, oracle, update};
+use ft::optim::Optimizer;
+use ft::optim::config::OptimizerConfig;
+use ft::peft::LoraConfig;
+use ft::sft::CausalLm;
+use ft::source::Resident;
+use std::sync::Arc;
+
+const LAYERS: usize = 6;
+
+/// What trains.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Tuning {
+    Full,
+    /// One layer in the middle.
+    Layer,
+    Lora,
+}
+
+/// A model of equal layers.
+fn engine(device: &Device, dtype: Dtype, tuning: Tuning, strategy: StepStrategy) -> (Engine, Active) {
+    let mut spec = families::read(&shapes::config("shape:tiny").unwrap().unwrap()).unwrap();
+    spec.layers = vec![spec.layers[0]; LAYERS];
+    let (params, vocab) = (spec.params(), spec.vocab);
+    let source = Resident::random(params.clone(), 1, 0.02, 1.0, dtype, device).unwrap();
+    let mut model = TrainableNetwork::new(spec, Arc::new(source), device.clone());
+    let names: Vec<String> = match tuning {
+        Tuning::Full => params.iter().map(|p| p.name.to_string()).collect(),
+        Tuning::Layer => {
+            let of_layer = params.iter().filter(|p| p.name.starts_with("model.layers.1."));
+            of_layer.map(|p| p.name.to_string()).collect()
+        }
+        Tuning::Lora => {
+            let network = &mut model.network;
+            let mut adapters = hf::adapters_to_fill(&LoraConfig::default(), &network.spec, None, 0).unwrap();
+            adapters.attach(network).unwrap();
+            let parts: Vec<_> = network.adapters.values().flat_map(|adapter| adapter.parts()).collect();
+            // Neither A nor B is zero.
+            for (part, seed) in parts.iter().zip(1..) {
+                let small = oracle::random(part.tensor.shape(), seed).affine(0.05, 0.0).unwrap();
+                update::add_assign(&part.tensor, &small.to_device(device).unwrap()).unwrap();
+            }
+            parts.iter().map(|p| p.name.to_string()).collect()
+        }
+    };
+    let active = Active::new(names);
+    let optimizer = Optimizer::new(OptimizerConfig::default());
+    let engine = Engine::new(model, Box::new(CausalLm::new(vocab)), optimizer, strategy, &active).unwrap();
+    (engine, active)
+}
+
+/// A micro-batch with rows of these lengths.
+fn batch(rows: &[u32], seed: u32) -> Batch {
+    let rows: Vec<Example> = (rows.iter())
+        .map(|length| Example {
+            ids: (0..*length).map(|t| (37 * t + 5 * seed) % 896).collect(),
+            trained: (0..*length).map(|t| t > 2).collect(),
+        })
+        .collect();
+    Batch::from_examples(&rows)
+}
+
+/// The micro-batches of the steps. The second and third step have the lengths of the first, the others do not.
+fn windows(micro_batches: usize) -> Vec<Vec<Batch>> {
+    let lengths: [&[u32]; 5] = [&[24, 9], &[24, 9], &[24, 9], &[33], &[7, 8, 9]];
+    let of = |(step, rows): (usize, &&[u32])| (0..micro_batches).map(|m| batch(rows, (7 * step + m) as u32)).collect();
+    lengths.iter().enumerate().map(of).collect()
+}
+
+/// Losses, norms and trained weights of five steps in bits, and how many layers were launched as graphs.
+fn train(
+    device: &Device,
+    dtype: Dtype,
+    tuning: Tuning,
+    strategy: StepStrategy,
+    clip: f64,
+    micro_batches: usize,
+) -> (Vec<u64>, u64) {
+    let (mut engine, active) = engine(device, dtype, tuning, strategy);
+    engine.max_grad_norm = clip;
+    let mut bits = Vec::new();
+    for (window, step) in windows(micro_batches).iter().zip(1..) {
+        let report = engine.step(step, window, &active, 1e-3).unwrap();
+        bits.extend([report.totals.loss().to_bits(), report.grad_norm.to_bits()]);
+    }
+    for name in active.names() {
+        let values = update::to_f32_vec(&engine.network.param(name).unwrap().tensor).unwrap();
+        bits.extend(values.into_iter().map(|x| u64::from(x.to_bits())));
+    }
+    let launches = engine.layer_graphs.as_ref().map_or(0, |graphs| graphs.launches());
+    assert_eq!(graph::take_refusal(), None);
+    (bits, launches)
+}
+
+/// The first layer of a form runs as it is, the second is recorded and launched: so 5 launches of 6 layers, and 6 if the lengths
+/// are those of the micro-batch before.
+#[test]
+fn training_has_the_bits_of_training_without() {
+    let Some(gpu) = gpu() else { return };
+    for dtype in [Dtype::Bf16, Dtype::F32] {
+        for (tuning, gradients, clip, micro_batches, launches) in [
+            // The lowest layer needs no gradient of its input, and is not recorded backward.
+            (Tuning::Lora, Gradients::Keep, 0.5, 1, 27 + 22),
+            // The second micro-batch has the lengths of the first.
+            (Tuning::Lora, Gradients::Keep, 0.5, 2, 57 + 47),
+            (Tuning::Full, Gradients::Keep, 0.5, 1, 27 + 27),
+            (Tuning::Full, Gradients::Keep, 0.5, 2, 57 + 57),
+            (Tuning::Full, Gradients::Fused, 0.0, 1, 27 + 27),
+            // Two passes.
+            (Tuning::Full, Gradients::NormFirst, 0.5, 1, 57 + 57),
+            // Four layers above the active one need the gradient of their input only.
+            (Tuning::Layer, Gradients::Keep, 0.5, 1, 27 + 17),
+        ] {
+            let what = format!("{dtype:?} {tuning:?} {gradients:?} {micro_batches}");
+            let strategy = |layer_graphs| StepStrategy {
+                gradients,
+                layer_graphs,
+                ..StepStrategy::new(dtype)
+            };
+            let (want, none) = train(&gpu.device, dtype, tuning, strategy(false), clip, micro_batches);
+            let (got, found) = train(&gpu.device, dtype, tuning, strategy(true), clip, micro_batches);
+            assert_eq!(none, 0);
+            assert!(got == want, "{what}");
+            assert_eq!(found, launches, "{what}");
+        }
+    }
+}

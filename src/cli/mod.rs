@@ -159,7 +159,7 @@ pub fn start(arguments: impl Iterator<Item = OsString>) -> i32 {
     let ended = std::panic::catch_unwind(|| run(cli, launched));
     if let Some(why) = crate::ops::graph::take_refusal() {
         report::warn(&format!(
-            "the driver refused CUDA graphs, without which decoding is slower: {why}"
+            "the driver refused CUDA graphs, without which decoding and small layers are slower: {why}"
         ));
     }
     let code = match ended {

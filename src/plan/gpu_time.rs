@@ -7,7 +7,7 @@
 //! are predictions for every GPU.
 
 use super::model::Model;
-use super::{Inputs, time};
+use super::{Inputs, layer_graphs, time};
 use crate::base::{Error, Result};
 use crate::engine::{Active, Gradients};
 use crate::model::pieces::pieces;
@@ -134,13 +134,14 @@ pub static GPUS: [GpuRates; 5] = [
 ];
 
 /// Names of the parts of a step that the GPU computes one after the other.
-const PARTS: [&str; 6] = [
+const PARTS: [&str; 7] = [
     "products",
     "attention",
     "adapters",
     "norms and activations",
     "head and loss",
     "update",
+    "copies for graphs",
 ];
 
 impl GpuRates {
@@ -343,7 +344,9 @@ pub(super) fn turn_time(model: &Model, recipe: &Recipe, inputs: &Inputs, active:
     let attention = [scores / gpu.attention[0], 2.5 * scores / gpu.attention[1]];
     let elementwise = ELEMENTWISE
         .map(|[i, d]| element * n * (i * intermediate + d * spec.hidden as f64 + i * expert_rows) / gpu.bandwidth);
-    let (mut adapters, mut pair_calls) = (0.0, 0.0);
+    // Of the forward pass alone, and of the backward pass without recomputation.
+    let mut pair_calls = [0.0; 2];
+    let mut adapters = 0.0;
     for (module, cost) in inputs.adapters.iter() {
         let [i, mut o] = widths(cost);
         let layer = layer_of(module).unwrap_or(lowest);
@@ -375,7 +378,8 @@ pub(super) fn turn_time(model: &Model, recipe: &Recipe, inputs: &Inputs, active:
             }
         }
         adapters += element * rows * (times * (i + o) + back * (i + 2.0 * o)) / gpu.bandwidth;
-        pair_calls += times * calls[0] + back * calls[1];
+        pair_calls[0] += times * calls[0];
+        pair_calls[1] += back * calls[1];
     }
     // Gradients of trained weights are products with f32 results, summed over the chunks of tokens.
     let gradients =
@@ -405,7 +409,19 @@ pub(super) fn turn_time(model: &Model, recipe: &Recipe, inputs: &Inputs, active:
         head += gradients(v * d, chunks);
     }
     let more_chunks = (mlp_chunks - 1.0) * both(CHUNK_CALLS);
-    let calls = CALL * (both(CALLS) + more_chunks + pair_calls + both([eight_bit_calls; 2]) + both(expert_calls));
+    let mut calls =
+        both(CALLS) + more_chunks + pair_calls.iter().sum::<f64>() + both([eight_bit_calls; 2]) + both(expert_calls);
+    let mut graph_bytes = 0.0;
+    if strategy.layer_graphs {
+        // Every layer above the lowest recomputes its forward pass, so `pair_calls` has it once or twice.
+        let once = CALLS[0] + pair_calls[0] / forward;
+        let back = CALLS[1] + pair_calls[1] / above.max(1.0);
+        calls = layer_graphs::calls(spec, all as f64, once) + layer_graphs::calls(spec, above, once + back);
+        // Weights and gradients are read and written.
+        let in_layers: f64 = (0..all).flat_map(|l| model.layer(l)).map(|p| p.elements() as f64).sum();
+        graph_bytes = 2.0 * element * in_layers * (1.0 + above / all as f64) + 8.0 * trained_in_layers;
+    }
+    let calls = CALL * calls;
     let from = match strategy.placement {
         Placement::Host => gpu.link,
         Placement::ShardedHost => time::RANKS_RATE.min(gpu.link),
@@ -430,6 +446,7 @@ pub(super) fn turn_time(model: &Model, recipe: &Recipe, inputs: &Inputs, active:
         times * both(elementwise),
         times * head,
         trained * UPDATE / gpu.bandwidth,
+        times * graph_bytes / gpu.bandwidth,
     ];
     let (calls, copies, waits) = (times * calls, times * copies, times * both([waits, 0.0]));
     StepTime {

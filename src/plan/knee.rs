@@ -134,6 +134,7 @@ mod tests {
             stored: &StoredWeights::default(),
             on_gpu: false,
             gpu_rates: &GPUS[0],
+            graphs: false,
             teacher: None,
             judges: &Arc::default(),
             process: ProcessState {

@@ -128,6 +128,8 @@ pub struct PlanDevice {
     /// The memory of the GPU; `None`: no GPU of this machine limits the plan.
     gpu: Option<DeviceMemory>,
     rates: &'static GpuRates,
+    /// Layers can run as CUDA graphs.
+    graphs: bool,
 }
 
 impl PlanDevice {
@@ -138,6 +140,7 @@ impl PlanDevice {
             process: None,
             gpu: ops::device::memory(device)?,
             rates: GpuRates::of_name(&name.unwrap_or_default()),
+            graphs: ops::graph::available(device),
         })
     }
 
@@ -168,6 +171,7 @@ impl PlanDevice {
             process: None,
             gpu: None,
             rates,
+            graphs: true,
         }
     }
 }
@@ -214,6 +218,7 @@ pub fn forecast(
         stored,
         on_gpu,
         gpu_rates: device.rates,
+        graphs: on_gpu && device.graphs,
         teacher: teacher.as_ref(),
         judges: &judges,
         process,

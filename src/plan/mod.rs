@@ -12,6 +12,7 @@ mod candidates;
 mod experts;
 pub mod gpu_time;
 mod knee;
+mod layer_graphs;
 pub mod link;
 pub mod memory_plan;
 mod model;

@@ -1,6 +1,6 @@
 //! Enumerates the strategies for a step that a recipe allows, and chooses the fastest that fits.
 
-use super::{Costs, Inputs, Model, Plan};
+use super::{Costs, Inputs, Model, Plan, layer_graphs};
 use crate::base::{Error, Result};
 use crate::engine::{Gradients, StepStrategy};
 use crate::generate;
@@ -44,6 +44,8 @@ pub(super) struct PlanContext<'a> {
     pub stored: &'a StoredWeights,
     pub on_gpu: bool,
     pub gpu_rates: &'static GpuRates,
+    /// Layers can run as CUDA graphs.
+    pub graphs: bool,
     /// Loaded beside the model.
     pub teacher: Option<&'a TeacherSpec>,
     pub judges: &'a Arc<[RewardModelSpec]>,
@@ -164,7 +166,7 @@ impl PlanContext<'_> {
         let allowed = |strategy: &StepStrategy| !whole || strategy.placement == Placement::Device;
         for strategy in self.strategies(recipe, base)?.into_iter().filter(allowed) {
             let at_best = StepStrategy {
-                saved_layers: *range.end(),
+                saved_layers: if strategy.layer_graphs { 0 } else { *range.end() },
                 ..strategy.clone()
             };
             strategies.push((seconds(&base.inputs(&at_best)), strategy));
@@ -176,7 +178,8 @@ impl PlanContext<'_> {
             if best.as_ref().is_some_and(|b| b.fits && b.seconds <= at_best) {
                 break;
             }
-            let (strategy, plan, fits) = self.most_saved(recipe, base, strategy, limits, range.clone());
+            let range = if strategy.layer_graphs { 0..=0 } else { range.clone() };
+            let (strategy, plan, fits) = self.most_saved(recipe, base, strategy, limits, range);
             let inputs = base.inputs(&strategy);
             let seconds = seconds(&inputs);
             let better = best.as_ref().is_none_or(|b| match (fits, b.fits) {
@@ -384,10 +387,27 @@ impl PlanContext<'_> {
                         packed_copies: orders.map(|orders| self.packed_copies(orders)),
                         ..base.inputs.strategy.clone()
                     }));
+                    if placement == Placement::Device && self.has_layer_graphs(recipe, base) {
+                        all.push(StepStrategy {
+                            gradients,
+                            mlp_tokens: mlp[0],
+                            placement,
+                            layer_graphs: true,
+                            ..base.inputs.strategy.clone()
+                        });
+                    }
                 }
             }
         }
         Ok(all)
+    }
+
+    /// True if all layers can run as CUDA graphs, which save no activations.
+    fn has_layer_graphs(&self, recipe: &Recipe, base: &PlanBase) -> bool {
+        self.graphs
+            && recipe.memory.activations != Activations::Keep
+            && base.inputs.sequence.ranks == 1
+            && layer_graphs::apply(self.spec, self.adapters, &base.inputs.strategy.storage)
     }
 
     /// True if frozen weights can be prepacked and this helps.

@@ -4,7 +4,7 @@ use super::model::{Model, Stretch};
 use super::shared::Shared;
 use super::streams;
 use super::weights::FetchedLayers;
-use super::{Inputs, experts};
+use super::{Inputs, experts, layer_graphs};
 use crate::base::ledger::{Allocation, Ledger, MemoryKind};
 use crate::comm::share;
 use crate::engine::{Active, Gradients};
@@ -184,7 +184,13 @@ pub(super) fn walk(
     } else {
         0
     };
+    let is_active = |name: &str| active.contains(name);
+    let graphs = inputs.strategy.layer_graphs.then(|| {
+        let settings = inputs.layer_memory(spec, &is_active, false);
+        layer_graphs::bytes(model, inputs, active, settings)
+    });
     let held = [
+        l.alloc(MemoryKind::LayerWork, graphs.unwrap_or(0)),
         // ids, positions, targets of every micro-batch; cos and sin of one.
         l.alloc(
             MemoryKind::Data,

@@ -146,10 +146,13 @@ impl Pace {
     }
 }
 
-/// Peak memory so far: of GPU tensors, or of this process on the CPU.
+/// Peak memory so far: of GPU tensors and CUDA graphs, or of this process on the CPU.
 pub fn peak_memory(device: &Device) -> Result<u64> {
     let gpu = ops::device::memory(device)?;
-    Ok(gpu.map_or_else(memory::peak_resident, |m| m.peak_used))
+    match gpu {
+        Some(gpu) => Ok(gpu.peak_used + ops::graph::memory(device)?.1),
+        None => Ok(memory::peak_resident()),
+    }
 }
 
 /// A step whose losses may not be known yet.

@@ -12,7 +12,7 @@
 use crate::base::{Error, Result};
 use crate::model::network::LayerTensors;
 use crate::model::spec::{KeySource, LayerSpec};
-use crate::model::{Context, GradSink, Layer, Network, Param};
+use crate::model::{Context, GradSink, Layer, Network, Param, Spec};
 use crate::ops::graph::{self, Graph, UploadCache};
 use crate::ops::update;
 use candle_core::{DType, Device, Tensor};
@@ -115,8 +115,7 @@ impl GradSink for Collected<'_> {
 }
 
 /// True if the work of layer `layer` depends only on its tensors and inputs: no tensors of other layers, nothing that the host reads.
-fn depends_on_inputs_only(network: &Network, layer: usize) -> bool {
-    let spec = &network.spec;
+fn depends_on_inputs_only(spec: &Spec, layer: usize) -> bool {
     let of = &spec.layers[layer];
     of.keys == KeySource::Own
         && !spec.shares_keys(layer)
@@ -124,6 +123,12 @@ fn depends_on_inputs_only(network: &Network, layer: usize) -> bool {
         && spec.per_layer.is_none()
         && spec.streams.is_none()
         && !spec.layer_scalar
+}
+
+/// How many layers of the model have the options of layer `layer`.
+fn equal_layers(spec: &Spec, layer: usize) -> usize {
+    let of = &spec.layers[layer];
+    spec.layers.iter().filter(|other| *other == of).count()
 }
 
 fn room(like: &Tensor) -> Result<Tensor> {
@@ -224,6 +229,14 @@ impl LayerGraphs {
         })
     }
 
+    /// The layers of a model by their form: the first layer of each. `None`: some layer cannot be recorded.
+    pub fn forms(spec: &Spec) -> Option<Vec<usize>> {
+        let layers = 0..spec.layers.len();
+        let recorded = |layer| depends_on_inputs_only(spec, layer) && equal_layers(spec, layer) >= LEAST;
+        let is_first = |layer: &usize| !spec.layers[..*layer].contains(&spec.layers[*layer]);
+        layers.clone().all(recorded).then(|| layers.filter(is_first).collect())
+    }
+
     /// How many layers were launched as a graph.
     pub fn launches(&self) -> u64 {
         self.state.borrow().launches
@@ -299,12 +312,9 @@ impl LayerGraphs {
         if self.state.borrow().refused
             || ctx.sequence.is_some()
             || ctx.observer.is_some()
-            || !depends_on_inputs_only(network, layer)
+            || !depends_on_inputs_only(&network.spec, layer)
+            || equal_layers(&network.spec, layer) < LEAST
         {
-            return Ok(None);
-        }
-        let spec = &network.spec.layers[layer];
-        if network.spec.layers.iter().filter(|other| *other == spec).count() < LEAST {
             return Ok(None);
         }
         LayerTensors::of(network, layer)

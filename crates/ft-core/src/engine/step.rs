@@ -19,11 +19,9 @@ use crate::model::{EmbeddingNoise, Network, Objective, Routers, SequenceConfig, 
 use crate::ops::step::FoundInf;
 use crate::ops::step_stats::{PendingSums, StepStats, StepSums};
 use crate::ops::transfer::Copier;
-use crate::ops::update;
 use crate::optim::Optimizer;
 use crate::peft::Dropout;
 use crate::source::{Prepacking, TrainableStore};
-use candle_core::Tensor;
 use std::collections::BTreeSet;
 use std::sync::Arc;
 

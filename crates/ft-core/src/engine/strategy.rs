@@ -75,7 +75,7 @@ impl StepStrategy {
             "on the device"
         };
         let tokens = |n: usize| format!("in chunks of {n} tokens");
-        vec![
+        let mut all = vec![
             ("weights", format!("{}, {}", self.placement, self.storage.describe())),
             ("packed copies", packed.into()),
             (
@@ -85,7 +85,11 @@ impl StepStrategy {
             ("layer inputs", inputs.into()),
             ("MLP", self.mlp_tokens.map_or("all tokens at once".into(), tokens)),
             ("gradients", gradients.into()),
-        ]
+        ];
+        if self.layer_graphs {
+            all.push(("layers", "as CUDA graphs".into()));
+        }
+        all
     }
 
     /// The operand orders of the packed copies.

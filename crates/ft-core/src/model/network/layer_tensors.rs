@@ -28,7 +28,7 @@ impl LayerTensors {
     ///
     /// # Errors
     /// The source cannot deliver the weights of this layer.
-    pub fn of(network: &Network, layer: usize) -> Result<Option<Self>> {
+    pub(crate) fn of(network: &Network, layer: usize) -> Result<Option<Self>> {
         let prefix = format!("model.layers.{layer}.");
         let mut pairs = Vec::new();
         let adapters = network.adapters.range(prefix.clone()..);
@@ -61,7 +61,7 @@ impl LayerTensors {
     }
 
     /// The tensors, always in the same order.
-    pub fn tensors(&self) -> Vec<&Tensor> {
+    pub(crate) fn tensors(&self) -> Vec<&Tensor> {
         let pairs = self.pairs.iter().flat_map(|(_, pair)| {
             let start = pair.start.iter().flat_map(|(a, b)| [a, b]);
             [&pair.a, &pair.b].into_iter().chain(start)
@@ -70,7 +70,7 @@ impl LayerTensors {
     }
 
     /// The parameters that can be trained, always in the same order.
-    pub fn params(&self) -> Vec<Param> {
+    pub(crate) fn params(&self) -> Vec<Param> {
         let pairs = self.pairs.iter().flat_map(|(_, pair)| {
             [(&pair.a_name, &pair.a), (&pair.b_name, &pair.b)].map(|(name, tensor)| Param {
                 name: name.clone(),
@@ -81,7 +81,7 @@ impl LayerTensors {
     }
 
     /// True if the layers have tensors of the same names (within the layer), shapes and types, and the pairs the same factors.
-    pub fn alike(&self, other: &Self) -> bool {
+    pub(crate) fn alike(&self, other: &Self) -> bool {
         let same = |a: &Tensor, b: &Tensor| a.dims() == b.dims() && a.dtype() == b.dtype();
         let (ours, theirs) = (self.tensors(), other.tensors());
         self.dense.len() == other.dense.len()
@@ -97,7 +97,7 @@ impl LayerTensors {
     }
 
     /// A network that has this layer only, with `tensors` in the place of its tensors, in the order of `tensors`.
-    pub fn over(&self, network: &Network, tensors: &[Tensor]) -> Network {
+    pub(crate) fn over(&self, network: &Network, tensors: &[Tensor]) -> Network {
         let mut tensors = tensors.iter().cloned();
         let mut next = |old: &Tensor| tensors.next().unwrap_or_else(|| old.clone());
         let mut weights = GroupWeights::default();

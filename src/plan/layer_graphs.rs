@@ -162,7 +162,12 @@ mod tests {
         );
         assert!(with.plan.peak_bytes < without.plan.peak_bytes);
         assert!(!chosen(small, &row(32_768), true).inputs.strategy.layer_graphs);
-        assert!(!chosen("shape:llama-3.1-8b", &row(2048), true).inputs.strategy.layer_graphs);
+        assert!(
+            !chosen("shape:llama-3.1-8b", &row(2048), true)
+                .inputs
+                .strategy
+                .layer_graphs
+        );
         // What cannot be recorded, or is asked to be saved.
         for other in [
             "[tune.lora]\nlora_dropout = 0.1\n",

@@ -1,6 +1,7 @@
 //! Training with layers as CUDA graphs has the bits of training without.
 
-use crate::support::gpu;
+use crate::captures::{alone, is_soft};
+use crate::support::{gpu, short};
 use candle_core::Device;
 use ft::data::{Batch, Example};
 use ft::engine::{Active, Engine, Gradients, StepStrategy};
@@ -12,6 +13,7 @@ use ft::optim::config::OptimizerConfig;
 use ft::peft::LoraConfig;
 use ft::sft::CausalLm;
 use ft::source::Resident;
+use serde_json::Value;
 use std::sync::Arc;
 
 const LAYERS: usize = 6;
@@ -96,7 +98,6 @@ fn train(
         bits.extend(values.into_iter().map(|x| u64::from(x.to_bits())));
     }
     let launches = engine.layer_graphs.as_ref().map_or(0, |graphs| graphs.launches());
-    assert_eq!(graph::take_refusal(), None);
     (bits, launches)
 }
 
@@ -120,6 +121,10 @@ fn training_has_the_bits_of_training_without() {
             (Tuning::Layer, Gradients::Keep, 0.5, 1, 27 + 17),
         ] {
             let what = format!("{dtype:?} {tuning:?} {gradients:?} {micro_batches}");
+            // A slow device has one case in f32.
+            if short() && dtype == Dtype::F32 && (tuning, micro_batches) != (Tuning::Full, 2) {
+                continue;
+            }
             let strategy = |layer_graphs| StepStrategy {
                 gradients,
                 layer_graphs,
@@ -130,6 +135,59 @@ fn training_has_the_bits_of_training_without() {
             assert_eq!(none, 0);
             assert!(got == want, "{what}");
             assert_eq!(found, launches, "{what}");
+            assert_eq!(graph::take_refusal(), None, "{what}");
         }
     }
+}
+
+/// Without graphs the layers run as they are.
+#[test]
+fn a_driver_that_refuses_graphs_changes_no_bit() {
+    let name = "layer_graphs::a_driver_that_refuses_graphs_changes_no_bit";
+    let Some(gpu) = gpu() else { return };
+    if !is_soft() {
+        return eprintln!("skipped: on the software driver only");
+    }
+    if let Some((passed, said)) = alone(name, "refused", &[("SOFT_CUDA_REFUSE_GRAPHS", "1")]) {
+        return assert!(passed, "{said}");
+    }
+    let of = |layer_graphs| {
+        let strategy = StepStrategy {
+            layer_graphs,
+            ..StepStrategy::new(Dtype::Bf16)
+        };
+        train(&gpu.device, Dtype::Bf16, Tuning::Lora, strategy, 0.5, 1)
+    };
+    let (want, _) = of(false);
+    let (got, launches) = of(true);
+    assert!(got == want);
+    assert_eq!(launches, 0);
+    assert!(graph::take_refusal().is_some());
+}
+
+/// The program chooses graphs for small layers; the forecast of its memory has theirs.
+#[test]
+fn the_memory_of_a_run_is_that_of_the_forecast() {
+    let Some(gpu) = gpu() else { return };
+    let dir = tempfile::TempDir::new().unwrap();
+    for (name, settings) in [
+        ("lora", &["tune.method=lora", "model.dtype=bf16"][..]),
+        ("full", &["tune.method=full", "model.dtype=bf16"]),
+        ("blocks", &["tune.method=block", "model.dtype=f32"]),
+    ] {
+        let run = dir.path().join(name);
+        // Rows as long as the forecast assumes, with a logit for each token.
+        let settings = [settings, &["data.packing=true", "data.train_on=all"]].concat();
+        let lines = crate::train::train("cuda:0", &settings, &run);
+        let plan: Value = serde_json::from_slice(&std::fs::read(run.join("plan.json")).unwrap()).unwrap();
+        assert!(plan.to_string().contains("as CUDA graphs"), "{name}: {plan}");
+        let forecast = plan["peak_bytes"].as_f64().unwrap();
+        let used = lines.last().unwrap()["peak_memory_bytes"].as_f64().unwrap();
+        println!("{name}: {used} bytes used, {forecast} forecast");
+        assert!(
+            (forecast / used - 1.0).abs() < 0.1,
+            "{name}: {used} bytes used, {forecast} forecast"
+        );
+    }
+    drop(gpu);
 }

@@ -263,8 +263,7 @@ impl Tokenizer {
     }
 
     /// The id of the end-of-sequence token: that of the tokenizer, else the first `eos_token_id` of
-    /// `generation_config.json` or
-    /// `config.json` that the vocabulary has.
+    /// `generation_config.json` or `config.json` that the vocabulary has.
     pub fn eos_id(&self) -> Option<u32> {
         self.named("eos_token")?.id
     }

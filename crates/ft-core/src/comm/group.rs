@@ -123,7 +123,7 @@ impl RankGroup {
     /// Connects to the other ranks over TCP; their numbers travel over NCCL (`Collective::use_device`).
     ///
     /// # Errors
-    /// A rank that does not come in time; ranks that do not agree on their number.
+    /// A rank that does not connect in time; ranks that do not agree on their number.
     #[cfg(feature = "nccl")]
     pub fn nccl(rendezvous: super::Rendezvous, say: Say) -> Result<Arc<Self>> {
         Self::start(move || super::nccl::open(&rendezvous), say)

@@ -261,7 +261,11 @@ impl NcclWire {
                 "an exchange over NCCL with {} has not ended in {} s",
                 self.names(&others),
                 begun.elapsed().as_secs()
-            )))
+            ))
+            .hint(
+                "look for the rank that has stopped (with `NCCL_DEBUG=INFO` in the environment NCCL prints what it does), \
+                 or raise `Collective::set_timeout`",
+            ))
         };
         let done = gpus.swap(out, into, &mut look);
         if !gone.is_empty() {

@@ -28,7 +28,7 @@ enum Job {
     Abort(i32),
 }
 
-/// How long a rank that has failed waits for the others to come to their next operation, before it ends the job.
+/// How long a rank that has failed waits for the others to reach their next operation, before it ends the job.
 const FAREWELL: Duration = Duration::from_secs(15);
 /// Rank r waits this much longer than rank r - 1, so that one of them reports a rank that is missing.
 const STAGGER: Duration = Duration::from_secs(2);

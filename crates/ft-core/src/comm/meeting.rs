@@ -242,7 +242,7 @@ fn refused(rendezvous: &Rendezvous, why: &str) -> Error {
         .cause(why)
 }
 
-/// Sends the error to all ranks that have come, and to those that are about to come.
+/// Sends the error to all ranks that have connected, and to those that are about to connect.
 fn refuse<T>(peers: &[Option<TcpStream>], door: Option<&mut Door>, error: Error) -> Result<T> {
     let soon = Instant::now() + SOON;
     for peer in peers.iter().flatten() {

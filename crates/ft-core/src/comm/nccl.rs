@@ -255,7 +255,7 @@ impl NcclWire {
             if gone.is_empty() && !late {
                 return Ok(());
             }
-            // All ranks have come to this exchange; which one does not go on is not known.
+            // All ranks have reached this exchange; which one has stopped is not known.
             let others: Vec<usize> = self.others().collect();
             Err(Error::io(format!(
                 "an exchange over NCCL with {} has not ended in {} s",

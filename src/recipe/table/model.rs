@@ -175,8 +175,7 @@ section! {
         /// Several rows in one sequence of at most `packing_length` tokens; positions restart at each row.
         packing: bool = true, "no time is lost on padding; documents never attend to each other";
         /// Most tokens in a packed sequence, never above `max_length`; a longer row is not packed with others. No
-        /// effect
-        /// without `packing`.
+        /// effect without `packing`.
         packing_length: usize = "auto",
             "`max_length`; less if the data has so few rows that the run would have too few steps",
             in from(2);

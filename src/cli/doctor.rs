@@ -198,7 +198,7 @@ fn ranks() -> Line {
     let mut ways = Vec::new();
     ways.extend(
         mpi.as_ref()
-            .map(|version| format!("{version}: `mpirun -n N ft train ...` {over}{gpus}")),
+            .map(|version| format!("{version}: `ft launch -n N train ...` {over}{gpus}")),
     );
     ways.extend(
         nccl.as_ref().map(|version| {

@@ -130,7 +130,7 @@ impl Writer {
     pub fn complete(&mut self, prompt: &str, show: &mut dyn FnMut(&str) -> Result<()>) -> Result<GeneratedText> {
         let tokenizer = &self.model_dir.tokenizer;
         let mut ids = tokenizer.encode(prompt, true)?;
-        // Some tokenizers add an end-of-text id to every text. A prompt must not end with it.
+        // Some tokenizers add an end-of-sequence token to every text. A prompt must not end with it.
         while ids.len() > 1 && ids.last().copied() == tokenizer.eos_id() {
             ids.pop();
         }

@@ -32,7 +32,7 @@ pub enum Change {
 }
 
 impl Tail {
-    /// Follows the file from byte `at` on, the end of a line.
+    /// Follows the file from byte `at`, which is the end of a line.
     pub fn new(path: &Path, at: u64) -> Self {
         let mut tail = Self {
             path: path.to_path_buf(),

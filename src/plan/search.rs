@@ -272,15 +272,13 @@ impl PlanContext<'_> {
         let always = self.schedule.always_trains();
         let mut storage = StoragePolicy::new(&wanted.storage_rules(), recipe.model.dtype, &self.spec.params(), always)?;
         if corrects_all(recipe) && !storage.quantized().is_empty() {
-            return Err(
-                Error::usage(format!(
-                    "`tune.block.correction = \"{}\"` changes every weight a little in each step, and quantized weights would \
-                     lose changes smaller than their steps",
-                    recipe.tune.block.correction.name()
-                ))
-                .found(storage.describe())
-                .hint("leave `memory.frozen_weights` at `auto`, or use another correction"),
-            );
+            return Err(Error::usage(format!(
+                "`tune.block.correction = \"{}\"` changes every weight a little in each step; quantized weights \
+                     would lose every change smaller than the distance between two quantized values",
+                recipe.tune.block.correction.name()
+            ))
+            .found(storage.describe())
+            .hint("leave `memory.frozen_weights` at `auto`, or use another correction"));
         }
         let keeps = |name: &str| match recipe.tune.method {
             Method::Lora => true,

@@ -536,7 +536,7 @@ fn a_free_table_has_any_values() {
         LEAST,
         &["data.new_tokens=[\"a\"]", "tune.method=lora", "tune.new_tokens=none"],
     );
-    assert!(e.contains("no place for new rows"), "{e}");
+    assert!(e.contains("cannot store new rows"), "{e}");
 }
 
 #[test]

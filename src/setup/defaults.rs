@@ -1,5 +1,6 @@
 //! Values for `auto` keys that depend on rows and model: epochs, learning rate, gradient accumulation, length of packed
-//! rows, steps per block. They are chosen once, before the first step; a resumed run keeps the values of its start.
+//! sequences, steps per block. They are chosen once, before the first step; a resumed run keeps the values of its
+//! start.
 //! Input: the recipe, row lengths and shapes; no weights.
 
 use crate::base::{Result, files};
@@ -27,7 +28,7 @@ pub struct Choice {
 const ROWS: f64 = 8.0;
 /// Least number of steps of a run by epochs, about: TRL's defaults give this number for 200 rows.
 const FEWEST_STEPS: f64 = 75.0;
-/// A longer run than this takes more rows per step, as long as packed rows are not full.
+/// A longer run than this takes more rows per step, as long as packed sequences are not full.
 const ENOUGH_STEPS: f64 = 1000.0;
 
 /// The start of a run: from the beginning, or from a checkpoint.
@@ -254,7 +255,7 @@ fn learning_rate(recipe: &Recipe, hidden: usize) -> f64 {
 /// The number of rows per step, and how it is reached.
 struct Step {
     accumulation: usize,
-    /// Largest number of tokens of a packed row.
+    /// Largest number of tokens of a packed sequence.
     length: usize,
     /// Target number of rows per step.
     rows: f64,
@@ -334,7 +335,7 @@ mod tests {
         recipe::parse(&text, "r.toml", &[]).unwrap().recipe
     }
 
-    /// (accumulation, tokens of a packed row) for `n` rows of `tokens`.
+    /// (accumulation, tokens of a packed sequence) for `n` rows of `tokens`.
     fn step(more: &str, n: usize, tokens: u32) -> (usize, usize) {
         let step = Step::of(&recipe(more), &vec![tokens; n]);
         (step.accumulation, step.length)
@@ -346,7 +347,7 @@ mod tests {
         assert_eq!(step("", 50, 20), (1, 40));
         assert_eq!(step("", 200, 20), (1, 160));
         assert_eq!(step("", 1000, 20), (1, 160));
-        // Long runs fill their rows: 30 rows of 500 tokens give 7.3 packed rows.
+        // Long runs fill their sequences: 30 rows of 500 tokens give 7.3 packed sequences.
         assert_eq!(step("", 10_000, 500), (7, 2048));
         assert_eq!(step("", 1_000_000, 500), (8, 2048));
         assert_eq!(step("", 1000, 500), (2, 2000));

@@ -335,7 +335,7 @@ pub fn space_needed(recipe: &Recipe, spec: &Spec, elements: u64, place: Placemen
     let out = match recipe.tune.method {
         // Random weights of a shape are not exported.
         _ if recipe.model.path.is_shape() => 0,
-        // An initialization that is subtracted from the base doubles the rank.
+        // A first product that is subtracted doubles the rank.
         Method::Lora if starts::requantizes_base(recipe) => elements * 8 + all as u64 * 4,
         Method::Lora => elements * 8,
         _ => all as u64 * stored,

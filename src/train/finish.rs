@@ -311,7 +311,7 @@ fn residual_of(adapter: &Adapter, mut values: Vec<f32>) -> Result<Vec<f32>> {
     Ok(values)
 }
 
-/// The adapters without the start that was subtracted from the base: for weights from which it was subtracted.
+/// The adapters without `Lora::start`: for weights from which the first product was subtracted.
 fn without_start(adapters: &Adapters) -> Adapters {
     let plain = |a: &Arc<Adapter>| match &**a {
         Adapter::Lora(lora) => Arc::new(Adapter::Lora(Lora {

@@ -75,7 +75,7 @@ pub fn header(run: &HeaderInput<'_>) -> Vec<(&'static str, String)> {
             format!(" ({:.1} % filled)", 100.0 * stream.density())
         };
         format!(
-            "packed rows of up to {} tokens{fill}",
+            "packed sequences of up to {} tokens{fill}",
             count(recipe.data.packing_length as u64)
         )
     } else {

@@ -583,7 +583,7 @@ impl StoredOutputs for Cache {
             match self.places.get(&hash) {
                 Some((shard, first, n)) if *n == count => self.shards[*shard].read(*first, count, &mut top)?,
                 _ => {
-                    return Err(Error::new("the teacher's stored outputs do not contain a row")
+                    return Err(Error::new("the stored outputs of the teacher lack a row of this run")
                         .at_path(&self.dir)
                         .hint("store them again with `ft distill cache`, in a new directory"));
                 }

@@ -55,7 +55,7 @@ fn a_teacher_with_another_tokenizer_teaches() {
             all.len() == 8 && all[7] < all[0] && all.iter().all(|x| *x > 0.0),
             "{kind}: {all:?}"
         );
-        // From the disk, layer by layer, with heads in parts; packed rows are found too.
+        // From the disk, layer by layer, with heads in parts; the rows of packed sequences are found too.
         let disk = format!("train.output_dir=runs/{kind}-disk");
         train(
             &bench,

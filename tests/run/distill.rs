@@ -84,7 +84,7 @@ fn stored_outputs_teach_like_the_teacher() {
             assert!((a - b).abs() < 2e-3 * a, "{key}: {a} {b}");
         }
     }
-    // With fewer ids the stored mass is below 1; packed rows are still found.
+    // With fewer ids the stored mass is below 1; the rows of packed sequences are still found.
     let report = cache(&bench, "few", &[&terms[..], &["distill.top_k=8"]].concat());
     assert!(number(&report, "covered") < 1.0);
     bench.train(

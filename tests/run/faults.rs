@@ -24,7 +24,7 @@ const CRASHES: [Row; 14] = [
     ),
     (
         "C3",
-        "a write fails with \"no space\", a quota that is used up or an input/output error: one, or all from there on",
+        "a write fails with \"no space\", a quota that is used up or an input/output error: this write alone, or all later ones too",
         "error with the path (logs and caches: a warning), earlier checkpoints stay whole, the resume has the same bits; if `final/` fails, the last state is saved",
         "tests/run/power.rs::a_result_that_cannot_be_written_is_not_lost tests/run/power.rs::writes_that_fail_are_told_and_lose_nothing tests/run/limits.rs::a_run_works_under_limits_or_is_refused src/checkpoint/tests.rs::a_failed_save_leaves_the_old_state_and_nothing_else",
     ),
@@ -352,7 +352,7 @@ const RUNNING: [Row; 11] = [
     (
         "S5",
         "more memory than the budget during a run; a hard limit on memory",
-        "the state is saved and the run stops; the forecast is kept under the limit",
+        "the state is saved and the run stops; under a hard limit the plan is one whose forecast is below it",
         "tests/memory/stages.rs::a_run_that_passes_its_budget_stops_and_saves_its_state tests/run/caps.rs::a_model_larger_than_the_cap_trains_from_the_disk_to_the_same_bits",
     ),
     (
@@ -427,7 +427,7 @@ const SURFACE: [Row; 8] = [
     (
         "W6",
         "names with `../`, spaces, quotes, line breaks, escapes, and bytes that are not UTF-8; answers of a model with escapes",
-        "used as they are, or refused; nothing of them acts on the terminal, colors neither",
+        "used as they are, or refused; no control sequence in them reaches the terminal, not even a color",
         "tests/terminal.rs::an_answer_with_escapes_is_shown_as_text tests/run/limits.rs::odd_names_work_or_are_refused tests/run/hostile.rs::nothing_from_a_file_acts_on_the_terminal src/report/layout.rs::nothing_from_a_file_acts_on_the_terminal",
     ),
     (
@@ -456,8 +456,8 @@ const TABLES: [(&str, &[Row]); 7] = [
 
 const HEAD: &str = "# Faults that are tested
 
-Each row of the tables has a fault, what ft does then, and the tests that show it. `FT_BLESS=1 cargo test` writes this file from
-the list in `tests/run/faults.rs`; the tests of each row must exist and name the row in their comment. The rules are in [runs.md](runs.md) and
+Each line of the tables has a fault, what ft does then, and the tests that show it. `FT_BLESS=1 cargo test` writes this file from
+the list in `tests/run/faults.rs`; the tests of each line must exist, with `Row` and the name of the line in their comment. The rules are in [runs.md](runs.md) and
 [SECURITY.md](../SECURITY.md).
 
 A library that is loaded into the program (`tests/run/disk/disk.c`) simulates kills, failing writes and losses of power. It counts

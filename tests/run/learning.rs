@@ -262,7 +262,7 @@ fn a_run_that_goes_on_keeps_what_was_decided() {
     let [_, after] = resumed("part");
     assert_eq!(after, format!("{before}  # auto: as in the first plan of the run"));
 
-    // A run of an older version: a number for every key, and no length of packed rows.
+    // A run of an older version: a number for every key, and no length of packed sequences.
     let explicit = [
         "tune.method=full",
         "train.num_epochs=1",

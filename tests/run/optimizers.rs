@@ -229,7 +229,7 @@ fn what_does_not_go_together_is_refused() {
         ),
         (
             &["tune.block.correction=sgd", "memory.frozen_weights=nf4"],
-            "would lose changes smaller than their steps",
+            "smaller than the distance between two quantized values",
         ),
     ] {
         let base = ["train", "--recipe", "r.toml", "tune.method=block", "train.max_steps=1"];

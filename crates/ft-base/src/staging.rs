@@ -121,7 +121,7 @@ fn new_temporary(target: &Path) -> Result<PathBuf> {
             return Ok(temporary);
         }
     }
-    Err(Error::new("all temporary names next to this directory are in use").at_path(target))
+    Err(all_in_use(target, files::TEMPORARY))
 }
 
 fn mark(dir: &Path) -> Result<()> {
@@ -326,7 +326,14 @@ fn with_suffix(path: &Path, mark: &str) -> Result<PathBuf> {
             n => path.with_file_name(format!("{name}{mark}{process}-{n}")),
         })
         .find(|p| p.symlink_metadata().is_err())
-        .ok_or_else(|| Error::new("all temporary names next to this directory are in use").at_path(path))
+        .ok_or_else(|| all_in_use(path, mark))
+}
+
+fn all_in_use(path: &Path, mark: &str) -> Error {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    Error::new("all temporary names next to this directory are in use")
+        .at_path(path)
+        .hint(format!("remove the directories of earlier runs: `{name}{mark}*`"))
 }
 
 /// Splits `checkpoint-5.tmp-1234` or `checkpoint-5.tmp-1234-2` into `checkpoint-5` and 1234.

@@ -184,7 +184,8 @@ pub(super) fn sharegpt(list: &[Value]) -> Result<Vec<Value>> {
     Ok(out)
 }
 
-/// The standard role of a role name: in other letters, or a usual name of the same role.
+/// The standard role (`system`, `user`, ...) of a role name, without regard to case. Usual other names (`human`, `gpt`)
+/// have one too.
 fn standard(name: &str) -> Option<&'static str> {
     let lower = name.to_ascii_lowercase();
     let known = ROLES.into_iter().find(|role| *role == lower);

@@ -1,7 +1,8 @@
 //! The infinite stream of micro-batches. Its position is one number: (seed, epoch, index) determines the rows, so
 //! nothing else has to be saved to resume.
 //!
-//! A unit is a row, or a bin of packed rows. Each epoch is a new permutation of the units (grouped rows keep their
+//! A unit is a row, or a bin: the rows of a packed sequence. Each epoch is a new permutation of the units (grouped rows
+//! keep their
 //! order). Micro-batch m contains units m*B to (m+1)*B, across the end of an epoch if necessary; a window is the G
 //! micro-batches of one optimizer step.
 
@@ -80,11 +81,11 @@ impl Units {
 pub struct Order {
     spec: StreamSpec,
     lengths: Arc<[u32]>,
-    /// Units of the first epoch. Packed rows of a mixture can have another number of bins in each epoch; otherwise the
+    /// Units of the first epoch. With packing, a mixture can have another number of bins in each epoch; otherwise the
     /// number is the same in every epoch.
     units: u64,
     mixture: Option<Arc<Mixture>>,
-    /// Packed rows of a mixture: the number of units before each epoch, as far as it is known.
+    /// A mixture with packing: the number of units before each epoch, as far as it is known.
     starts: Mutex<Vec<u64>>,
     /// The most recent epochs: a micro-batch may extend into the next one.
     epochs: Mutex<VecDeque<(u64, Arc<Units>)>>,

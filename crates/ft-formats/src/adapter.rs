@@ -352,12 +352,14 @@ impl AdapterConfig {
                 .iter()
                 .any(|p| name.to_lowercase().starts_with(p))
         {
-            return Err(refuse(
-                "init_lora_weights",
-                "it changes the base weights of the adapter",
+            return Err(Error::unsupported(
+                "adapter uses `init_lora_weights` with a changed base model, which is not in the directory",
             )
+            .at_path(path)
+            .found(json_kind(&init))
             .hint(
-                "save it as plain LoRA with PEFT: `save_pretrained(DIR, path_initial_model_for_weight_conversion=...)`",
+                "save it as plain LoRA with PEFT in the program that trained it: `save_pretrained(DIR, \
+                 path_initial_model_for_weight_conversion=...)`",
             ));
         }
         let kind = kind(&c, &peft_type)?;

@@ -173,12 +173,12 @@ impl Tokenizer {
         self.warning.as_deref()
     }
 
-    /// A warning if the end-of-text token of the tokenizer is not the one of the model's config.
+    /// A warning if the end-of-sequence token of the tokenizer is not the one of the model's config.
     pub fn end_conflict(&self) -> Option<&str> {
         self.conflict.as_deref()
     }
 
-    /// A tokenizer with one token per byte and an end of text, for models without a tokenizer.
+    /// A tokenizer with one token per byte and an end-of-sequence token, for models without a tokenizer.
     ///
     /// # Errors
     /// None: its vocabulary is fixed.
@@ -262,7 +262,8 @@ impl Tokenizer {
         self.named("bos_token")?.id
     }
 
-    /// The end-of-text id: from the tokenizer, else the first one in the configs.
+    /// The id of the end-of-sequence token: that of the tokenizer, else the first `eos_token_id` of
+    /// `generation_config.json` or `config.json` that the vocabulary has.
     pub fn eos_id(&self) -> Option<u32> {
         self.named("eos_token")?.id
     }
@@ -277,7 +278,8 @@ impl Tokenizer {
         self.named.iter().map(|(role, n)| (*role, n.text.as_str()))
     }
 
-    /// Ids that stop generation: the tokenizer's end of text, then those of `generation_config.json` and `config.json`.
+    /// Ids that stop generation: the end-of-sequence token of the tokenizer, then the `eos_token_id` of
+    /// `generation_config.json` and `config.json`.
     pub fn stop_ids(&self) -> &[u32] {
         &self.stop
     }

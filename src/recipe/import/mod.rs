@@ -248,7 +248,7 @@ fn recipe(found: &Findings, name: &str) -> String {
     }
     let rows = |t: &Taken| ["data.train", "data.sources"].contains(&t.key.as_str());
     if !found.taken.iter().any(rows) {
-        out += "\n# The rows are missing: [data] train = \"rows.jsonl\"\n";
+        out += "\n# The rows are missing: write train = \"rows.jsonl\" below [data]\n";
     }
     if !found.left.is_empty() {
         out += "\n# Without a counterpart:\n";

@@ -53,7 +53,8 @@ named!(
 );
 
 section! {
-    /// Training on several ranks, which are processes (`mpirun -n 4 ft train ...`). On one rank these keys have no effect, except for `sum` on a GPU.
+    /// Training on several ranks, which are processes (`ft launch -n 4 train ...`, or `mpirun`). On one rank these keys
+    /// have no effect, except for `sum` on a GPU.
     pub struct Distributed in "distributed" {
         /// Where the weights are. `replicated`: all on every rank. `sharded`: each rank has a part of every matrix of the
         /// layers, and a layer is collected from all ranks before it is used. `expert-parallel`: each rank has some of the routed

@@ -174,8 +174,8 @@ section! {
             in between(1, 1 << 31);
         /// Several rows in one sequence of at most `packing_length` tokens; positions restart at each row.
         packing: bool = true, "no time is lost on padding; documents never attend to each other";
-        /// Most tokens in a packed row, never above `max_length`; a longer row is not packed with others. No effect
-        /// without `packing`.
+        /// Most tokens in a packed sequence, never above `max_length`; a longer row is not packed with others. No
+        /// effect without `packing`.
         packing_length: usize = "auto",
             "`max_length`; less if the data has so few rows that the run would have too few steps",
             in from(2);
@@ -291,14 +291,20 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
     if model.path.is_empty() {
         faults.add(
             &[Model::path],
-            Error::usage("`model.path` is missing").hint("write a hub id or a directory: `[model] path = \"...\"`"),
+            Error::usage("`model.path` is missing").hint(
+                "write a hub id or a directory: `path = \"Qwen/Qwen3-0.6B\"` below `[model]`, or the argument \
+                 `model.path=Qwen/Qwen3-0.6B`",
+            ),
         );
     }
     // A built-in shape is for plans and benchmarks, which need no data.
     if data.train.is_empty() && data.sources.is_empty() && !model.path.is_shape() {
         faults.add(
             &[Data::train],
-            Error::usage("`data.train` is missing").hint("write a file: `[data] train = \"data/train.jsonl\"`"),
+            Error::usage("`data.train` is missing").hint(
+                "write a file: `train = \"data/train.jsonl\"` below `[data]`, or the argument \
+                 `data.train=data/train.jsonl`",
+            ),
         );
     }
     let device = &model.device;

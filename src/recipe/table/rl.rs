@@ -129,7 +129,7 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
         faults.add(
             &[RlConfig::rewards],
             Error::usage("`rlhf.rewards` is missing: the stage needs at least one reward")
-                .hint("write, for example, `[rlhf] rewards = [\"numeric\"]`"),
+                .hint("write `rewards = [\"numeric\"]` below `[rlhf]`, or the argument `rlhf.rewards=numeric`"),
         );
     }
     let (rewards, weights) = (rl.rewards.len(), rl.reward_weights.len());

@@ -146,7 +146,7 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
                 Data::new_special_tokens,
                 TuneKeys::method,
             ],
-            Error::usage("an adapter directory has no place for new rows that are not trained")
+            Error::usage("a PEFT adapter cannot store new rows of the embedding that are not trained")
                 .found(TuneKeys::new_tokens.is("none"))
                 .hint("set `tune.new_tokens` to `rows` or `matrix`, or add the tokens with another `tune.method`"),
         );

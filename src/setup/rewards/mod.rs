@@ -142,7 +142,7 @@ fn kinds(rlhf: &RlConfig) -> Result<Vec<RewardKind>> {
         return Err(
             Error::usage("`rlhf.rewards` is missing: the run has no reward to maximize")
                 .expected(KNOWN)
-                .hint("write for example `[rlhf] rewards = [\"numeric\"]`"),
+                .hint("write `rewards = [\"numeric\"]` below `[rlhf]`, or the argument `rlhf.rewards=numeric`"),
         );
     }
     if !rlhf.reward_weights.is_empty() && rlhf.reward_weights.len() != rlhf.rewards.len() {

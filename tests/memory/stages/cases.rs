@@ -98,9 +98,9 @@ pub(super) const CASES: [Case; 42] = [
             "tune.lora.target_parameters=[\"mlp.experts.gate_up_proj\", \"mlp.experts.down_proj\"]",
         ],
     ),
-    // Two packed rows: the micro-batch takes them again and again.
+    // Two packed sequences: the micro-batch takes them again and again.
     case(
-        "packed rows of a small file",
+        "packed sequences of a small file",
         "sft",
         FEW,
         LORA,

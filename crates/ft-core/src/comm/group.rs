@@ -28,7 +28,7 @@ enum Job {
     Abort(i32),
 }
 
-/// How long a rank that has failed waits for the others to come to their next operation, before it ends the job.
+/// How long a rank that has failed waits for the others to reach their next operation, before it ends the job.
 const FAREWELL: Duration = Duration::from_secs(15);
 /// Rank r waits this much longer than rank r - 1, so that one of them reports a rank that is missing.
 const STAGGER: Duration = Duration::from_secs(2);
@@ -123,7 +123,7 @@ impl RankGroup {
     /// Connects to the other ranks over TCP; their numbers travel over NCCL (`Collective::use_device`).
     ///
     /// # Errors
-    /// A rank that does not come in time; ranks that do not agree on their number.
+    /// A rank that does not connect in time; ranks that do not agree on their number.
     #[cfg(feature = "nccl")]
     pub fn nccl(rendezvous: super::Rendezvous, say: Say) -> Result<Arc<Self>> {
         Self::start(move || super::nccl::open(&rendezvous), say)

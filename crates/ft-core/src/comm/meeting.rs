@@ -86,7 +86,7 @@ pub(super) type Met = (Vec<Option<TcpStream>>, Vec<String>);
 /// Connects to the other ranks. `own`: name of this machine.
 ///
 /// # Errors
-/// A rank that does not come in time; ranks that do not agree on their number.
+/// A rank that does not connect in time; ranks that do not agree on their number.
 pub(super) fn meet(rendezvous: &Rendezvous, own: &str) -> Result<Met> {
     let end = Instant::now() + rendezvous.limit;
     let mut peers: Vec<Option<TcpStream>> = (0..rendezvous.size).map(|_| None).collect();
@@ -196,7 +196,7 @@ fn receive_all(
     Ok(lines.into_iter().map(|(_, host)| host).collect())
 }
 
-/// The error of ranks that have not come.
+/// The error of ranks that have not connected.
 fn late(rendezvous: &Rendezvous, own: &str, peers: &[Option<TcpStream>]) -> Error {
     let missing = (1..peers.len()).filter(|rank| peers[*rank].is_none());
     let missing: Vec<String> = missing.map(|rank| rank.to_string()).collect();
@@ -206,7 +206,7 @@ fn late(rendezvous: &Rendezvous, own: &str, peers: &[Option<TcpStream>]) -> Erro
     } else {
         "; MASTER_ADDR is the address of another machine"
     };
-    Error::io("not all ranks have come to rank 0 in time")
+    Error::io("not all ranks have connected to rank 0 in time")
         .at(rendezvous.place())
         .found(format!(
             "{noun} {} of {} missing after {} s; rank 0 is on host {own}{elsewhere}",
@@ -242,7 +242,7 @@ fn refused(rendezvous: &Rendezvous, why: &str) -> Error {
         .cause(why)
 }
 
-/// Sends the error to all ranks that have come, and to those that are about to come.
+/// Sends the error to all ranks that have connected, and to those that are about to connect.
 fn refuse<T>(peers: &[Option<TcpStream>], door: Option<&mut Door>, error: Error) -> Result<T> {
     let soon = Instant::now() + SOON;
     for peer in peers.iter().flatten() {
@@ -307,7 +307,7 @@ fn connect_all(
     }
     while let Some(missing) = (rank + 1..rendezvous.size).find(|other| peers[*other].is_none()) {
         let Some((stream, _, found)) = door.next(end) else {
-            return Err(Error::io(format!("rank {missing} does not come to rank {rank}"))
+            return Err(Error::io(format!("rank {missing} has not connected to rank {rank}"))
                 .found(format!("host {}", lines[missing].1)));
         };
         let expected = found.job == greeting.job && found.size == rendezvous.size;

@@ -33,7 +33,7 @@ impl Mesh {
     /// Connects to the other ranks. `own`: name of this machine.
     ///
     /// # Errors
-    /// A rank that does not come in time; ranks that do not agree on their number.
+    /// A rank that does not connect in time; ranks that do not agree on their number.
     pub(super) fn open(rendezvous: &Rendezvous, own: &str) -> Result<Self> {
         let (peers, hosts) = meet(rendezvous, own)?;
         for peer in peers.iter().flatten() {

@@ -255,13 +255,17 @@ impl NcclWire {
             if gone.is_empty() && !late {
                 return Ok(());
             }
-            // All ranks have come to this exchange; which one does not go on is not known.
+            // All ranks have reached this exchange; which one has stopped is not known.
             let others: Vec<usize> = self.others().collect();
             Err(Error::io(format!(
                 "an exchange over NCCL with {} has not ended in {} s",
                 self.names(&others),
                 begun.elapsed().as_secs()
-            )))
+            ))
+            .hint(
+                "look for the rank that has stopped (with `NCCL_DEBUG=INFO` in the environment NCCL prints what it does), \
+                 or raise `Collective::set_timeout`",
+            ))
         };
         let done = gpus.swap(out, into, &mut look);
         if !gone.is_empty() {

@@ -32,7 +32,8 @@ pub struct Active {
     layers: Arc<BTreeMap<usize, u64>>,
 }
 
-/// Fingerprints contain the number of active elements of a parameter of this size, as a sample of the mask.
+/// A fingerprint cannot contain the whole mask. It contains the number of elements that the mask would make active in a
+/// parameter with this many elements.
 const SAMPLE: usize = 1 << 20;
 
 /// The parameter name without its layer prefix.

@@ -237,13 +237,16 @@ impl Engine {
         let in_parts = |mut names: Box<dyn Iterator<Item = &str> + '_>| names.any(|name| store.in_parts(name));
         if in_parts(Box::new(active.corrected())) {
             return Err(Error::unsupported(
-                "a correction changes whole weights, but each rank stores a part of them",
-            ));
+                "`BlockConfig::correction` needs whole weights, but each rank stores a part of them",
+            )
+            .hint("store all weights on every rank"));
         }
         if !self.divided && in_parts(Box::new(active.names())) {
             return Err(Error::unsupported(
-                "this update needs whole matrices, but each rank stores a part of them",
-            ));
+                "Adafactor, AdaLoRA and active fractions of matrices (`BlockConfig::partition`) need whole matrices, \
+                 but each rank stores a part of them",
+            )
+            .hint("store all weights on every rank"));
         }
         Ok(())
     }

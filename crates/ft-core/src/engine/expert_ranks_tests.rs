@@ -260,7 +260,8 @@ fn experts_on_every_rank_have_the_bits_of_one_rank() {
     }
 }
 
-/// Blocks of experts that are quantized while they are frozen: exact values after each.
+/// Trains blocks of experts one after the other; frozen experts are quantized. The bits of the losses, of the errors of
+/// quantization and of the gradient norms in each step, then of the exact weights after the last one.
 fn blocks(case: &Case, comm: Arc<dyn Collective>) -> Vec<u64> {
     let (mut engine, _) = engine(case, comm);
     let names: Vec<String> = engine.store.params().iter().map(|p| p.name.to_string()).collect();

@@ -21,7 +21,7 @@ use std::sync::Arc;
 /// Writes the directory and returns its path: every tensor in f32 under PEFT's names, and the tokenizer files of
 /// `base_dir`. `adapters` are keyed by module (`model.layers.0.self_attn.q_proj`), `whole` are full parameters stored
 /// beside them (`modules_to_save`); `base` is the `fingerprint` of the base model, stored in the metadata of the
-/// weights. Adapters with a subtracted init must be converted first (`plain_lora`).
+/// weights. Adapters that subtract their first product (`Lora::start`) must be converted before (`plain_lora`).
 ///
 /// # Errors
 /// No adapter; a rank or scale that differs from the config (PEFT would compute a different result); a value that is
@@ -181,11 +181,11 @@ fn check(config: &AdapterConfig, module: &str, adapter: &Adapter) -> Result<()> 
         .expected(format!("rank {r}, scale {wanted}")))
 }
 
-/// Converts to an equivalent plain LoRA on the original weights: a subtracted init becomes a second half of the pair
-/// with opposite sign; ranks double, scales stay.
+/// Converts to an equivalent plain LoRA on the original weights: the first product that an adapter subtracts
+/// (`Lora::start`) becomes a second half of the pair with opposite sign; ranks double, scales stay.
 ///
 /// # Errors
-/// Some adapters have a subtracted init and others do not, or are no LoRA.
+/// Some adapters subtract their first product and others do not, or are no LoRA.
 pub fn plain_lora(config: &AdapterConfig, adapters: &Adapters) -> Result<(AdapterConfig, Adapters)> {
     let starts = adapters
         .values()
@@ -203,11 +203,16 @@ pub fn plain_lora(config: &AdapterConfig, adapters: &Adapters) -> Result<(Adapte
     let mut plain = Adapters::new();
     for (module, adapter) in adapters {
         let Some(lora) = adapter.lora() else {
-            return Err(Error::new("only a LoRA can have a subtracted initialization").at(module));
+            return Err(Error::new("only a LoRA can subtract its first product").at(module));
         };
         let pair = match lora.start {
             Some(_) => lora.plain()?,
-            None => return Err(Error::new("an adapter of this model has no subtracted initialization").at(module)),
+            None => {
+                return Err(Error::new(
+                    "some adapters of this model subtract their first product, and this one does not",
+                )
+                .at(module));
+            }
         };
         let scale = scaling(alpha_of(&config, module)?, rank_of(&config, module)?, config.use_rslora);
         let lora = Lora::new(module, pair, scale, lora.mask);

@@ -35,7 +35,7 @@ pub(super) fn check_names(config: &AdapterConfig, spec: &Spec) -> Result<()> {
     let paths: Vec<String> = sites.iter().map(|s| config.name_in_file(&s.site.module)).collect();
     for name in &config.target_parameters {
         if !paths.iter().any(|path| targets::ends(path, name)) {
-            let error = Error::not_found("no parameter of this model has the matrices of all experts under this name")
+            let error = Error::not_found("this model has no expert parameter with this name")
                 .at("LoraConfig::target_parameters")
                 .found(name);
             let layers = spec.layers.iter();

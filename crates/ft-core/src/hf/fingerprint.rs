@@ -132,7 +132,7 @@ struct HashJob<'a> {
 
 fn compute(spec: &Spec, weights: &Weights) -> Result<Fingerprint> {
     let handles: Vec<File> = weights.files().iter().map(|p| files::open(p)).collect::<Result<_>>()?;
-    // The stored values also of tensors whose rows are replaced in memory.
+    // Reads the values in the file, also if rows of the tensor are replaced in memory.
     let read = |info: &TensorInfo, at: u64, out: &mut [u8]| match info.view {
         None => handles[info.file].read_exact_at(out, info.offset + at),
         Some(_) => weights.read_part(info, at, out),

@@ -120,7 +120,7 @@ fn split(spec: &DeltaNetSpec, parts: Vec<Tensor>) -> Result<[Tensor; 4]> {
     }
     parts
         .try_into()
-        .map_err(|_| Error::internal("Gated DeltaNet has other projections"))
+        .map_err(|_| Error::internal("Gated DeltaNet has another number of projections"))
 }
 
 /// The inverse of `split`, for gradients.

@@ -115,8 +115,8 @@ impl Block {
         let h = self.normed(&self.input_norm, x)?;
         let (parts, low_in) = self.attention_in.forward(&h, ctx)?;
         drop(h);
-        let [first, low_kv] =
-            <[Tensor; 2]>::try_from(parts).map_err(|_| Error::internal("latent attention has other projections"))?;
+        let [first, low_kv] = <[Tensor; 2]>::try_from(parts)
+            .map_err(|_| Error::internal("latent attention does not have 2 projections"))?;
         let (raw_q, low_q, low_b) = match &net.queries {
             Some((norm, linear)) => {
                 let normed = self.norm(norm, &first)?;

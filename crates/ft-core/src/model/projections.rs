@@ -177,7 +177,8 @@ impl Projections {
         self.linears.iter().filter_map(|l| Some((l, l.pair_on_gpu()?)))
     }
 
-    /// The stack, unless a part of an adapter has dropout and another has not: a subtracted start, and W under DoRA.
+    /// The stack, unless a part of an adapter has dropout and another has not: the first product that it subtracts, and
+    /// W under DoRA, have none.
     fn pairs(&self, ctx: &Context) -> Option<&PairStack> {
         let apart =
             |(l, lora): (&Linear, &Lora)| (lora.start.is_some() || l.dora().is_some()) && lora.mask.drops(ctx.dropout);

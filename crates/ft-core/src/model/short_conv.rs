@@ -137,7 +137,8 @@ impl Block {
         let (parts, low_in) = self.attention_in.forward(&h, ctx)?;
         drop(h);
         let parts = parts.try_into();
-        let [b, c, v]: [Tensor; 3] = parts.map_err(|_| Error::internal("a short convolution has other projections"))?;
+        let [b, c, v]: [Tensor; 3] =
+            parts.map_err(|_| Error::internal("a short convolution does not have 3 projections"))?;
         let u = gated(&b, &v)?;
         let mixed = match cache {
             None => net.convolved(&u, ctx)?,

@@ -157,7 +157,7 @@ impl Adapter {
         self.method().parts()
     }
 
-    /// Tensors that a resumed run needs: the trained ones, and a subtracted init.
+    /// Tensors that a resumed run needs: the trained ones, and the first pair if its product is subtracted.
     pub fn saved(&self) -> Vec<Param> {
         let mut all = self.parts();
         if let Some(lora) = self.lora() {

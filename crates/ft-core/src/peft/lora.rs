@@ -137,14 +137,14 @@ impl Lora {
         }
     }
 
-    /// The subtracted init.
+    /// The first pair (A₀, B₀), whose product is subtracted.
     fn start_low(&self) -> Option<LowRank<'_>> {
         let (a, b) = self.start.as_ref()?;
         let scale = -self.scale;
         Some(LowRank { a, b, scale })
     }
 
-    /// True if the LoRA product can be fused with the base product: no dropout and no subtracted init.
+    /// True if the LoRA product can be fused with the base product: no dropout, and no first product to subtract.
     fn fuses(&self, dropout: Option<Dropout>) -> bool {
         self.start.is_none() && !self.mask.drops(dropout)
     }
@@ -199,7 +199,7 @@ impl Lora {
         Ok(delta)
     }
 
-    /// The equivalent pair without a subtracted init: A `[R, I]` and B `[O, R]`, or [A; A₀] and [B, -B₀] of twice the
+    /// The equivalent pair that subtracts nothing: A `[R, I]` and B `[O, R]`, or [A; A₀] and [B, -B₀] of twice the
     /// rank. The scale is unchanged.
     ///
     /// # Errors

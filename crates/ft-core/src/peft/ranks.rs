@@ -286,7 +286,8 @@ impl RankAllocator {
     }
 }
 
-/// From a saved state, by module: the kept singular values; empty before the first allocation.
+/// Reads from a saved state of AdaLoRA, for each module, which singular values are kept. Empty before ranks are
+/// allocated for the first time.
 pub fn kept(state: &BTreeMap<String, Vec<f32>>) -> BTreeMap<String, Vec<bool>> {
     let flags = |(name, values): (&String, &Vec<f32>)| {
         let module = name.strip_suffix(KEPT)?;

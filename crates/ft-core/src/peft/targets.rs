@@ -1,5 +1,5 @@
-//! Selects the linears that get an adapter, and looks up patterns: names, suffixes of names, or a regular expression
-//! over the whole path, matched as in PEFT.
+//! Selects the linears that get an adapter (`target_modules`: names, ends of names, or one regular expression for the
+//! whole path), and finds the entry of `rank_pattern` or `alpha_pattern` for a linear. Both match as in PEFT.
 
 use crate::base::{Error, Result};
 use crate::formats::adapter::Targets;

@@ -30,8 +30,9 @@ impl Quantizable for bf16 {
 
 /// Quantizes `values` `[rows, columns]`; products dequantize them to the type `decoded`.
 ///
-/// The error of an element is at most half a step: of absmax / 127 (int8), of (max - min) / 15 of its group, widened by
-/// less than 2^-6 for the rounding of scale and minimum to bf16 (int4), of the gap between two levels (NF4).
+/// The error of an element is at most half the distance between two quantized values. This distance is absmax / 127
+/// (int8), (max - min) / 15 of its group, widened by less than 2^-6 for the rounding of scale and minimum to bf16
+/// (int4), or the gap between two levels (NF4).
 ///
 /// # Errors
 /// A number of values that does not fit the shape, an unknown group size, a value that is not finite.

@@ -30,7 +30,7 @@ fn largest(values: &[f32]) -> f32 {
     values.iter().fold(0.0, |m, x| m.max(x.abs()))
 }
 
-/// Returns half a quantization step of the group or block that contains element (row, column).
+/// Half the distance between two quantized values, in the group or block that contains element `at`.
 fn half_step(format: Format, values: &[f32], columns: usize, at: usize) -> f32 {
     let group = format.group(columns);
     let (row, column) = (at / columns, at % columns);

@@ -152,7 +152,7 @@ impl Weight {
         }
     }
 
-    /// The type of the model of the weight.
+    /// The type in which the model with this weight computes: f16, else `product_type`.
     pub fn model_type(&self) -> DType {
         match self {
             Weight::Dense(tensor) if tensor.dtype() == DType::F16 => DType::F16,
@@ -161,7 +161,7 @@ impl Weight {
         }
     }
 
-    /// True if the model of the weight is held in bf16.
+    /// True if the model with this weight computes in bf16.
     pub fn is_bf16(&self) -> bool {
         match self {
             Weight::Dense(tensor) => tensor.dtype() == DType::BF16,

@@ -1,4 +1,4 @@
-//! The units of each epoch. Packed rows of a mixture are other rows in each epoch, so their number of bins varies; the
+//! The units of each epoch. A mixture has other rows in each epoch, so with packing its number of bins varies; the
 //! position of the stream is one number all the same: the units before an epoch follow from the epochs before it.
 
 use super::Order;

@@ -102,7 +102,8 @@ impl Weights {
         Ok(())
     }
 
-    /// Where the bytes of a read of `count` bytes from byte `at` of the tensor on are, in order, if it is in pieces.
+    /// A read of `count` bytes that begins at byte `at` of the tensor: where these bytes are, in order, if the tensor
+    /// is in pieces.
     pub(super) fn runs(&self, info: &TensorInfo, at: u64, count: usize) -> Option<Vec<Run>> {
         let end = at + count as u64;
         let of = |piece: &Piece| {

@@ -57,7 +57,7 @@ impl Weights {
         Ok(())
     }
 
-    /// How many bytes of a read of `count` bytes from byte `at` of the tensor on are in the file.
+    /// A read of `count` bytes that begins at byte `at` of the tensor: how many of them are in the file.
     pub(super) fn stored_part(&self, info: &TensorInfo, at: u64, count: usize) -> usize {
         match self.patches.get(&info.name) {
             Some(patch) => patch.stored.saturating_sub(at).min(count as u64) as usize,
@@ -65,7 +65,7 @@ impl Weights {
         }
     }
 
-    /// Copies the bytes that are in memory over those of a read from byte `at` of the tensor on.
+    /// `out`: the bytes of the tensor that were read, from its byte `at`. Replaces those that have a patch in memory.
     pub(super) fn patch(&self, info: &TensorInfo, at: u64, out: &mut [u8]) {
         let Some(patch) = self.patches.get(&info.name) else {
             return;

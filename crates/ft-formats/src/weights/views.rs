@@ -48,7 +48,7 @@ impl Weights {
         self.joined.or(usual.filter(|layout| !own(layout)))
     }
 
-    /// Reads stored bytes of a tensor of these files, from its byte `at` on.
+    /// Reads stored bytes of a tensor of these files; the first is its byte `at`.
     ///
     /// # Errors
     /// A failed read.
@@ -61,7 +61,7 @@ impl Weights {
     }
 }
 
-/// Reads the bytes of whole elements from byte `at` of a view on.
+/// Reads the bytes of whole elements of a view; the first is its byte `at`.
 fn read(file: &File, info: &TensorInfo, view: JoinedView, at: u64, out: &mut [u8]) -> io::Result<()> {
     let size = info.dtype.size();
     let (first, rest) = (at as usize / size, at as usize % size);

@@ -120,7 +120,7 @@ impl Assignment {
         Ok((&self.starts, self.tokens.to_vec1()?, self.weights.to_vec1()?))
     }
 
-    /// Zeros for one number of each token of each expert, f32 `[N·K]`.
+    /// Zeros, one for each pair of a token and one of its K experts, f32 `[N·K]`.
     ///
     /// # Errors
     /// Not enough memory on the device.

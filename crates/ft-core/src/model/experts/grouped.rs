@@ -66,7 +66,7 @@ impl Expert {
 
     /// Projection `p`: 0 gate, 1 up, 2 down.
     fn linear(&self, p: usize) -> Result<&Linear> {
-        let missing = || Error::internal("an expert has other projections");
+        let missing = || Error::internal(format!("an expert has no projection {p} (0 gate, 1 up, 2 down)"));
         self.all().nth(p).ok_or_else(missing)
     }
 

@@ -27,7 +27,7 @@ pub(super) fn apply_v2(config: &Config, spec: &mut Spec) -> Result<()> {
         return Err(Error::unsupported("`norm_topk_prob` is not supported in deepseek_v2")
             .at(place(config, "norm_topk_prob"))
             .found(true)
-            .hint("transformers does not apply it in this family"));
+            .hint("remove it from `config.json`: transformers does not apply it in this family"));
     }
     let groups = match config.opt_str("topk_method")?.unwrap_or("greedy") {
         "greedy" => None,
@@ -76,7 +76,7 @@ pub(super) fn apply_glm(config: &Config, spec: &mut Spec) -> Result<()> {
         return Err(
             Error::unsupported("`first_k_dense_replace` is not supported in glm4_moe_lite")
                 .at(place(config, "first_k_dense_replace"))
-                .hint("transformers reads `mlp_layer_types`, whose default is 1 dense layer"),
+                .hint("remove it: transformers reads `mlp_layer_types`, whose default is 1 dense layer"),
         );
     }
     super::experts::of_list(config, spec, experts, |l| l > 0)
@@ -168,7 +168,7 @@ fn after_first(config: &Config, spec: &mut Spec, experts: ExpertsSpec, default: 
         return Err(Error::unsupported("`moe_layer_freq` is not supported")
             .at(place(config, "moe_layer_freq"))
             .expected(1)
-            .hint("transformers does not apply it in this family"));
+            .hint("remove it from `config.json`: transformers does not apply it in this family"));
     }
     let dense = config.opt_usize0("first_k_dense_replace")?.unwrap_or(default);
     after(spec, experts, dense, config)

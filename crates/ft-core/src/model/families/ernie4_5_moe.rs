@@ -21,12 +21,12 @@ pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     }
     let smallest = config.opt_f64("moe_norm_min")?.unwrap_or(1e-12);
     if smallest.is_nan() || smallest > 1e-9 {
-        return Err(
-            Error::unsupported("a smallest sum of the weights of a token is not supported")
-                .at(place(config, "moe_norm_min"))
-                .found(smallest)
-                .expected("at most 1e-9"),
-        );
+        return Err(Error::unsupported(
+            "`moe_norm_min` (a lower bound of the sum of routing weights) is not supported",
+        )
+        .at(place(config, "moe_norm_min"))
+        .found(smallest)
+        .expected("at most 1e-9"));
     }
     let intermediate = size(config, "moe_intermediate_size", 1536)?;
     let shared = config.opt_usize0("moe_num_shared_experts")?.unwrap_or(2);

@@ -25,7 +25,9 @@ pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
         if config.get(key).is_some_and(|v| !harmless(v)) {
             return Err(Error::unsupported(format!("`{key}` is not supported in mellum"))
                 .at(place(config, key))
-                .hint("transformers does not apply it in this family"));
+                .hint(format!(
+                    "remove `{key}` from `config.json`: transformers does not apply it in this family"
+                )));
         }
     }
     let rope = |kind: &str, theta: f64| {

@@ -517,7 +517,7 @@ fn check(spec: &Spec, place: &str) -> Result<()> {
         let message = format!("`partial_rotary_factor` is not supported in {}", spec.model_type);
         return Err(Error::unsupported(message)
             .at(place)
-            .hint("transformers does not apply it in this family"));
+            .hint("remove it from `config.json`: transformers does not apply it in this family"));
     }
     if spec.layers.iter().any(|l| l.window == Some(0)) {
         return Err(Error::format("`sliding_window` is 0").at(place));

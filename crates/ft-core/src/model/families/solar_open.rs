@@ -11,7 +11,9 @@ pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
             return Err(Error::unsupported(format!("`{key}` is not supported in solar_open"))
                 .at(place(config, key))
                 .expected(value)
-                .hint("transformers does not apply it in this family"));
+                .hint(format!(
+                    "remove `{key}` from `config.json`: transformers does not apply it in this family"
+                )));
         }
     }
     super::default_head_dim(config, spec, 128)?;

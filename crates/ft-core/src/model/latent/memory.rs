@@ -18,7 +18,7 @@ pub(in crate::model) struct SavedLatentMemory {
 }
 
 impl SavedLatentMemory {
-    /// Moves the tensors to the kind of saved activations.
+    /// Counts these tensors as saved activations from now on (`MemoryKind::Activations`).
     pub(in crate::model) fn relabel(self, l: &mut Ledger) -> Self {
         let mut to = |tensor| l.relabel(tensor, Activations);
         Self {

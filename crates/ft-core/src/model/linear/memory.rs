@@ -34,7 +34,8 @@ impl LayerMemorySettings<'_> {
         );
     }
 
-    /// As `adapter_forward`, in the backward pass; `temporary`: the work of kinds other than LoRA is not done elsewhere.
+    /// As `adapter_forward`, in the backward pass. `temporary`: counts the temporary memory of kinds other than LoRA
+    /// here; false if the caller counts it.
     pub fn adapter_backward(
         &self,
         l: &mut Ledger,
@@ -81,8 +82,8 @@ impl LayerMemory<'_> {
         self.settings.on_gpu && !self.settings.dropout && self.adapter(linear).is_some_and(|c| c.widens)
     }
 
-    /// On a GPU, `Low` of linears with one input: u of the LoRA pairs, which a subtracted start doubles, and for DoRA
-    /// the output and g.
+    /// On a GPU, `Low` of linears with one input: u of the LoRA pairs, and for DoRA the output and g. An adapter that
+    /// subtracts its first product B₀·A₀ has a second u.
     pub(in crate::model) fn low(&self, l: &mut Ledger, linears: &[LinearShape]) -> Allocation {
         let bytes = |&linear: &LinearShape| match self.adapter(linear) {
             Some(c) if self.output_in_low(linear) => self.bytes(c.rank + linear.2) + 4 * linear.2 as u64,
@@ -108,7 +109,8 @@ impl LayerMemory<'_> {
         let costs = self.settings.spec.linears(self.index).into_iter();
         let costs = costs.filter_map(|linear| self.adapter((linear.name, linear.input, linear.output)));
         let elements = |c: &Cost| {
-            // The magnitude of DoRA is no matrix. A subtracted start has matrices of its own.
+            // DoRA's magnitude is a vector, so it is not counted. An adapter that subtracts its first product B₀·A₀
+            // (PiSSA, OLoRA, CorDA, LoRA-GA) also copies A₀ and B₀ (`fixed`).
             let matrices = c.trained.iter().filter(|(_, dims)| dims.len() == 2);
             let trained: usize = matrices.map(|(_, dims)| dims.iter().product::<usize>()).sum();
             trained as u64 + if c.widens { 0 } else { c.fixed }

@@ -7,7 +7,8 @@ use crate::model::block::memory::LayerMemory;
 use crate::model::spec::{Mixer, Spec};
 use crate::ops::attention::{self, AttentionSpec as Heads};
 
-/// The attention of layer `index`, as far as sizes depend on it.
+/// The sizes of the attention of layer `index`. Fields that no size depends on (`scale`, `softcap`, `bf16`) have
+/// placeholder values.
 fn heads(spec: &Spec, index: usize) -> Heads {
     Heads {
         heads: spec.heads,
@@ -81,12 +82,13 @@ pub fn sequence_bytes(
 }
 
 impl LayerMemory<'_> {
-    /// Attention beside the tensors of the own tokens: lists that travel, and what they become.
+    /// Counts the memory of the exchange around attention in the forward pass: the lists that this rank sends and
+    /// receives, and the tensors that are made from them. q, k and v of the rank's own tokens are counted elsewhere.
     pub(in crate::model) fn attend(&self, l: &mut Ledger) {
         let (config, bytes) = (self.settings.sequence, self.lists());
         if config.ranks > 1 {
-            // The keys of all tokens, on the way and joined; or queries, keys and values of the own heads. From a GPU they
-            // travel through host memory.
+            // Keys and values of all tokens, or queries, keys and values of the rank's own heads: as received, and
+            // joined. From a GPU they go through host memory.
             let beside = if self.settings.on_gpu {
                 self.nq + self.lse
             } else {
@@ -96,14 +98,15 @@ impl LayerMemory<'_> {
         }
     }
 
-    /// A convolution beside the tensors of the own tokens: the list of their rows, and the rows with those of other ranks.
+    /// Counts the memory of the exchange before a convolution in the forward pass: the lists of rows that this rank
+    /// sends and receives, and the joined rows of this rank and of earlier ones.
     pub(in crate::model) fn with_earlier(&self, l: &mut Ledger) {
         if self.settings.sequence.ranks > 1 {
             l.touch(LayerWork, 2 * self.nd);
         }
     }
 
-    /// The same in the backward pass: the rows with those of other ranks, and the gradients of the outputs and inputs of all of them.
+    /// The same in the backward pass: the joined rows, and the gradients of their outputs and inputs.
     pub(in crate::model) fn with_earlier_backward(&self, l: &mut Ledger) {
         if self.settings.sequence.ranks > 1 {
             l.touch(LayerWork, 3 * self.nd);

@@ -11,8 +11,9 @@ use crate::quantized::QMatrixView;
 use half::bf16;
 use rayon::prelude::*;
 
+/// Most rows of A for which this path is used.
 const ROWS: usize = 4;
-/// The limit for quantized weights is higher, because packing them costs more.
+/// The same for quantized weights: more, because packing them costs more.
 const QUANTIZED_ROWS: usize = 8;
 /// Columns of C per task.
 const BLOCK: usize = 32;

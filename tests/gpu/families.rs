@@ -82,7 +82,7 @@ pub fn compare(family: &str, settings: &[&str]) {
 }
 
 /// As `compare`, in the directories `cpu` and `gpu` of `dir`.
-fn compare_runs(family: &str, model: &Path, settings: &[&str], dir: &Path) {
+pub fn compare_runs(family: &str, model: &Path, settings: &[&str], dir: &Path) {
     let here = train("cpu", model, settings, &dir.join("cpu"));
     let there = train("cuda:0", model, settings, &dir.join("gpu"));
     assert_eq!((here.len(), there.len()), (3, 3), "{family} {settings:?}");

@@ -1,6 +1,7 @@
 //! Training with layers as CUDA graphs has the bits of training without.
 
 use crate::captures::{alone, is_soft};
+use crate::families;
 use crate::support::{gpu, short};
 use candle_core::Device;
 use ft::data::{Batch, Example};
@@ -14,7 +15,10 @@ use ft::peft::LoraConfig;
 use ft::sft::CausalLm;
 use ft::source::Resident;
 use serde_json::Value;
+use std::fs;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use tempfile::TempDir;
 
 const LAYERS: usize = 6;
 
@@ -165,29 +169,53 @@ fn a_driver_that_refuses_graphs_changes_no_bit() {
     assert!(graph::take_refusal().is_some());
 }
 
-/// The program chooses graphs for small layers; the forecast of its memory has theirs.
+/// A model of twelve small layers, which get random weights.
+fn deep(dir: &Path) -> PathBuf {
+    let to = families::model("qwen3", dir);
+    let path = to.join("config.json");
+    let mut config: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    config["num_hidden_layers"] = 12.into();
+    config["max_window_layers"] = 12.into();
+    if config.get("layer_types").is_some() {
+        config["layer_types"] = vec!["full_attention"; 12].into();
+    }
+    fs::write(&path, config.to_string()).unwrap();
+    fs::remove_file(to.join("model.safetensors")).unwrap();
+    to
+}
+
+/// The program chooses graphs for small layers: losses of the CPU, and the forecast of the peak memory.
 #[test]
 fn the_memory_of_a_run_is_that_of_the_forecast() {
-    let Some(gpu) = gpu() else { return };
-    let dir = tempfile::TempDir::new().unwrap();
+    let Some(_gpu) = gpu() else { return };
+    let dir = TempDir::new().unwrap();
+    let model = deep(dir.path());
     for (name, settings) in [
         ("lora", &["tune.method=lora", "model.dtype=bf16"][..]),
         ("full", &["tune.method=full", "model.dtype=bf16"]),
-        ("blocks", &["tune.method=block", "model.dtype=f32"]),
+        (
+            "blocks",
+            &["tune.method=block", "model.dtype=f32", "tune.block.switch_every=2"],
+        ),
     ] {
-        let run = dir.path().join(name);
         // Rows as long as the forecast assumes, with a logit for each token.
-        let settings = [settings, &["data.packing=true", "data.train_on=all"]].concat();
-        let lines = crate::train::train("cuda:0", &settings, &run);
-        let plan: Value = serde_json::from_slice(&std::fs::read(run.join("plan.json")).unwrap()).unwrap();
+        let shared = ["model.init=random", "data.packing=true", "data.train_on=all"];
+        let settings = [settings, &shared].concat();
+        families::compare_runs(name, &model, &settings, dir.path());
+        let run = dir.path().join("gpu");
+        let plan: Value = serde_json::from_slice(&fs::read(run.join("plan.json")).unwrap()).unwrap();
         assert!(plan.to_string().contains("as CUDA graphs"), "{name}: {plan}");
+        let lines = fs::read_to_string(run.join("metrics.jsonl")).unwrap();
+        let last: Value = serde_json::from_str(lines.lines().last().unwrap()).unwrap();
         let forecast = plan["peak_bytes"].as_f64().unwrap();
-        let used = lines.last().unwrap()["peak_memory_bytes"].as_f64().unwrap();
+        let used = last["peak_memory_bytes"].as_f64().unwrap();
         println!("{name}: {used} bytes used, {forecast} forecast");
         assert!(
             (forecast / used - 1.0).abs() < 0.1,
             "{name}: {used} bytes used, {forecast} forecast"
         );
+        for run in ["cpu", "gpu"] {
+            fs::remove_dir_all(dir.path().join(run)).unwrap();
+        }
     }
-    drop(gpu);
 }

@@ -1,7 +1,7 @@
 //! Training with layers as CUDA graphs has the bits of training without.
 
 use crate::captures::{alone, is_soft};
-use crate::families;
+use crate::families::{compare_runs, model};
 use crate::support::{gpu, short};
 use candle_core::Device;
 use ft::data::{Batch, Example};
@@ -171,7 +171,7 @@ fn a_driver_that_refuses_graphs_changes_no_bit() {
 
 /// A model of twelve small layers, which get random weights.
 fn deep(dir: &Path) -> PathBuf {
-    let to = families::model("qwen3", dir);
+    let to = model("qwen3", dir);
     let path = to.join("config.json");
     let mut config: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
     config["num_hidden_layers"] = 12.into();
@@ -189,7 +189,7 @@ fn deep(dir: &Path) -> PathBuf {
 fn the_memory_of_a_run_is_that_of_the_forecast() {
     let Some(_gpu) = gpu() else { return };
     let dir = TempDir::new().unwrap();
-    let model = deep(dir.path());
+    let deep = deep(dir.path());
     for (name, settings) in [
         ("lora", &["tune.method=lora", "model.dtype=bf16"][..]),
         ("full", &["tune.method=full", "model.dtype=bf16"]),
@@ -201,7 +201,7 @@ fn the_memory_of_a_run_is_that_of_the_forecast() {
         // Rows as long as the forecast assumes, with a logit for each token.
         let shared = ["model.init=random", "data.packing=true", "data.train_on=all"];
         let settings = [settings, &shared].concat();
-        families::compare_runs(name, &model, &settings, dir.path());
+        compare_runs(name, &deep, &settings, dir.path());
         let run = dir.path().join("gpu");
         let plan: Value = serde_json::from_slice(&fs::read(run.join("plan.json")).unwrap()).unwrap();
         assert!(plan.to_string().contains("as CUDA graphs"), "{name}: {plan}");

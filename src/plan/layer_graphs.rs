@@ -17,6 +17,9 @@ const CALLS: f64 = 4.0;
 /// layer that runs as it is.
 const RUNS_TO_RECORD: f64 = 3.0;
 
+/// The driver gives graphs memory in pieces of this size.
+const GRAPH_UNIT: u64 = 2 << 20;
+
 /// True if all layers of this model can be recorded with these weights and adapters.
 pub(super) fn apply(spec: &Spec, adapters: &Adapters, storage: &StoragePolicy) -> bool {
     let recorded = |adapter: &Adapter| matches!(adapter, Adapter::Lora(pair) if pair.mask.p == 0.0);
@@ -93,7 +96,7 @@ pub(super) fn bytes(model: &Model, inputs: &Inputs, active: &Active, settings: L
         backward.free_all(sink.gradients);
         most = most.max(forward.peak).max(backward.peak);
     }
-    tensors + most
+    tensors + most.next_multiple_of(GRAPH_UNIT)
 }
 
 #[cfg(test)]

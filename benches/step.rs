@@ -51,6 +51,12 @@ struct Options {
     /// Optimizer keys, as in a recipe: optimizer.state=int8
     #[arg(long)]
     set: Vec<String>,
+    /// Layers run as CUDA graphs.
+    #[arg(long)]
+    graphs: bool,
+    /// Each step has rows of another length: from `seq` down, in turn of eight.
+    #[arg(long)]
+    vary: bool,
     /// Keep packed copies of frozen weights: forward or both. Needs a tile unit.
     #[arg(long)]
     packed: Option<String>,
@@ -163,6 +169,7 @@ fn main() {
         },
         saved_layers: o.keep.unwrap_or(layers),
         packed_copies,
+        layer_graphs: o.graphs,
         ..StepStrategy::new(dtype)
     };
     let (objective, optimizer) = (Box::new(CausalLm::new(spec.vocab)), Optimizer::new(optimizer));
@@ -178,7 +185,15 @@ fn main() {
             trained: vec![true; o.seq],
         })
         .collect();
-    let batch = [Batch::from_examples(&rows)];
+    let batches: Vec<[Batch; 1]> = (0..if o.vary { 8 } else { 1 })
+        .map(|shorter| {
+            let short = rows.iter().map(|row| Example {
+                ids: row.ids[..o.seq - shorter].to_vec(),
+                trained: row.trained[shorter..].to_vec(),
+            });
+            [Batch::from_examples(short)]
+        })
+        .collect();
     let tokens = (o.batch * o.seq) as f64;
     let mut medians = Vec::new();
     let mut all = Vec::new();
@@ -193,7 +208,8 @@ fn main() {
         let mut seconds: Vec<f64> = (0..o.steps + untimed)
             .map(|step| {
                 let (started, before) = (Instant::now(), page_faults());
-                let queued = engine.queue_step(step as u64 + 1, &batch, active, 1e-4, false, last.as_ref());
+                let batch = &batches[step % batches.len()];
+                let queued = engine.queue_step(step as u64 + 1, batch, active, 1e-4, false, last.as_ref());
                 if let Some(last) = last.replace(queued.expect("a step")) {
                     loss = engine.finish(&last).expect("a step").totals.loss();
                 }
@@ -211,12 +227,15 @@ fn main() {
     }
     let median = medians.iter().sum::<f64>() / medians.len() as f64;
     let gpu = ops::device::memory(&device).expect("the device's memory");
+    let graph_layers = engine.layer_graphs.as_ref().map(|graphs| graphs.launches());
     println!(
         "{}",
         serde_json::json!({
             "device": o.device, "peak_device_mib": gpu.map(|m| m.peak_used >> 20),
             "impl": "ft", "size": o.size, "method": o.method, "dtype": o.dtype, "batch": o.batch, "seq": o.seq,
             "threads": o.threads, "cpu": CpuBackend::current().name(), "keep": o.keep.unwrap_or(layers), "set": o.set,
+            "graph_layers": graph_layers, "no_graphs": ops::graph::take_refusal(),
+            "peak_graph_mib": ops::graph::memory(&device).expect("the memory of graphs").1 >> 20, "vary": o.vary,
             "packed": o.packed, "tokens_per_s": (tokens / median * 10.0).round() / 10.0, "step_s": all,
             "peak_rss_mib": memory::peak_resident() >> 20, "loss": loss,
             "page_faults": faults,

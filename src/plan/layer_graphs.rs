@@ -13,9 +13,10 @@ use crate::source::StoragePolicy;
 
 /// Calls of a layer as a graph: one copies its tensors, one launches it, one allocates and one copies what it computed.
 const CALLS: f64 = 4.0;
-/// A layer that runs as it is, and one that is recorded, whose graph is then created: the last one is assumed to take as long as a
-/// layer that runs as it is.
-const RUNS_TO_RECORD: f64 = 3.0;
+/// A layer that runs as it is, and one that is recorded: to capture and create a graph took 17 to 31 µs for each of its nodes on an
+/// H200 (docs/benchmarks-gpu.md, decoding), and a call has three nodes (kernel or product, allocation, free). As if every
+/// micro-batch had lengths of its own.
+const RUNS_TO_RECORD: f64 = 6.0;
 
 /// The driver gives graphs memory in pieces of this size.
 const GRAPH_UNIT: u64 = 2 << 20;

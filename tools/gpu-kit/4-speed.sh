@@ -26,6 +26,19 @@ while read -r size method batch seq kept; do
       || failed=$((failed + 1))
   fi
 done <<< "$list"
+# Training with layers as CUDA graphs in the order without, with, with, without; rows of one length, then of other lengths in each step:
+# SIZE METHOD BATCH SEQUENCE. All activations are saved without graphs.
+while read -r size method batch seq; do
+  for lengths in "" --vary; do
+    for graphs in "" --graphs --graphs ""; do
+      # shellcheck disable=SC2086
+      step "layers $size $method $batch x $seq ${lengths:-equal} ${graphs:-plain}" 60 "$bin/step" --device cuda:0 --threads "$(nproc)" --size "$size" \
+        --method "$method" --batch "$batch" --seq "$seq" --steps "${KIT_GRAPH_STEPS:-16}" $lengths $graphs < /dev/null || failed=$((failed + 1))
+    done
+  done
+done <<< "${KIT_GRAPHS:-0.5b lora 1 512
+0.5b full 1 512
+0.5b lora 1 2048}"
 # Decoding in the order with CUDA graphs, without, without, with: ROWS PROMPT NEW, and the tokens after which a row ends on average
 # (0: all after NEW). Twice in a process: the first time also loads kernels.
 while read -r rows prompt new ends; do

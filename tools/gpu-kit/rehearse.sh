@@ -15,7 +15,7 @@ cargo build --release --features "$SOFT_CUDA_FEATURES" --bin ft --test gpu --ben
 done
 # In CI the rehearsal gets only what other programs leave of the cores: ten times the limits.
 export KIT_SLOW=10 KIT_LIMIT=4000 KIT_BIN=$OUT/bin KIT_STEPS=1 KIT_NO_PEER=1 KIT_MODULES="transfer updates" KIT_LIST="small lora 1 64 none
-small block 1 64 all" KIT_SHAPE=tiny KIT_DECODE="2 8 6 0
+small block 1 64 all" KIT_GRAPHS="small lora 1 64" KIT_GRAPH_STEPS=2 KIT_SHAPE=tiny KIT_DECODE="2 8 6 0
 2 8 6 100" KIT_DECODE_SHAPE=assets/tiny KIT_BUDGETS=1 KIT_METHODS=block KIT_TOKENS=128 KIT_MICRO_BATCHES=1 FT_GPU_RUNS=lora
 fail() {
   echo "rehearsal: $1" >&2
@@ -54,7 +54,7 @@ fi
 
 tools/gpu-kit/report.py "$OUT" > "$OUT/report.md" || fail "report.py fails"
 for row in 'KIT_STEPS=1' 'transfer | [1-9][0-9]* passed, 0 failed' 'quickstart | ok' 'losses and resume | 1 passed, 0 failed' 'not finite | 1 passed' \
-  'small lora 1 x 64 keep=none | [0-9.]* | failed' 'block in 1 GiB | ok | [0-9.]* | [0-9]* | [0-9]*'; do
+  'layers small lora 1 x 64 --vary --graphs | [0-9.]* | [1-9][0-9]* ' 'small lora 1 x 64 keep=none | [0-9.]* | failed' 'block in 1 GiB | ok | [0-9.]* | [0-9]* | [0-9]*'; do
   grep -q "$row" "$OUT/report.md" || fail "the report has no row like: $row"
 done
 echo "the kit is rehearsed: $OUT/report.md"

@@ -60,6 +60,10 @@ if speed:
         m, n = ours.get("peak_device_mib"), theirs.get("peak_device_mib")
         rows.append((name, a or "failed", b or "failed", f"{a / b:.2f}" if a and b else "-", m or "-", n or "-",
                      f"{m / n:.2f}" if m and n else "-"))
+    recorded = [(line["name"], line.get("result") or {}) for line in speed if line["name"].startswith("layers")]
+    table(["layers as graphs", "tokens/s", "layers as graphs", "peak MiB", "graphs, in addition MiB"],
+          [(name, r.get("tokens_per_s") or "failed", r.get("graph_layers") or 0, r.get("peak_device_mib", "-"),
+            r.get("peak_graph_mib", "-")) for name, r in recorded])
     decoded = [(line["name"], line.get("result") or {}) for line in speed if line["name"].startswith("decode")]
     table(["decoding", "tokens/s", "steps as graphs", "peak MiB", "graphs, in addition MiB"],
           [(name, round(r.get("decode_tokens_per_second") or 0) or "failed", r.get("graph_steps", "-"), r.get("peak_device_mib", "-"),

@@ -312,6 +312,9 @@ fn adapter_operations_are_plain_products() {
             let triangles = gpu.random((blocks, size * (size - 1) / 2), DType::F32, 7);
             let q = adapters::skew(&triangles.gpu, size).unwrap();
             assert_close(&q, &adapters::skew(&triangles.cpu, size).unwrap(), 0.0);
+            let inverse = adapters::inverse_of_sum(&q).unwrap();
+            let here = adapters::inverse_of_sum(&adapters::skew(&triangles.cpu, size).unwrap());
+            assert_close(&inverse, &here.unwrap(), 1e-6);
             let back = adapters::skew_gradient(&d.gpu).unwrap();
             assert_close(&back, &adapters::skew_gradient(&d.cpu).unwrap(), 1e-6);
         }

@@ -76,3 +76,28 @@ extern "C" __global__ void skew_gradient(const float* dq, float* triangles, i64 
         if (r < c) triangles[k * triangle + above(r, c, size)] = dq[i] - dq[k * inside + c * size + r];
     }
 }
+
+// The inverse of I + q[blockIdx.x] for a skew-symmetric q, `size` × `size`: Gauss-Jordan elimination in the place of `work`, in f64.
+// It needs no pivoting: each pivot is at least 1, because the symmetric part of the matrix is I.
+extern "C" __global__ void inverse_of_sum(const float* q, double* work, float* inverse, int size) {
+    const i64 inside = (i64)size * size, first = (i64)blockIdx.x * inside;
+    double* a = work + first;
+    for (i64 i = threadIdx.x; i < inside; i += blockDim.x) a[i] = (double)q[first + i] + (i % (size + 1) == 0 ? 1.0 : 0.0);
+    for (i64 k = 0; k < size; k++) {
+        __syncthreads();
+        const double pivot = a[k * size + k];
+        __syncthreads();
+        for (i64 c = threadIdx.x; c < size; c += blockDim.x) a[k * size + c] = (c == k ? 1.0 : a[k * size + c]) / pivot;
+        __syncthreads();
+        for (i64 i = threadIdx.x; i < inside; i += blockDim.x) {
+            const i64 r = i / size, c = i % size;
+            if (r != k && c != k) a[i] -= a[r * size + k] * a[k * size + c];
+        }
+        __syncthreads();
+        for (i64 r = threadIdx.x; r < size; r += blockDim.x) {
+            if (r != k) a[r * size + k] *= -a[k * size + k];
+        }
+    }
+    __syncthreads();
+    for (i64 i = threadIdx.x; i < inside; i += blockDim.x) inverse[first + i] = (float)a[i];
+}

@@ -106,6 +106,51 @@ pub fn skew_gradient(dq: &Tensor) -> Result<Tensor> {
     Ok(Tensor::from_vec(out, (k, triangle), dq.device())?)
 }
 
+/// (I + Q)⁻¹ of skew-symmetric blocks `q [K, S, S]`, f32: Gaussian elimination in f64, on the CPU with pivoting.
+///
+/// # Errors
+/// Tensors of other shapes or types than described (`Shape`); not enough memory on the device; on the CPU a block that is not finite.
+pub fn inverse_of_sum(q: &Tensor) -> Result<Tensor> {
+    let (k, s, _) = q.dims3()?;
+    on_gpu!(q, super::cuda::adapters::inverse_of_sum(q, (k, s)));
+    let mut from = update::to_f32_vec(q)?;
+    for block in from.chunks_exact_mut((s * s).max(1)) {
+        block.iter_mut().step_by(s + 1).for_each(|x| *x += 1.0);
+    }
+    let mut out = Vec::with_capacity(from.len());
+    for block in from.chunks_exact((s * s).max(1)) {
+        let mut left: Vec<f64> = block.iter().map(|&x| f64::from(x)).collect();
+        let mut right = vec![0f64; s * s];
+        (0..s).for_each(|i| right[i * s + i] = 1.0);
+        for column in 0..s {
+            let size = |row: &usize| left[row * s + column].abs();
+            let pivot = (column..s).max_by(|a, b| size(a).total_cmp(&size(b))).unwrap_or(column);
+            let value = left[pivot * s + column];
+            if value == 0.0 || !value.is_finite() {
+                return Err(Error::new("a rotation of an OFT adapter cannot be computed")
+                    .found("a block that is not finite, or has no inverse"));
+            }
+            for i in 0..s {
+                left.swap(pivot * s + i, column * s + i);
+                right.swap(pivot * s + i, column * s + i);
+            }
+            for i in 0..s {
+                left[column * s + i] /= value;
+                right[column * s + i] /= value;
+            }
+            for row in (0..s).filter(|&row| row != column) {
+                let times = left[row * s + column];
+                for i in 0..s {
+                    left[row * s + i] -= times * left[column * s + i];
+                    right[row * s + i] -= times * right[column * s + i];
+                }
+            }
+        }
+        out.extend(right.into_iter().map(|x| x as f32));
+    }
+    Ok(Tensor::from_vec(out, (k, s, s), q.device())?)
+}
+
 /// Computes `y [N, I] += x·D`, or `x·Dᵀ`, with D block-diagonal: `d [K, S, S]`, x of the type of y. On a GPU only.
 ///
 /// # Errors

@@ -7,7 +7,7 @@
 use super::adapter::{AdapterMethod, BackwardInput, BackwardOutput, Cost, Dropout, Gradient, Param};
 use super::frozen::{Dx, Frozen};
 use super::small;
-use crate::base::{Error, Result};
+use crate::base::Result;
 use crate::ops::{adapters, update};
 use candle_core::{DType, Tensor};
 
@@ -100,7 +100,7 @@ impl Oft {
         match self.cayley {
             Cayley::Neumann(terms) => self.series(q, terms, self.identity()?),
             Cayley::Exact => {
-                let inverse = inverses(&(self.identity()? + &q)?)?;
+                let inverse = adapters::inverse_of_sum(&q)?;
                 let r = (self.identity()? - q)?.matmul(&inverse)?;
                 Ok((r, vec![inverse]))
             }
@@ -214,44 +214,6 @@ impl Oft {
 /// The factor of Qᵖ in the series.
 fn factor(p: usize, highest: usize) -> f64 {
     if p == highest && highest > 1 { 1.0 } else { 2.0 }
-}
-
-/// The inverse of every block of `[K, S, S]`, by Gaussian elimination with pivoting in f64.
-fn inverses(m: &Tensor) -> Result<Tensor> {
-    let s = m.dim(1)?;
-    let from = update::to_f32_vec(m)?;
-    let mut out = Vec::with_capacity(from.len());
-    for block in from.chunks_exact((s * s).max(1)) {
-        let mut left: Vec<f64> = block.iter().map(|&x| f64::from(x)).collect();
-        let mut right = vec![0f64; s * s];
-        (0..s).for_each(|i| right[i * s + i] = 1.0);
-        for column in 0..s {
-            let size = |row: &usize| left[row * s + column].abs();
-            let pivot = (column..s).max_by(|a, b| size(a).total_cmp(&size(b))).unwrap_or(column);
-            let value = left[pivot * s + column];
-            if value == 0.0 || !value.is_finite() {
-                return Err(Error::new("a rotation of an OFT adapter cannot be computed")
-                    .found("a block that is not finite, or has no inverse"));
-            }
-            for i in 0..s {
-                left.swap(pivot * s + i, column * s + i);
-                right.swap(pivot * s + i, column * s + i);
-            }
-            for i in 0..s {
-                left[column * s + i] /= value;
-                right[column * s + i] /= value;
-            }
-            for row in (0..s).filter(|&row| row != column) {
-                let times = left[row * s + column];
-                for i in 0..s {
-                    left[row * s + i] -= times * left[column * s + i];
-                    right[row * s + i] -= times * right[column * s + i];
-                }
-            }
-        }
-        out.extend(right.into_iter().map(|x| x as f32));
-    }
-    Ok(Tensor::from_vec(out, m.shape(), m.device())?)
 }
 
 impl AdapterMethod for Oft {

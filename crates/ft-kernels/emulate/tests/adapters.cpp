@@ -80,6 +80,32 @@ static void blocks(uint64_t seed) {
     }
 }
 
+static void inverses(uint64_t seed) {
+    for (int size : {1, 2, 5, 33}) {
+        const int count = 2, inside = size * size;
+        Buffer<float> q(count * inside), inverse(count * inside);
+        Buffer<double> work(count * inside);
+        fill(q, seed);
+        for (int k = 0; k < count; k++)
+            for (int r = 0; r < size; r++)
+                for (int c = 0; c <= r; c++) q[k * inside + r * size + c] = r == c ? 0 : -q[k * inside + c * size + r];
+        launch(inverse_of_sum, dim3(count), dim3(32), 0, seed, (const float*)q.data, work.data, inverse.data, size);
+        // The product with I + q is I.
+        std::vector<double> from = values(q), found = values(inverse), product(count * inside), want(count * inside);
+        for (int k = 0; k < count; k++)
+            for (int r = 0; r < size; r++)
+                for (int c = 0; c < size; c++) {
+                    double sum = found[k * inside + r * size + c];
+                    for (int i = 0; i < size; i++) sum += from[k * inside + r * size + i] * found[k * inside + i * size + c];
+                    product[k * inside + r * size + c] = sum;
+                    want[k * inside + r * size + c] = r == c;
+                }
+        Buffer<float> got(count * inside);
+        for (int i = 0; i < count * inside; i++) got[i] = static_cast<float>(product[i]);
+        check("the inverse of I + q", got, want, 1e-5);
+    }
+}
+
 int main(int argc, char** argv) {
     for (uint64_t seed : seeds(argc, argv)) {
         columns(scale_columns_f32_f32, seed);
@@ -87,6 +113,7 @@ int main(int argc, char** argv) {
         columns(scale_columns_bf16_bf16, seed);
         norms(seed);
         blocks(seed);
+        inverses(seed);
     }
     return verdict();
 }

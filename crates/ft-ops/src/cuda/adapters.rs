@@ -86,6 +86,22 @@ pub(crate) fn skew_gradient(dq: &Tensor, (k, size): (usize, usize)) -> Result<Te
     Ok(triangles)
 }
 
+pub(crate) fn inverse_of_sum(q: &Tensor, (k, size): (usize, usize)) -> Result<Tensor> {
+    expect_dims(q, NAME, &[k, size, size])?;
+    let gpu = Gpu::of(q, NAME)?;
+    let work = gpu.empty((k, size, size), DType::F64)?;
+    let inverse = gpu.empty((k, size, size), DType::F32)?;
+    let args = [
+        Arg::Address(address_of(q, NAME, DType::F32)?),
+        Arg::Address(address_of(&work, NAME, DType::F64)?),
+        Arg::Address(address_of(&inverse, NAME, DType::F32)?),
+        Arg::small(size, "a block of an adapter")?,
+    ];
+    // SAFETY: three tensors of k blocks of size · size.
+    unsafe { gpu.launch("adapters", "inverse_of_sum", Grid::line(k, 256), &args) }?;
+    Ok(inverse)
+}
+
 fn blocks(kernel: &'static str, gpu: &Gpu, from: &Tensor, to: &Tensor, n: usize, size: usize) -> Result<()> {
     let args = [
         Arg::Address(address_of(from, NAME, DType::F32)?),

@@ -7,7 +7,7 @@ use crate::data::preference::Want;
 use crate::data::screen::stats::RowStats;
 use crate::data::{self, Dataset, Reading, Screen, ScreenSpec, Screened, Source, TokenCache, dataset, reading};
 use crate::formats::template::named;
-use crate::recipe::{self, Alignment, JudgedLoss, Long, Recipe, Render, RowFormat, Stage, TrainOn};
+use crate::recipe::{self, Alignment, Auto, JudgedLoss, Long, Recipe, Render, RowFormat, Stage, TrainOn};
 use crate::report;
 use crate::setup::ModelDir;
 use crate::setup::prompts::{self, PromptSet};
@@ -148,7 +148,7 @@ pub fn with_cache<T>(recipe: &Recipe, load: impl FnOnce(Option<&TokenCache>) -> 
     }
     let runs = Path::new(&recipe.train.output_dir).parent().unwrap_or(Path::new(""));
     let dir = match &data.cache_dir {
-        Some(dir) if dir != "auto" => PathBuf::from(dir),
+        Auto::Of(dir) if !dir.is_empty() => PathBuf::from(dir),
         _ => runs.join(TOKEN_CACHE),
     };
     load(Some(&TokenCache {

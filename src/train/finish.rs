@@ -364,7 +364,7 @@ fn compressed(
 /// Writes what the recipe changes beside the weights: chat template, new tokens, the end of a turn.
 fn write_text_files(recipe: &Recipe, model: &ModelDir, out: &Path) -> Result<()> {
     if let Some(template) = &model.template
-        && (recipe.data.chat_template.is_some() || template.has_kwargs())
+        && (recipe.data.chat_template.given().is_some() || template.has_kwargs())
     {
         hf::set_chat_template(out, &template.source_with_kwargs())?;
         if let Some(tools) = template.tools_source_with_kwargs() {

@@ -407,8 +407,7 @@ impl ModelFiles {
                     (ModelInit::Pretrained, None) => WeightOrigin::Files(self.weights()?),
                     (ModelInit::Random, _) => WeightOrigin::random(&params, self.random_weights(seed)),
                 };
-                let among = (ranks.clone(), division);
-                let store = Sharded::open(params, origin, |p| storage.of(p), among, device)?;
+                let store = Sharded::open(params, origin, |p| storage.of(p), ranks.clone(), division, device)?;
                 if strategy.placement == Placement::ShardedHost {
                     return self.upload(Arc::new(store), HostMemory::Temporary, device);
                 }

@@ -151,7 +151,7 @@ pub fn save(
         let own = whole.tensors.iter().map(range).collect::<Result<_>>()?;
         divided.push(DividedFile { whole, own });
     }
-    checkpoint::save_parts(comm, run_dir, step, &state, (&small, &divided), &mut fill)
+    checkpoint::save_parts(comm, run_dir, step, &state, &small, &divided, &mut fill)
 }
 
 /// Values of a moment, for the file.

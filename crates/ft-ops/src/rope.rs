@@ -63,7 +63,12 @@ pub fn apply(
     floats(x, "x of a rotation", |x| {
         floats(cos, "the cosines of a rotation", |cos| {
             floats(sin, "the sines of a rotation", |sin| {
-                cpu::apply(x, cos, sin, sign, (width, head_dim, half), pairing, &mut y);
+                let sizes = cpu::RowSizes {
+                    width,
+                    head: head_dim,
+                    half,
+                };
+                cpu::apply(x, cos, sin, sign, sizes, pairing, &mut y);
                 Ok(())
             })
         })

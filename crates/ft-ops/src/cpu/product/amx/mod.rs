@@ -74,6 +74,15 @@ unsafe fn multiply_tile(backend: CpuBackend, call: &Call, add: bool) {
     }
 }
 
+/// A tile of C in place.
+#[derive(Clone, Copy)]
+struct TileOfC {
+    /// Address of its first element.
+    c: *mut f32,
+    /// Elements from a row to the next one.
+    row: usize,
+}
+
 /// Computes a tile in C itself; only its first `rows` rows are needed.
 /// # Safety
 /// As `configure` and `tile_kernels::multiply_in_place`.
@@ -82,15 +91,15 @@ unsafe fn multiply_tile_in_place(
     a: *const u8,
     b: *const u8,
     steps: usize,
-    (c, c_row): (*mut f32, usize),
+    to: TileOfC,
     rows: usize,
     add: bool,
 ) {
     // SAFETY: promised by the caller.
     unsafe {
         match backend {
-            CpuBackend::Amx => tile_kernels::multiply_in_place(a, b, steps, c, c_row, add),
-            _ => avx512_bf16::multiply_in_place(a, b, steps, (c, c_row), rows, add),
+            CpuBackend::Amx => tile_kernels::multiply_in_place(a, b, steps, to.c, to.row, add),
+            _ => avx512_bf16::multiply_in_place(a, b, steps, to, rows, add),
         }
     }
 }

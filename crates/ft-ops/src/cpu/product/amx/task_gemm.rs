@@ -4,7 +4,7 @@ use super::super::task_gemm::{OperandSide, OutputTile, PackedOperand};
 use super::super::{CpuBackend, Matrix, Sizes};
 use super::pack::{self, PackFormat};
 use super::tile_kernels::STEP;
-use super::{configure, multiply_tile_in_place, release};
+use super::{TileOfC, configure, multiply_tile_in_place, release};
 
 /// Number of f32 in a step of a panel.
 const STEP_FLOATS: usize = STEP / 4;
@@ -71,10 +71,18 @@ pub(crate) unsafe fn multiply(
                 let at = to.at + row * to.stride + column;
                 let (rows, columns) = (32.min(m - row), 32.min(n - column));
                 if (rows, columns) == (32, 32) {
-                    multiply_tile_in_place(backend, a, b, steps, (to.c.at(at), to.stride), rows, to.add);
+                    let tile = TileOfC {
+                        c: to.c.at(at),
+                        row: to.stride,
+                    };
+                    multiply_tile_in_place(backend, a, b, steps, tile, rows, to.add);
                     continue;
                 }
-                multiply_tile_in_place(backend, a, b, steps, (edge.0.as_mut_ptr(), 32), rows, false);
+                let tile = TileOfC {
+                    c: edge.0.as_mut_ptr(),
+                    row: 32,
+                };
+                multiply_tile_in_place(backend, a, b, steps, tile, rows, false);
                 for (i, sums) in edge.0.chunks_exact(32).enumerate().take(rows) {
                     let c = to.c.part(at + i * to.stride, columns);
                     for (c, sum) in c.iter_mut().zip(sums) {

@@ -148,7 +148,7 @@ impl GpuEstimate {
 ///
 /// Errors: an invalid config or data file, or a plan above a budget of the recipe.
 pub fn plan(recipe: &Recipe, like: Option<&'static GpuRates>) -> Result<RecipePlan> {
-    plan_for(recipe, like, (1, 1))
+    plan_for(recipe, like, 1, 1)
 }
 
 /// As `plan`, for one of `ranks` ranks on `machines` machines like this one.
@@ -157,7 +157,8 @@ pub fn plan(recipe: &Recipe, like: Option<&'static GpuRates>) -> Result<RecipePl
 pub fn plan_for(
     recipe: &Recipe,
     like: Option<&'static GpuRates>,
-    (ranks, machines): (usize, usize),
+    ranks: usize,
+    machines: usize,
 ) -> Result<RecipePlan> {
     if !ranks.is_multiple_of(machines) {
         return Err(Error::usage("each machine needs the same number of ranks")

@@ -154,12 +154,7 @@ pub fn plan(recipe: &Recipe, like: Option<&'static GpuRates>) -> Result<RecipePl
 /// As `plan`, for one of `ranks` ranks on `machines` machines like this one.
 ///
 /// Errors: as `plan`; more ranks than micro-batches in a step; ranks that the machines cannot share equally.
-pub fn plan_for(
-    recipe: &Recipe,
-    like: Option<&'static GpuRates>,
-    ranks: usize,
-    machines: usize,
-) -> Result<RecipePlan> {
+pub fn plan_for(recipe: &Recipe, like: Option<&'static GpuRates>, ranks: usize, machines: usize) -> Result<RecipePlan> {
     if !ranks.is_multiple_of(machines) {
         return Err(Error::usage("each machine needs the same number of ranks")
             .found(format!("{} on {machines} machines", counted(ranks, "rank")))

@@ -14,8 +14,8 @@ use crate::plan::knee::FastStep;
 use crate::plan::memory_plan::{MemoryLimits, ProcessState};
 use crate::quant::Format;
 use crate::recipe::{
-    Activations, Auto, Chunk, Correction, Dtype, LoraInit, Memory, Method, PackedWeights, PeftType, RankWeights, Recipe,
-    Tier, WeightStorage,
+    Activations, Auto, Chunk, Correction, Dtype, LoraInit, Memory, Method, PackedWeights, PeftType, RankWeights,
+    Recipe, Tier, WeightStorage,
 };
 use crate::setup::active_schedule::ActiveSchedule;
 use crate::setup::prompts;

@@ -139,7 +139,11 @@ impl Auto<String> {
 
 impl From<&str> for Auto<String> {
     fn from(text: &str) -> Self {
-        if text == AUTO { Self::Auto } else { Self::Of(text.into()) }
+        if text == AUTO {
+            Self::Auto
+        } else {
+            Self::Of(text.into())
+        }
     }
 }
 

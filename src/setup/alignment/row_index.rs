@@ -156,11 +156,7 @@ fn number(left: &mut &[u8]) -> Option<u64> {
 }
 
 /// Spans of tokens of both rows with the same text.
-pub(super) fn aligned(
-    own: &Example,
-    other: &Example,
-    bytes: Vocabularies<'_>,
-) -> Vec<(Range<usize>, Range<usize>)> {
+pub(super) fn aligned(own: &Example, other: &Example, bytes: Vocabularies<'_>) -> Vec<(Range<usize>, Range<usize>)> {
     let mut out = Vec::new();
     for (a, b) in runs(&own.trained).into_iter().zip(runs(&other.trained)) {
         let found = spans::align(&own.ids[a.clone()], &other.ids[b.clone()], bytes);

@@ -359,14 +359,7 @@ pub(crate) fn forward(
         });
 }
 
-fn run(
-    backend: CpuBackend,
-    x: &Slices,
-    heads: &DeltaHeads,
-    task: HeadTask,
-    given: Option<&mut [f32]>,
-    o: Shared,
-) {
+fn run(backend: CpuBackend, x: &Slices, heads: &DeltaHeads, task: HeadTask, given: Option<&mut [f32]>, o: Shared) {
     let key_head = task.key_head;
     let gemm = TaskGemm::new(backend, Rounding::Exact);
     let (p, q, group) = (heads.key_dim, heads.value_dim, heads.value_heads / heads.key_heads);

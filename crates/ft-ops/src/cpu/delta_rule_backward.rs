@@ -3,8 +3,8 @@
 
 use super::attention::Cutter;
 use super::delta_rule::{
-    CHUNK, Chunk, Decays, HeadChunk, HeadTask, Keys, Products, Slices, Work, chunks, decayed, gates, packed_lens, scale,
-    solve_transposed, tasks,
+    CHUNK, Chunk, Decays, HeadChunk, HeadTask, Keys, Products, Slices, Work, chunks, decayed, gates, packed_lens,
+    scale, solve_transposed, tasks,
 };
 use super::math::{add_slice, dot, fma, vectorized};
 use super::product::task_gemm::TaskGemm;
@@ -115,14 +115,7 @@ pub(crate) fn backward(
     (narrow(a_log), narrow(dt_bias))
 }
 
-fn run(
-    backend: CpuBackend,
-    x: &Slices,
-    heads: &DeltaHeads,
-    task: HeadTask,
-    d_o: &[f32],
-    to: [Shared; 3],
-) {
+fn run(backend: CpuBackend, x: &Slices, heads: &DeltaHeads, task: HeadTask, d_o: &[f32], to: [Shared; 3]) {
     let HeadTask {
         start, end, key_head, ..
     } = task;

@@ -20,15 +20,7 @@ pub(crate) struct RowSizes {
 
 /// Rotates x to y, both `[N, width]`, heads of `head` elements; cos and sin `[N, half]`. `sign` -1 applies the
 /// transpose.
-pub(crate) fn apply(
-    x: &[f32],
-    cos: &[f32],
-    sin: &[f32],
-    sign: f32,
-    sizes: RowSizes,
-    pairing: Pairing,
-    y: &mut [f32],
-) {
+pub(crate) fn apply(x: &[f32], cos: &[f32], sin: &[f32], sign: f32, sizes: RowSizes, pairing: Pairing, y: &mut [f32]) {
     let RowSizes { width, head, half } = sizes;
     if y.is_empty() {
         return;

@@ -143,7 +143,9 @@ fn number(word: &f32) -> usize {
 
 /// The tokens that go to each rank. `experts`: those of each rank; `adds`: the sum of a token begins with its experts.
 fn sent(experts: &[Range<usize>], assignment: &Assignment, tokens: usize, adds: bool) -> Result<Vec<Sent>> {
-    let AssignmentLists { starts, tokens: all, .. } = assignment.lists()?;
+    let AssignmentLists {
+        starts, tokens: all, ..
+    } = assignment.lists()?;
     // The tokens that have an expert on an earlier rank.
     let mut begun = vec![false; tokens];
     let mut out = Vec::new();

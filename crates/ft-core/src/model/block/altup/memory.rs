@@ -13,7 +13,10 @@ use crate::model::spec::{ALTUP, AltUpSpec, LAUREL, PER_LAYER};
 impl LayerMemory<'_> {
     fn laurel(&self) -> Option<[LinearShape; 2]> {
         let (rank, d) = (self.settings.spec.laurel?, self.settings.spec.hidden);
-        Some([LinearShape::new(LAUREL[0], d, rank), LinearShape::new(LAUREL[1], rank, d)])
+        Some([
+            LinearShape::new(LAUREL[0], d, rank),
+            LinearShape::new(LAUREL[1], rank, d),
+        ])
     }
 
     fn altup_linears(&self) -> Vec<LinearShape> {

@@ -71,14 +71,7 @@ pub(super) unsafe fn multiply(call: &Call, add: bool) {
 /// # Safety
 /// The CPU must have AVX512-BF16; the other conditions are those of that function.
 #[target_feature(enable = "avx512f,avx512bf16")]
-pub(super) unsafe fn multiply_in_place(
-    a: *const u8,
-    b: *const u8,
-    steps: usize,
-    to: TileOfC,
-    there: usize,
-    add: bool,
-) {
+pub(super) unsafe fn multiply_in_place(a: *const u8, b: *const u8, steps: usize, to: TileOfC, there: usize, add: bool) {
     let TileOfC { c, row: c_row } = to;
     // SAFETY: promised by the caller.
     unsafe {

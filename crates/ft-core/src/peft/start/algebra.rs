@@ -16,7 +16,7 @@ pub fn matrix(values: &[f32], rows: usize, columns: usize) -> Mat<f64> {
     Mat::from_fn(rows, columns, |i, j| f64::from(values[i * columns + j]))
 }
 
-/// Converts to row-major f32.
+/// Converts a matrix `[rows, columns]` to row-major f32.
 pub fn values(m: MatRef<'_, f64>) -> Vec<f32> {
     let mut out = Vec::with_capacity(m.nrows() * m.ncols());
     for i in 0..m.nrows() {

@@ -83,7 +83,7 @@ pub fn quantize(request: &Request) -> Result<Report> {
             let model = ModelDir::open(&request.model.to_string_lossy(), "main", &TextChanges::default())?;
             let sensitivity = sensitivity::measure(&model, data, request.to, decoded, request.calibration_tokens)?;
             let choice = sensitivity.choose(&weights, &params, budget)?;
-            (choice.formats.clone(), Some(Measured { sensitivity, choice }))
+            (choice.formats.clone(), Some(MeasuredChoice { sensitivity, choice }))
         }
     };
     let work = Work {
@@ -100,7 +100,7 @@ pub fn quantize(request: &Request) -> Result<Report> {
 type Formats = BTreeMap<Arc<str>, Format>;
 
 /// The measured sensitivities, and the formats that they led to.
-struct Measured {
+struct MeasuredChoice {
     sensitivity: Sensitivity,
     choice: FormatChoice,
 }
@@ -118,7 +118,7 @@ struct Work<'a> {
     before: u64,
 }
 
-fn write(request: &Request, work: &Work, measured: Option<Measured>) -> Result<Report> {
+fn write(request: &Request, work: &Work, measured: Option<MeasuredChoice>) -> Result<Report> {
     let Work {
         config,
         weights,
@@ -238,7 +238,7 @@ impl Errors {
     }
 }
 
-fn text(report: &Report, measured: Option<&Measured>) -> String {
+fn text(report: &Report, measured: Option<&MeasuredChoice>) -> String {
     let mut out = String::from("# How the weights are stored\n\n| storage | projections |\n|---|---|\n");
     for (format, n) in &report.counts {
         out.push_str(&format!("| {format} | {n} |\n"));

@@ -55,7 +55,7 @@ pub fn apply(
         Direction::Forward => 1.0,
         Direction::Backward => -1.0,
     };
-    let sizes = cpu::RowSizes {
+    let sizes = cpu::RotationSizes {
         width,
         head: head_dim,
         half,

@@ -9,7 +9,7 @@ const TOKENS: usize = 32;
 
 /// Elements of a row of x.
 #[derive(Clone, Copy)]
-pub(crate) struct RowSizes {
+pub(crate) struct RotationSizes {
     /// All heads.
     pub width: usize,
     /// One head.
@@ -20,8 +20,16 @@ pub(crate) struct RowSizes {
 
 /// Rotates x to y, both `[N, width]`, heads of `head` elements; cos and sin `[N, half]`. `sign` -1 applies the
 /// transpose.
-pub(crate) fn apply(x: &[f32], cos: &[f32], sin: &[f32], sign: f32, sizes: RowSizes, pairing: Pairing, y: &mut [f32]) {
-    let RowSizes { width, head, half } = sizes;
+pub(crate) fn apply(
+    x: &[f32],
+    cos: &[f32],
+    sin: &[f32],
+    sign: f32,
+    sizes: RotationSizes,
+    pairing: Pairing,
+    y: &mut [f32],
+) {
+    let RotationSizes { width, head, half } = sizes;
     if y.is_empty() {
         return;
     }

@@ -40,7 +40,7 @@ vectorized!(fn silu_backward(u: &mut [f32], dy: &[f32]) = silu_backward_body);
 
 /// A token.
 #[derive(Clone, Copy)]
-struct Token {
+struct PlacedToken {
     /// Index in the batch.
     t: usize,
     /// Index in its document.
@@ -48,8 +48,8 @@ struct Token {
 }
 
 /// The sum of a token.
-fn sum(x: &[f32], taps: &[f32], channels: usize, token: Token, to: &mut [f32]) {
-    let Token { t, place } = token;
+fn sum(x: &[f32], taps: &[f32], channels: usize, token: PlacedToken, to: &mut [f32]) {
+    let PlacedToken { t, place } = token;
     let kernel = taps.len() / channels;
     to.fill(0.0);
     for (k, w) in taps
@@ -63,14 +63,14 @@ fn sum(x: &[f32], taps: &[f32], channels: usize, token: Token, to: &mut [f32]) {
 }
 
 /// Runs `f` with the token and its row of `to`.
-fn rows(to: &mut [f32], channels: usize, documents: &[usize], f: impl Fn(Token, &mut [f32]) + Sync) {
+fn rows(to: &mut [f32], channels: usize, documents: &[usize], f: impl Fn(PlacedToken, &mut [f32]) + Sync) {
     let places = places(documents);
     to.par_chunks_mut((TOKENS * channels).max(1))
         .enumerate()
         .for_each(|(chunk, rows)| {
             for (i, row) in rows.chunks_exact_mut(channels).enumerate() {
                 let t = chunk * TOKENS + i;
-                f(Token { t, place: places[t] }, row);
+                f(PlacedToken { t, place: places[t] }, row);
             }
         });
 }
@@ -95,7 +95,7 @@ pub(crate) fn before_silu(x: &[f32], taps: &[f32], channels: usize, documents: &
 pub(crate) fn backward(du: &[f32], taps: &[f32], channels: usize, documents: &[usize], dx: &mut [f32]) {
     let kernel = taps.len() / channels.max(1);
     let ends: Vec<usize> = documents.windows(2).flat_map(|d| (d[0]..d[1]).map(|_| d[1])).collect();
-    rows(dx, channels, documents, |Token { t, .. }, row| {
+    rows(dx, channels, documents, |PlacedToken { t, .. }, row| {
         row.fill(0.0);
         for later in 0..kernel.min(ends[t] - t) {
             let w = &taps[(kernel - 1 - later) * channels..][..channels];

@@ -1,7 +1,7 @@
 //! Rotary position embeddings on a GPU.
 
 use super::{Arg, FloatType, Gpu, Grid, address, address_of, aligned};
-use crate::cpu::rope::RowSizes;
+use crate::cpu::rope::RotationSizes;
 use crate::rope::Pairing;
 use candle_core::{DType, Tensor};
 use ft_base::Result;
@@ -13,10 +13,10 @@ pub(crate) fn apply(
     sin: &Tensor,
     sign: f32,
     tokens: usize,
-    sizes: RowSizes,
+    sizes: RotationSizes,
     pairing: Pairing,
 ) -> Result<Tensor> {
-    let RowSizes { width, head, half } = sizes;
+    let RotationSizes { width, head, half } = sizes;
     let gpu = Gpu::of(x, "x of a rotation")?;
     let kind = FloatType::of(x, "x of a rotation")?;
     let y = gpu.empty((tokens, width), x.dtype())?;

@@ -16,7 +16,7 @@ use super::storage::{Values, unwritten, values};
 use crate::distill::{DistillTeacher, TopK};
 use candle_core::Tensor;
 use ft_base::Result;
-use rows::{Live, Student, Tile, cap_rows};
+use rows::{Live, LogitsTile, Student, cap_rows};
 
 pub(crate) use top::Selection;
 
@@ -177,7 +177,7 @@ fn group(
     let targets: Vec<u32> = tokens.iter().map(|n| job.targets[*n]).collect();
     let (all, d, v) = (tokens.len(), student.width, student.rows);
     let parts = || (0..all).step_by(chunk).map(|start| (start, chunk.min(all - start)));
-    let tile = |(start, count), first, wide, width| Tile {
+    let tile = |(start, count), first, wide, width| LogitsTile {
         start,
         count,
         first,

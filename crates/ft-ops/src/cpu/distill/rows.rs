@@ -236,7 +236,7 @@ pub(super) fn soft_block(part: &mut [f32], inverse: f32, finite: bool) -> BlockS
 
 /// Some tokens of a group and one piece of the vocabulary.
 #[derive(Clone, Copy)]
-pub(super) struct Tile {
+pub(super) struct LogitsTile {
     /// First token in the group.
     pub start: usize,
     /// Tokens.
@@ -304,8 +304,8 @@ impl Live {
     }
 
     /// Adds a piece to the divergence: the logits `ours` `[count, wide]` of the student, and `theirs` `[count, width]`.
-    pub(super) fn measure(&mut self, student: &Student<'_>, tile: Tile, ours: &[f32], theirs: &[f32]) {
-        let Tile {
+    pub(super) fn measure(&mut self, student: &Student<'_>, tile: LogitsTile, ours: &[f32], theirs: &[f32]) {
+        let LogitsTile {
             start,
             count,
             first,
@@ -342,8 +342,8 @@ impl Live {
 
     /// Replaces the student's logits `ours` `[count, wide]` of a piece by their gradients times `scale`; `theirs`
     /// `[count, width]`.
-    pub(super) fn turn(&self, student: &Student<'_>, tile: Tile, ours: &mut [f32], theirs: &[f32], scale: f32) {
-        let Tile {
+    pub(super) fn turn(&self, student: &Student<'_>, tile: LogitsTile, ours: &mut [f32], theirs: &[f32], scale: f32) {
+        let LogitsTile {
             start,
             count,
             first,

@@ -26,7 +26,9 @@ const EVAL_SPLITS: [&str; 3] = ["validation", "test", ""];
 
 /// The splits to look for, the first one that exists.
 fn splits(wanted: &Auto<String>) -> Vec<&str> {
-    wanted.given().map_or(EVAL_SPLITS.to_vec(), |split| vec![split.as_str()])
+    wanted
+        .given()
+        .map_or(EVAL_SPLITS.to_vec(), |split| vec![split.as_str()])
 }
 
 /// The sources of these rows, with their files. Hub datasets are downloaded.

@@ -1,7 +1,7 @@
 //! Products inside one task, on operands that the task itself packed.
 
 use super::super::task_gemm::{OperandSide, OutputTile, PackedOperand};
-use super::super::{CpuBackend, Matrix, Sizes};
+use super::super::{CpuBackend, Matrix, OperandBlock, Sizes};
 use super::pack::{self, PackFormat};
 use super::tile_kernels::STEP;
 use super::{TileOfC, configure, multiply_tile_in_place, release};
@@ -26,16 +26,14 @@ pub(crate) fn pack_operand(side: OperandSide, m: &Matrix, (vectors, k): (usize, 
     for (panel, to) in to.chunks_exact_mut((k.div_ceil(32) * STEP_FLOATS).max(1)).enumerate() {
         let first = panel * 32;
         if first < vectors {
+            let block = OperandBlock {
+                first,
+                count: 32.min(vectors - first),
+                k0: 0,
+                k,
+            };
             // SAFETY: AVX-512 is always present with AMX; the ranges of vectors and k were checked.
-            unsafe {
-                pack::panel(
-                    m,
-                    (first, 32.min(vectors - first)),
-                    (0, k),
-                    format,
-                    to.as_mut_ptr().cast(),
-                )
-            }
+            unsafe { pack::panel(m, block, format, to.as_mut_ptr().cast()) }
         }
     }
 }

@@ -6,7 +6,7 @@ use super::out::{out, out_raw, out_text};
 use crate::base::units::bytes;
 use crate::base::{Error, Result, files, progress};
 use crate::commands::plan::{self, Fit};
-use crate::recipe::{self, DeviceRef, ModelRef, Recipe, suggest};
+use crate::recipe::{self, ModelRef, Recipe, suggest};
 use assets::ASSETS;
 use serde_json::json;
 use std::path::{Path, PathBuf};
@@ -335,7 +335,7 @@ mod tests {
                 continue;
             };
             let mut recipe = plan::with_shapes(&recipe);
-            recipe.model.device = DeviceRef::Gpu(Some(0));
+            recipe.model.device = recipe::DeviceRef::Gpu(Some(0));
             recipe.memory.budget = Some(((size as f64 - 1.0) * 1e9) as u64);
             let planned = plan::plan(&recipe, None).unwrap();
             assert!(planned.plan.peak_bytes <= recipe.memory.budget.unwrap(), "{name}");

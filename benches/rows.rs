@@ -9,7 +9,7 @@
 use ft::base::memory::peak_resident;
 use ft::base::rng::{Rng, Stream};
 use ft::data::order::{BatchStream, Length, StreamSpec};
-use ft::data::{Dataset, DatasetSpec, Long, Render, Source, TokenCache, TrainOn};
+use ft::data::{Dataset, DatasetSpec, Source, TokenCache};
 use ft::formats::Tokenizer;
 use std::fs;
 use std::io::Write;
@@ -67,13 +67,8 @@ fn main() {
     let sources = [Source::new(vec![rows.display().to_string()])];
     let spec = DatasetSpec {
         sources: &sources,
-        render: Render::Auto,
-        max_length: 2048,
-        long: Long::Auto,
-        overlap: 1,
-        train_on: TrainOn::Assistant,
         embedding_rows: 1 << 20,
-        screen: None,
+        ..DatasetSpec::default()
     };
     let load = || {
         let started = Instant::now();
@@ -99,13 +94,8 @@ fn main() {
     let (second, rows) = load();
     let started = Instant::now();
     let order = StreamSpec {
-        batch_size: 1,
-        accumulation: 8,
-        packing: true,
-        max_length: 2048,
-        shuffle: true,
-        seed: 42,
         length: Length::Epochs(1.0),
+        ..StreamSpec::default()
     };
     let stream = BatchStream::new(&rows, order).unwrap();
     let window = stream.window(0).unwrap();

@@ -5,7 +5,7 @@
 use candle_core::Device;
 use ft::base::Result;
 use ft::data::order::{BatchStream, Length, StreamSpec};
-use ft::data::{self, ChatRender, Dataset, Long, Render, Source, TrainOn};
+use ft::data::{self, ChatRender, Dataset, Source};
 use ft::engine::{Active, Engine, StepStrategy};
 use ft::optim::{Optimizer, OptimizerConfig, Schedule, ScheduleConfig};
 use ft::{hf, ops::Dtype, peft::LoraConfig, sft::CausalLm};
@@ -17,13 +17,9 @@ fn main() -> Result<()> {
     let network = &mut opened.model.network;
     let spec = data::DatasetSpec {
         sources: &[Source::new(vec!["assets/world/train.jsonl".to_string()])],
-        render: Render::Auto,
         max_length: 128,
-        long: Long::Auto,
-        overlap: 1,
-        train_on: TrainOn::Assistant,
         embedding_rows: network.spec.vocab,
-        screen: None,
+        ..data::DatasetSpec::default()
     };
     let template = opened.template.as_ref().map(|t| t as &dyn ChatRender);
     let rows = Dataset::load(&spec, &opened.tokenizer, template)?;
@@ -45,10 +41,9 @@ fn main() -> Result<()> {
         batch_size: 8,
         accumulation: 1,
         packing: false,
-        max_length: 128,
-        shuffle: true,
         seed: 0,
         length: Length::Steps(20),
+        ..StreamSpec::default()
     };
     let stream = BatchStream::new(&rows, order)?;
     let schedule = Schedule::new(&ScheduleConfig::default(), stream.steps());

@@ -7,7 +7,7 @@
 //! ```
 //! use candle_core::Device;
 //! use ft::base::Result;
-//! use ft::data::{self, Batch, Dataset, Long, Render, TrainOn};
+//! use ft::data::{self, Batch, Dataset};
 //! use ft::engine::{Active, Engine, StepStrategy};
 //! use ft::generate::{GenerateSettings, generate};
 //! use ft::optim::{Optimizer, OptimizerConfig, Schedule, ScheduleConfig};
@@ -23,13 +23,9 @@
 //! // Rows of a file, as token ids with a loss mask.
 //! let spec = data::DatasetSpec {
 //!     sources: &[data::Source::new(vec!["assets/world/eval.jsonl".to_string()])],
-//!     render: Render::Auto,
 //!     max_length: 128,
-//!     long: Long::Auto,
-//!     overlap: 1,
-//!     train_on: TrainOn::Assistant,
 //!     embedding_rows: network.spec.vocab,
-//!     screen: None,
+//!     ..data::DatasetSpec::default()
 //! };
 //! let template = opened.template.as_ref().map(|t| t as &dyn data::ChatRender);
 //! let rows = Dataset::load(&spec, &opened.tokenizer, template)?;

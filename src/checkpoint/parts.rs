@@ -63,7 +63,8 @@ pub fn save_parts(
     run_dir: &Path,
     step: u64,
     state: &Value,
-    (whole, divided): (&[Files], &[DividedFile]),
+    whole: &[Files],
+    divided: &[DividedFile],
     fill: &mut dyn FnMut(&str, &TensorPlan, &mut Sink) -> Result<()>,
 ) -> Result<PathBuf> {
     let (rank, size) = (comm.world().rank, comm.world().size);

@@ -138,7 +138,7 @@ fn save_on(comm: &dyn Collective, dir: &Path, step: u64, broken: Option<usize>) 
         tensors: &small,
     }];
     let state = json!({"step": step});
-    save_parts(comm, dir, step, &state, (&whole, &divided), &mut |file, plan, sink| {
+    save_parts(comm, dir, step, &state, &whole, &divided, &mut |file, plan, sink| {
         let all = values(step, file, plan);
         let Some(index) = plans.iter().position(|p| p.name == plan.name) else {
             assert_eq!(rank, 0, "rank 0 writes what is not divided");

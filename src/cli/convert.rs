@@ -51,12 +51,12 @@ pub struct Args {
 }
 
 pub fn run(args: Args) -> Result<i32> {
-    let (model, _, named) = named::directories(Some(&args.model), &[])?;
-    named.notes.iter().for_each(|line| super::note(line));
+    let named = named::directories(Some(&args.model), &[])?;
+    named.found.notes.iter().for_each(|line| super::note(line));
     let report = if args.to == "smile" {
-        to_smile(&args, &model)?
+        to_smile(&args, &named.model)?
     } else {
-        to_moe(&args, &model)?
+        to_moe(&args, &named.model)?
     };
     let [before, after] = report.parameters;
     super::note(&format!(

@@ -117,7 +117,7 @@ fn show(line: &Line, as_json: bool) -> Result<()> {
 
 /// Passes every line to `tell` as soon as it is known.
 fn examine(settings: &HubSettings, tell: &mut dyn FnMut(Line) -> Result<()>) -> Result<()> {
-    let (name, cores, features) = report::cpu();
+    let report::Cpu { name, cores, features } = report::cpu();
     let environment = report::environment();
     tell(ok("version", version(&environment)))?;
     tell(ok("system", environment["os"].as_str().unwrap_or_default()))?;

@@ -4,7 +4,7 @@ use super::out::{out, out_text};
 use super::recipe_args::RecipeArgs;
 use crate::base::{Error, Result};
 use crate::commands::evaluate::{Request, evaluate};
-use crate::recipe::{self, Dtype, Render, RowFormat, TrainOn};
+use crate::recipe::{self, Auto, DeviceRef, Dtype, Render, RowFormat, TrainOn};
 use std::path::PathBuf;
 
 const LONG: &str = "Examples:
@@ -138,13 +138,14 @@ pub fn run(mut args: Args) -> Result<i32> {
     if let Some(render) = args.render {
         recipe.data.render = render;
     }
-    if args.chat_template.is_some() {
-        recipe.data.chat_template = args.chat_template.clone();
+    if let Some(template) = &args.chat_template {
+        recipe.data.chat_template = Auto::Of(template.clone());
     }
     recipe
         .data
         .template_kwargs
         .extend(super::template_kwargs(&args.template_kwarg)?);
+    let device = args.device.as_deref().map(DeviceRef::new);
     let report = evaluate(&Request {
         model: &model,
         adapter: args.adapter.as_deref(),
@@ -152,7 +153,7 @@ pub fn run(mut args: Args) -> Result<i32> {
         recipe: &recipe,
         all_rows: args.data.is_some(),
         own_length,
-        device: args.device.as_deref().unwrap_or(&recipe.model.device),
+        device: device.as_ref().unwrap_or(&recipe.model.device),
         dtype: args.dtype,
         max_new_tokens: args.max_new_tokens as usize,
     })?;

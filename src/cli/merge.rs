@@ -36,14 +36,15 @@ pub struct Args {
 
 pub fn run(args: Args) -> Result<i32> {
     let names: Vec<PathBuf> = args.adapter.iter().map(|(dir, _)| dir.clone()).collect();
-    let (model, adapters, named) = named::directories(args.model.as_deref(), &names)?;
-    named.notes.iter().for_each(|line| super::note(line));
-    let adapters: Vec<(PathBuf, f32)> = adapters
+    let named = named::directories(args.model.as_deref(), &names)?;
+    named.found.notes.iter().for_each(|line| super::note(line));
+    let adapters: Vec<(PathBuf, f32)> = named
+        .adapters
         .into_iter()
         .zip(&args.adapter)
         .map(|(dir, (_, w))| (dir, *w))
         .collect();
-    let report = merge(&model, &adapters, &args.out, args.dtype)?;
+    let report = merge(&named.model, &adapters, &args.out, args.dtype)?;
     super::note(&format!(
         "merged {} of {} tensors, {}, stored as {}; rounding error {:.2e} of the weight change; \
          outputs differ by at most {:.2e} (largest output {:.3})",

@@ -50,7 +50,7 @@ pub fn run(mut args: Args) -> Result<i32> {
         .as_ref()
         .and_then(|name| GPUS.iter().find(|gpu| gpu.name == name));
     let link = args.link.as_deref().map(Link::parse).transpose()?;
-    let planned = plan_for(&loaded.recipe, like, (args.ranks.into(), args.nodes.into()))?;
+    let planned = plan_for(&loaded.recipe, like, args.ranks.into(), args.nodes.into())?;
     planned.notes.iter().for_each(|line| super::note(line));
     if let (Some(text), true) = (&args.link, args.nodes > 1) {
         super::note(&format!(

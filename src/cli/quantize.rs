@@ -47,10 +47,10 @@ pub struct Args {
 pub fn run(args: Args) -> Result<i32> {
     let to = format(&args)?;
     let budget = args.budget.zip(args.data.as_deref());
-    let (model, _, named) = named::directories(Some(&args.model), &[])?;
-    named.notes.iter().for_each(|line| super::note(line));
+    let named = named::directories(Some(&args.model), &[])?;
+    named.found.notes.iter().for_each(|line| super::note(line));
     let report = quantize(&Request {
-        model: &model,
+        model: &named.model,
         out: &args.out,
         to,
         budget,

@@ -335,7 +335,7 @@ mod tests {
                 continue;
             };
             let mut recipe = plan::with_shapes(&recipe);
-            recipe.model.device = "cuda:0".into();
+            recipe.model.device = recipe::DeviceRef::Gpu(Some(0));
             recipe.memory.budget = Some(((size as f64 - 1.0) * 1e9) as u64);
             let planned = plan::plan(&recipe, None).unwrap();
             assert!(planned.plan.peak_bytes <= recipe.memory.budget.unwrap(), "{name}");

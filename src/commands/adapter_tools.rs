@@ -7,7 +7,7 @@ use crate::formats::weights::Weights;
 use crate::hf::{self, BaseHashes};
 use crate::model::Adapters;
 use crate::peft::lora::scaling;
-use crate::peft::start::algebra;
+use crate::peft::start::algebra::{self, CompressedPair};
 use crate::peft::{Adapter, Lora, Mask};
 use crate::setup::locate;
 use candle_core::{Device, Tensor};
@@ -319,13 +319,13 @@ pub fn combine(adapters: &[(PathBuf, f32)], out: &Path, rank: Option<usize>) -> 
         }
         let mut lora = Lora::new(&module, (a, b), 1.0, Mask::default());
         if let Some(r) = rank {
-            let (a, b, lost) = algebra::compressed(&lora, r, 1.0)?;
+            let CompressedPair { a, b, error } = algebra::compressed(&lora, r, 1.0)?;
             let pair = (
                 Tensor::from_vec(a, (r, lora.a.dim(1)?), &Device::Cpu)?,
                 Tensor::from_vec(b, (lora.b.dim(0)?, r), &Device::Cpu)?,
             );
             lora = Lora::new(&module, pair, 1.0, Mask::default());
-            most = Some(lost.max(most.unwrap_or(0.0)));
+            most = Some(error.max(most.unwrap_or(0.0)));
         }
         ranks.insert(module.clone(), lora.rank());
         all.insert(module, Arc::new(Adapter::Lora(lora)));

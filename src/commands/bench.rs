@@ -4,7 +4,7 @@ use crate::base::units::{bytes, count};
 use crate::base::{Error, Result, files};
 use crate::history::each_line;
 use crate::recipe::{self, LoadedRecipe};
-use crate::report::{cpu, environment, warn};
+use crate::report::{Cpu, cpu, environment, warn};
 use crate::train::{self, Options};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
@@ -148,7 +148,7 @@ pub fn measure(file: &Path, overrides: &[String], steps: u64) -> Result<Measured
     let median = middle(&seconds).ok_or_else(|| Error::new("the run has too few steps to measure"))?;
     let mut rates = numbers.tokens_per_second;
     rates.sort_by(f64::total_cmp);
-    let (name, cores, _) = cpu();
+    let Cpu { name, cores, .. } = cpu();
     let threads = rayon::current_num_threads();
     Ok(Measured {
         json: json!({

@@ -14,7 +14,7 @@ use crate::data::peek::{self, RowKind};
 use crate::data::{Batch, Dataset};
 use crate::engine::{self, Totals};
 use crate::model::{Network, Objective};
-use crate::recipe::{Dtype, Recipe, Stage};
+use crate::recipe::{DeviceRef, Dtype, Recipe, Stage};
 use crate::report as terminal;
 use crate::rlhf::preference::Reward;
 use crate::setup::rows;
@@ -43,7 +43,7 @@ pub struct Request<'a> {
     pub all_rows: bool,
     /// Apply `data.max_length`; otherwise rows are not cut.
     pub own_length: bool,
-    pub device: &'a str,
+    pub device: &'a DeviceRef,
     pub dtype: Option<Dtype>,
     /// Longest answer to a prompt, in tokens.
     pub max_new_tokens: usize,
@@ -61,7 +61,13 @@ struct EvaluatedModel {
 fn open(model: &str, adapter: Option<&Path>, request: &Request) -> Result<EvaluatedModel> {
     let named = named::find(model, adapter)?;
     let changes = TextChanges {
-        template: request.recipe.data.chat_template.clone().or(named.template.clone()),
+        template: request
+            .recipe
+            .data
+            .chat_template
+            .given()
+            .or(named.template.as_ref())
+            .cloned(),
         kwargs: request.recipe.data.template_kwargs.clone(),
         adapters: named.adapter.iter().cloned().collect(),
         ..TextChanges::default()

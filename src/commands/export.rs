@@ -2,7 +2,7 @@
 
 use crate::base::{Result, files};
 use crate::commands::merge;
-use crate::recipe::Dtype;
+use crate::recipe::{DeviceRef, Dtype};
 use crate::setup;
 use crate::setup::locate::{self, NamedKind};
 use crate::train::from_checkpoint::{self, Scratch};
@@ -87,5 +87,5 @@ fn copied(dir: &Path, out: &Path) -> Result<Report> {
 
 /// Opens the device of `--device`, for commands that do not train.
 pub fn device(name: Option<&str>) -> Result<Device> {
-    setup::device(name.unwrap_or("auto"))
+    setup::device(&name.map_or(DeviceRef::Auto, DeviceRef::new))
 }

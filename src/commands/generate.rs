@@ -1,7 +1,7 @@
 //! `ft generate`: continues a prompt, or answers in a chat.
 
 use crate::base::{Error, Result, progress, signal};
-use crate::commands::named;
+use crate::commands::{export, named};
 use crate::formats::Tokenizer;
 use crate::generate::{
     Formats, GenerateSettings, KvDtype, Limits, QuantizedCopy, Request, SampledModel, Session, Speed,
@@ -9,8 +9,8 @@ use crate::generate::{
 use crate::model::Network;
 use crate::quant::Format;
 use crate::recipe::Dtype;
+use crate::setup::ModelDir;
 use crate::setup::vocabulary::TextChanges;
-use crate::setup::{ModelDir, device};
 use serde_json::{Map, Value, json};
 use std::path::Path;
 
@@ -98,7 +98,7 @@ impl Writer {
             ..TextChanges::default()
         };
         let model_dir = ModelDir::open(&named.model, "main", &changes)?;
-        let place = device(holding.device.as_deref().unwrap_or("auto"))?;
+        let place = export::device(holding.device.as_deref())?;
         let network = model_dir.infer(named.adapter.as_deref(), holding.dtype, &place)?;
         let quantized = holding.weights.map(|w| QuantizedCopy::new(&network, Formats::of(w)));
         let settings = GenerateSettings {

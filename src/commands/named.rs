@@ -59,11 +59,19 @@ pub fn find(model: &str, adapter: Option<&Path>) -> Result<ModelAndAdapter> {
     Ok(out)
 }
 
+/// The directories that `directories` found.
+pub struct NamedDirectories {
+    pub model: PathBuf,
+    pub adapters: Vec<PathBuf>,
+    /// The notes, and directories that are removed on drop.
+    pub found: ModelAndAdapter,
+}
+
 /// Finds directories for a program that works on files: a full model (`None`: the base of the first adapter), and
 /// adapters. Accepts runs, checkpoints and hub ids too.
 ///
 /// Errors: as `find`; `model` is an adapter.
-pub fn directories(model: Option<&Path>, adapters: &[PathBuf]) -> Result<(PathBuf, Vec<PathBuf>, ModelAndAdapter)> {
+pub fn directories(model: Option<&Path>, adapters: &[PathBuf]) -> Result<NamedDirectories> {
     let mut out = ModelAndAdapter {
         model: String::new(),
         adapter: None,
@@ -82,7 +90,11 @@ pub fn directories(model: Option<&Path>, adapters: &[PathBuf]) -> Result<(PathBu
         (None, None) => return Err(Error::usage("no model is given").expected("`--model MODEL`")),
     };
     match out.written(locate(&name)?, &name)? {
-        NamedKind::Model(dir) | NamedKind::Checkpoint(dir) => Ok((dir, adapters, out)),
+        NamedKind::Model(dir) | NamedKind::Checkpoint(dir) => Ok(NamedDirectories {
+            model: dir,
+            adapters,
+            found: out,
+        }),
         NamedKind::Adapter(dir) => Err(Error::new("this is an adapter, not a complete model")
             .at_path(&dir)
             .hint(format!(

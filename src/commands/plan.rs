@@ -9,7 +9,7 @@ use crate::plan::gpu_time::{self, GpuRates, StepTime};
 use crate::plan::memory_plan::Verdict;
 use crate::plan::{self as plans, Model, Plan, PlanDevice, ProcessState, RunPlan};
 use crate::recipe::table::KeyPath;
-use crate::recipe::{self, Memory, ModelInit, ModelRef, Recipe};
+use crate::recipe::{self, DeviceRef, Memory, ModelInit, ModelRef, Recipe};
 use crate::setup::defaults::ResumedValues;
 use crate::setup::rows::{self, RecipeRows};
 use crate::setup::vocabulary::{self, NewRows, TextChanges};
@@ -148,17 +148,13 @@ impl GpuEstimate {
 ///
 /// Errors: an invalid config or data file, or a plan above a budget of the recipe.
 pub fn plan(recipe: &Recipe, like: Option<&'static GpuRates>) -> Result<RecipePlan> {
-    plan_for(recipe, like, (1, 1))
+    plan_for(recipe, like, 1, 1)
 }
 
 /// As `plan`, for one of `ranks` ranks on `machines` machines like this one.
 ///
 /// Errors: as `plan`; more ranks than micro-batches in a step; ranks that the machines cannot share equally.
-pub fn plan_for(
-    recipe: &Recipe,
-    like: Option<&'static GpuRates>,
-    (ranks, machines): (usize, usize),
-) -> Result<RecipePlan> {
+pub fn plan_for(recipe: &Recipe, like: Option<&'static GpuRates>, ranks: usize, machines: usize) -> Result<RecipePlan> {
     if !ranks.is_multiple_of(machines) {
         return Err(Error::usage("each machine needs the same number of ranks")
             .found(format!("{} on {machines} machines", counted(ranks, "rank")))
@@ -169,9 +165,9 @@ pub fn plan_for(
     let mut model = ModelFiles::of_recipe(recipe)?;
     model.untie_for(recipe)?;
     // The recipe may name a GPU of another machine.
-    let device = match (like, recipe.model.device.as_str()) {
+    let device = match (like, &recipe.model.device) {
         (Some(gpu), _) => PlanDevice::like(gpu),
-        (None, "auto") => PlanDevice::of(&ops::device::open("auto")?.device)?,
+        (None, DeviceRef::Auto) => PlanDevice::of(&ops::device::open("auto")?.device)?,
         (None, _) => PlanDevice::of(&Device::Cpu)?,
     };
     let device = if ranks > 1 {
@@ -300,7 +296,7 @@ pub fn plan_for(
             ));
         }
     }
-    if like.is_none() && recipe.model.device == "auto" && memory.inputs.on_gpu {
+    if like.is_none() && recipe.model.device == DeviceRef::Auto && memory.inputs.on_gpu {
         let here = ops::device::identities()?.len();
         let ranks = ranks / machines;
         if here < ranks {
@@ -412,8 +408,8 @@ pub fn with_shapes(recipe: &Recipe) -> Recipe {
 /// The recipe for a GPU that this machine may not have.
 fn on_gpu(recipe: &Recipe, gpu: &GpuRates) -> Recipe {
     let mut recipe = recipe.clone();
-    if !recipe.model.device.starts_with("cuda") {
-        recipe.model.device = "cuda:0".into();
+    if !recipe.model.device.is_gpu() {
+        recipe.model.device = DeviceRef::Gpu(Some(0));
     }
     let budget = recipe.memory.budget.unwrap_or(u64::MAX);
     recipe.memory.budget = Some(budget.min(gpu.memory));

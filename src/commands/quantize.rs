@@ -81,9 +81,9 @@ pub fn quantize(request: &Request) -> Result<Report> {
         }
         Some((budget, data)) => {
             let model = ModelDir::open(&request.model.to_string_lossy(), "main", &TextChanges::default())?;
-            let measured = sensitivity::measure(&model, data, request.to, decoded, request.calibration_tokens)?;
-            let choice = measured.choose(&weights, &params, budget)?;
-            (choice.formats.clone(), Some((measured, choice)))
+            let sensitivity = sensitivity::measure(&model, data, request.to, decoded, request.calibration_tokens)?;
+            let choice = sensitivity.choose(&weights, &params, budget)?;
+            (choice.formats.clone(), Some(MeasuredChoice { sensitivity, choice }))
         }
     };
     let work = Work {
@@ -99,6 +99,12 @@ pub fn quantize(request: &Request) -> Result<Report> {
 
 type Formats = BTreeMap<Arc<str>, Format>;
 
+/// The measured sensitivities, and the formats that they led to.
+struct MeasuredChoice {
+    sensitivity: Sensitivity,
+    choice: FormatChoice,
+}
+
 /// The model that is quantized, and the formats that were chosen.
 #[derive(Clone, Copy)]
 struct Work<'a> {
@@ -112,7 +118,7 @@ struct Work<'a> {
     before: u64,
 }
 
-fn write(request: &Request, work: &Work, measured: Option<(Sensitivity, FormatChoice)>) -> Result<Report> {
+fn write(request: &Request, work: &Work, measured: Option<MeasuredChoice>) -> Result<Report> {
     let Work {
         config,
         weights,
@@ -232,7 +238,7 @@ impl Errors {
     }
 }
 
-fn text(report: &Report, measured: Option<&(Sensitivity, FormatChoice)>) -> String {
+fn text(report: &Report, measured: Option<&MeasuredChoice>) -> String {
     let mut out = String::from("# How the weights are stored\n\n| storage | projections |\n|---|---|\n");
     for (format, n) in &report.counts {
         out.push_str(&format!("| {format} | {n} |\n"));
@@ -244,8 +250,8 @@ fn text(report: &Report, measured: Option<&(Sensitivity, FormatChoice)>) -> Stri
         bytes(report.after),
         100.0 * report.error
     ));
-    if let Some((measured, choice)) = measured {
-        out.push_str(&measured.text(choice));
+    if let Some(found) = measured {
+        out.push_str(&found.sensitivity.text(&found.choice));
     }
     out
 }

@@ -8,14 +8,14 @@
 use crate::base::units::bytes;
 use crate::base::{Error, Result, progress, signal};
 use crate::data::order::eval_batches;
-use crate::data::{Batch, Dataset, Long, Source, dataset};
+use crate::data::{Batch, Dataset, Source, dataset};
 use crate::engine::Totals;
 use crate::formats::weights::Weights;
 use crate::model::shared::SharedStates;
 use crate::model::{Context, Layer, Need, Network, Objective};
 use crate::ops::step_stats::StepStats;
 use crate::quant::{self, Format, Weight};
-use crate::recipe::{Dtype, Render, TrainOn};
+use crate::recipe::Dtype;
 use crate::setup::ModelDir;
 use crate::sft::CausalLm;
 use crate::source::policy::is_projection;
@@ -107,13 +107,9 @@ pub fn calibration(model: &ModelDir, data: &Path, tokens: usize) -> Result<Vec<B
     let sources = [Source::new(vec![data.display().to_string()])];
     let spec = dataset::DatasetSpec {
         sources: &sources,
-        render: Render::Auto,
         max_length: model.spec.max_positions.min(BATCH_TOKENS),
-        long: Long::Auto,
-        overlap: 1,
-        train_on: TrainOn::Assistant,
         embedding_rows: model.spec.vocab,
-        screen: None,
+        ..dataset::DatasetSpec::default()
     };
     let rows = Dataset::load(&spec, &model.tokenizer, model.template())?;
     let mut left = tokens;

@@ -280,13 +280,13 @@ fn changes(recipe: &Recipe) -> Vec<Change> {
             },
         );
     }
-    if memory.frozen_weights == FrozenWeights::Bf16 && tune.method != Method::Full {
+    if memory.frozen_weights == Auto::Of(WeightStorage::Bf16) && tune.method != Method::Full {
         add(
             ROUNDING,
             "memory.frozen_weights=nf4".into(),
             "frozen weights in 4 bits",
             &|r| {
-                r.memory.frozen_weights = FrozenWeights::Nf4;
+                r.memory.frozen_weights = Auto::Of(WeightStorage::Nf4);
             },
         );
     }

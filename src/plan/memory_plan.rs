@@ -13,7 +13,9 @@ use crate::plan::knee;
 use crate::plan::search::{PlanBase, PlanContext, PlannedStrategy, fits};
 use crate::plan::{Inputs, Plan};
 use crate::recipe::table::KeyPath;
-use crate::recipe::{Activations, Chunk, Distributed, FrozenWeights, Memory, PackedWeights, RankWeights, Recipe, Tier};
+use crate::recipe::{
+    Activations, Auto, Chunk, Distributed, Memory, PackedWeights, RankWeights, Recipe, Tier, WeightStorage,
+};
 use crate::setup::StoredWeights;
 use crate::setup::active_schedule::ActiveSchedule;
 use crate::setup::defaults::{self, Choice, Resume};
@@ -190,7 +192,7 @@ pub fn forecast(
     device: &PlanDevice,
 ) -> Result<MemoryPlan> {
     let gpu = device.gpu;
-    let on_gpu = recipe.model.device.starts_with("cuda") || gpu.is_some();
+    let on_gpu = recipe.model.device.is_gpu() || gpu.is_some();
     if recipe.memory.host_budget.is_some() && !on_gpu {
         return Err(Error::usage("`memory.host_budget` has no effect on a CPU")
             .at(Memory::host_budget)
@@ -322,7 +324,7 @@ impl PlanContext<'_> {
         // A setting that would take more memory, which fits.
         let more_fits = |plan: &Plan| goal.is_some() && fits(plan, limits.goal, limits.host);
         let no_more = || "more memory would not pay (`memory.goal`)".to_string();
-        if recipe.memory.frozen_weights == FrozenWeights::Auto {
+        if recipe.memory.frozen_weights == Auto::Auto {
             match chosen.lossy {
                 Some(lossy) if recipe.memory.frozen_products != Products::Dequantized => say(
                     Memory::frozen_weights,
@@ -491,10 +493,10 @@ pub fn pin_resumed_choices(recipe: &Recipe, resume: &Resume) -> Result<Recipe> {
     let plan: serde_json::Value = serde_json::from_str(&text)
         .map_err(|e| Error::new("the plan of the run cannot be read").at_path(&file).cause(e))?;
     let value = |key: KeyPath| plan["chosen"][key.0]["value"].as_str();
-    if recipe.memory.frozen_weights == FrozenWeights::Auto
-        && let Some(before) = value(Memory::frozen_weights).and_then(FrozenWeights::parse)
+    if recipe.memory.frozen_weights == Auto::Auto
+        && let Some(before) = value(Memory::frozen_weights).and_then(WeightStorage::parse)
     {
-        recipe.memory.frozen_weights = before;
+        recipe.memory.frozen_weights = Auto::Of(before);
     }
     if recipe.memory.mlp_chunk == Chunk::Auto {
         recipe.memory.mlp_chunk = value(Memory::mlp_chunk)
@@ -569,11 +571,11 @@ mod tests {
             (memory.frozen_weights, memory.mlp_chunk, memory.tier)
         };
         let open = recipe("");
-        assert_eq!(memory(&open, None), (FrozenWeights::Auto, Chunk::Auto, Tier::Auto));
+        assert_eq!(memory(&open, None), (Auto::Auto, Chunk::Auto, Tier::Auto));
         for from in [dir.path().to_path_buf(), dir.path().join("checkpoint-3")] {
             assert_eq!(
                 memory(&open, Some(&from)),
-                (FrozenWeights::Nf4, Chunk::Of(512), Tier::Auto)
+                (Auto::Of(WeightStorage::Nf4), Chunk::Of(512), Tier::Auto)
             );
         }
         // A second resume too, although the setting is not open any more in the new plan.
@@ -585,11 +587,11 @@ mod tests {
         let written = recipe("frozen_weights = \"int8\"\nmlp_chunk = 0\n");
         assert_eq!(
             memory(&written, Some(dir.path())),
-            (FrozenWeights::Int8, Chunk::Whole, Tier::Auto)
+            (Auto::Of(WeightStorage::Int8), Chunk::Whole, Tier::Auto)
         );
         assert_eq!(
             memory(&open, Some(&dir.path().join("none"))),
-            (FrozenWeights::Auto, Chunk::Auto, Tier::Auto)
+            (Auto::Auto, Chunk::Auto, Tier::Auto)
         );
     }
 }

@@ -14,8 +14,8 @@ use crate::plan::knee::FastStep;
 use crate::plan::memory_plan::{MemoryLimits, ProcessState};
 use crate::quant::Format;
 use crate::recipe::{
-    Activations, Chunk, Correction, Dtype, FrozenWeights, LoraInit, Memory, Method, PackedWeights, PeftType,
-    RankWeights, Recipe, Tier,
+    Activations, Auto, Chunk, Correction, Dtype, LoraInit, Memory, Method, PackedWeights, PeftType, RankWeights,
+    Recipe, Tier, WeightStorage,
 };
 use crate::setup::active_schedule::ActiveSchedule;
 use crate::setup::prompts;
@@ -78,7 +78,7 @@ pub(super) struct PlannedStrategy {
     /// The inputs of the plan, with the strategy.
     pub inputs: Inputs,
     /// The lossy storage of frozen weights, if the recipe leaves the storage open and the lossless one does not fit.
-    pub lossy: Option<FrozenWeights>,
+    pub lossy: Option<WeightStorage>,
     pub plan: Plan,
     pub seconds: f64,
     pub fits: bool,
@@ -156,7 +156,7 @@ impl PlanContext<'_> {
         &self,
         recipe: &Recipe,
         base: &PlanBase,
-        lossy: Option<FrozenWeights>,
+        lossy: Option<WeightStorage>,
         limits: MemoryLimits,
         whole: bool,
     ) -> Result<PlannedStrategy> {
@@ -251,23 +251,23 @@ impl PlanContext<'_> {
     }
 
     /// Storage types for frozen weights, the lossless one first.
-    fn storages(&self, recipe: &Recipe) -> Vec<Option<FrozenWeights>> {
-        let open = recipe.memory.frozen_weights == FrozenWeights::Auto
+    fn storages(&self, recipe: &Recipe) -> Vec<Option<WeightStorage>> {
+        let open = recipe.memory.frozen_weights == Auto::Auto
             && recipe.tune.method != Method::Full
             && (self.stored.codes.is_empty() || self.stored.is_decoded(recipe.tune.method))
             && !corrects_all(recipe);
         if open && recipe.memory.frozen_products != Products::Dequantized {
-            vec![Some(FrozenWeights::Int8)]
+            vec![Some(WeightStorage::Int8)]
         } else if open {
-            vec![None, Some(FrozenWeights::Int8), Some(FrozenWeights::Nf4)]
+            vec![None, Some(WeightStorage::Int8), Some(WeightStorage::Nf4)]
         } else {
             vec![None]
         }
     }
 
-    pub(super) fn policy(&self, recipe: &Recipe, lossy: Option<FrozenWeights>) -> Result<StoragePolicy> {
+    pub(super) fn policy(&self, recipe: &Recipe, lossy: Option<WeightStorage>) -> Result<StoragePolicy> {
         let mut wanted = recipe.memory.clone();
-        wanted.frozen_weights = lossy.unwrap_or(wanted.frozen_weights);
+        wanted.frozen_weights = lossy.map_or(wanted.frozen_weights, Auto::Of);
         // Parameters that train only in some blocks are stored like frozen ones while they are inactive.
         let always = self.schedule.always_trains();
         let mut storage = StoragePolicy::new(&wanted.storage_rules(), recipe.model.dtype, &self.spec.params(), always)?;
@@ -507,7 +507,7 @@ impl PlanContext<'_> {
     }
 
     /// The shared data of all plans of `recipe` with one storage.
-    pub fn base(&self, recipe: &Recipe, lossy: Option<FrozenWeights>) -> Result<PlanBase<'_>> {
+    pub fn base(&self, recipe: &Recipe, lossy: Option<WeightStorage>) -> Result<PlanBase<'_>> {
         let storage = self.policy(recipe, lossy)?;
         let costs = super::costs(self.adapters);
         Ok(PlanBase {

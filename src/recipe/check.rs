@@ -3,7 +3,7 @@
 
 use super::draft::{Draft, Problem, TextPosition, WrittenKey, WrittenValue};
 use super::table::{self, Key, KeyPath, Range, TABLES};
-use super::value::{Setting, Value, ValueKind};
+use super::value::{AUTO, Setting, Value, ValueKind};
 use super::{peers, suggest};
 use crate::base::{Error, units};
 use std::collections::HashMap;
@@ -64,7 +64,7 @@ impl Values {
 
     /// True if the value is `auto`.
     pub fn is_auto(&self, key: KeyPath) -> bool {
-        self.entry(key).is_some_and(|e| e.value == Value::Text("auto".into()))
+        self.entry(key).is_some_and(|e| e.value == Value::Text(AUTO.into()))
     }
 }
 
@@ -369,8 +369,8 @@ fn convert(draft: &Draft, key: &Key, written: &WrittenKey) -> Result<Value, Vec<
         WrittenValue::Integer(i) => usize::try_from(*i).ok(),
         _ => None,
     };
-    if key.accepts_auto() && matches!(&written.value, WrittenValue::Text(t) if t == "auto") {
-        return Ok(Value::Text("auto".into()));
+    if key.accepts_auto() && matches!(&written.value, WrittenValue::Text(t) if t == AUTO) {
+        return Ok(Value::Text(AUTO.into()));
     }
     match key.kind {
         ValueKind::Text => as_text(draft, written).map(Value::Text).ok_or_else(wrong_type),

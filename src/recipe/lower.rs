@@ -169,7 +169,6 @@ pub fn lower(mut s: Settings, values: &Values) -> Recipe {
     }
     // Pairs and RL answers are never packed with others: they have no padding to save.
     s.data.packing &= !stage.is_preference() && !stage.is_rl();
-    s.data.chat_template = s.data.chat_template.filter(|template| template != "auto");
     s.train.predict_with_generate &= !stage.is_preference();
     s.preference.loss_type = s.preference_loss();
     Recipe {

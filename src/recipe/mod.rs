@@ -5,6 +5,7 @@
 //! typed sections of `table`) -> `lower` (rules over several keys) -> `Recipe`. `table` drives all steps.
 
 mod check;
+pub mod device_ref;
 mod draft;
 mod foreign;
 pub mod import;
@@ -26,13 +27,14 @@ mod tests_generated;
 #[cfg(test)]
 mod tests_stages;
 
+pub use device_ref::DeviceRef;
 pub use lower::ACCUMULATION;
 pub use model_ref::ModelRef;
 pub use resolved::{reference, without_paths};
 pub use schema::schema;
 pub use terms::in_program_terms;
 pub use types::*;
-pub use value::{Chunk, ValueKind};
+pub use value::{Auto, Chunk, ValueKind};
 
 use crate::base::{Error, Result, files, paths};
 use check::Values;

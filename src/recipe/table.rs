@@ -5,10 +5,11 @@
 //! schema.
 
 use super::check::Values;
+use super::device_ref::DeviceRef;
 use super::lower::Faults;
 use super::model_ref::ModelRef;
 use super::types::*;
-use super::value::{Chunk, Setting, ValueKind};
+use super::value::{Auto, Chunk, Setting, ValueKind};
 use crate::base::Error;
 use ft_base::named;
 use std::fmt;

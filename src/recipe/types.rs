@@ -78,6 +78,9 @@ mod tests {
             &recipe.memory.storage_rules(),
             &crate::source::policy::StorageRules::default(),
         );
+        same(&recipe.data.quality.screen(Vec::new()), &ft_data::ScreenSpec::default());
+        same(&recipe.train.scale_config(), &LossScaleConfig::default());
+        same(&recipe.train.router_losses(), &RouterLosses::default());
         // The recipe's rate is `auto`.
         let optimizer = OptimizerConfig {
             learning_rate: recipe.optimizer.learning_rate,

@@ -5,6 +5,10 @@ use super::types::{Named, WeightStorage};
 use crate::base::units;
 use ft_data::{ChatRole, ColumnRole};
 use serde_json::Map as JsonMap;
+use std::fmt;
+
+/// The text of a value that is not given.
+pub const AUTO: &str = "auto";
 
 /// The values that a key accepts.
 #[derive(Debug, Clone, Copy)]
@@ -106,6 +110,77 @@ impl Chunk {
     }
 }
 
+/// The value of a key for which `auto` is a value of its own, beside those of `T`.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Auto<T> {
+    /// As the reason in the table says.
+    #[default]
+    Auto,
+    /// As written.
+    Of(T),
+}
+
+impl<T> Auto<T> {
+    /// The value, if it is not `auto`.
+    pub fn given(&self) -> Option<&T> {
+        match self {
+            Self::Auto => None,
+            Self::Of(value) => Some(value),
+        }
+    }
+}
+
+impl Auto<String> {
+    /// True if the text is written and has no characters.
+    pub fn is_empty(&self) -> bool {
+        self.given().is_some_and(String::is_empty)
+    }
+}
+
+impl From<&str> for Auto<String> {
+    fn from(text: &str) -> Self {
+        if text == AUTO {
+            Self::Auto
+        } else {
+            Self::Of(text.into())
+        }
+    }
+}
+
+impl<T: fmt::Display> fmt::Display for Auto<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Auto => f.write_str(AUTO),
+            Self::Of(value) => value.fmt(f),
+        }
+    }
+}
+
+/// The names of the values of `Auto<WeightStorage>`.
+const STORAGES: [&str; 1 + WeightStorage::NAMES.len()] = {
+    let mut names = [AUTO; 1 + WeightStorage::NAMES.len()];
+    let mut i = 1;
+    while i < names.len() {
+        names[i] = WeightStorage::NAMES[i - 1];
+        i += 1;
+    }
+    names
+};
+
+impl Named for Auto<WeightStorage> {
+    const NAMES: &'static [&'static str] = &STORAGES;
+    fn of(name: &str) -> Self {
+        WeightStorage::parse(name).map_or(Self::Auto, Self::Of)
+    }
+}
+
+impl Auto<WeightStorage> {
+    /// The name of this value.
+    pub fn name(self) -> &'static str {
+        self.given().map_or(AUTO, |storage| storage.name())
+    }
+}
+
 /// `type: kind, value => typed value`. Any other value, such as the `auto` of a number, gives the default of the type.
 macro_rules! settings {
     ($($(#[doc = $doc:literal])? $type:ty: $kind:expr, $value:pat => $typed:expr;)+) => {
@@ -124,6 +199,7 @@ settings! {
     String: ValueKind::Text, Value::Text(t) => t.clone();
     /// `None` is the empty text.
     Option<String>: ValueKind::Text, Value::Text(t) => Some(t.clone()).filter(|t| !t.is_empty());
+    Auto<String>: ValueKind::Text, Value::Text(t) => Auto::from(t.as_str());
     bool: ValueKind::Flag, Value::Flag(b) => *b;
     /// `None` is `auto`.
     Option<bool>: ValueKind::Flag, Value::Flag(b) => Some(*b);
@@ -140,6 +216,7 @@ settings! {
     Option<f64>: ValueKind::Number, Value::Number(x) => Some(*x);
     [f64; 2]: ValueKind::Pair, Value::Pair(p) => *p;
     Vec<String>: ValueKind::Texts, Value::List(l) => l.clone();
+    Vec<Auto<String>>: ValueKind::Texts, Value::List(l) => l.iter().map(|t| Auto::from(t.as_str())).collect();
     Vec<usize>: ValueKind::Integers, Value::Integers(l) => l.clone();
     Vec<f64>: ValueKind::Numbers, Value::Numbers(l) => l.clone();
     /// `None` is `auto`.

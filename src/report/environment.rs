@@ -40,17 +40,26 @@ const CORES: [(&str, &str, &str); 12] = [
     ("0xc0", "0xac3", "Ampere-1"),
 ];
 
-/// Name, logical cores, and the features above that this processor has.
-pub fn cpu() -> (String, usize, Vec<&'static str>) {
+/// The processor of this machine.
+pub struct Cpu {
+    pub name: String,
+    /// Logical cores.
+    pub cores: usize,
+    /// Those of the features above that it has.
+    pub features: Vec<&'static str>,
+}
+
+/// Reads the name and the features of the processor.
+pub fn cpu() -> Cpu {
     let text = files::read_text(Path::new("/proc/cpuinfo")).unwrap_or_default();
     let (name, mut features) = cpu_in(&text);
     add_detected(&mut features);
     let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
-    (
-        name.unwrap_or_else(|| std::env::consts::ARCH.to_string()),
+    Cpu {
+        name: name.unwrap_or_else(|| std::env::consts::ARCH.to_string()),
         cores,
         features,
-    )
+    }
 }
 
 /// Name and features in the text of `/proc/cpuinfo`.
@@ -116,7 +125,7 @@ fn os() -> String {
 }
 
 pub fn environment() -> Value {
-    let (name, cores, features) = cpu();
+    let Cpu { name, cores, features } = cpu();
     json!({
         "version": env!("CARGO_PKG_VERSION"),
         "build": { "features": build_features() },

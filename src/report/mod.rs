@@ -8,7 +8,7 @@ mod log;
 mod screen;
 mod terminal;
 
-pub use environment::{cpu, environment, write_environment};
+pub use environment::{Cpu, cpu, environment, write_environment};
 pub use fullscreen::FullScreen;
 pub use layout::{ascii, columns, visible, visible_but_colors, wrapped};
 pub use log::{evaluations, has_evaluation, truncate_after};

@@ -50,7 +50,13 @@ fn rows(recipe: &Recipe, spec: &Spec) -> Vec<hf::TrainedRows> {
     let ids = &recipe.tune.rows;
     let tables: &[&str] = if spec.tied { &[EMBEDDING] } else { &[EMBEDDING, LM_HEAD] };
     let tables = tables.iter().filter(|_| !ids.is_empty());
-    tables.map(|table| (table.to_string(), ids.clone(), None)).collect()
+    tables
+        .map(|table| hf::TrainedRows {
+            table: table.to_string(),
+            ids: ids.clone(),
+            given: None,
+        })
+        .collect()
 }
 
 /// Errors: the recipe adds a token that the given adapter has no row for.
@@ -115,7 +121,11 @@ fn fresh_or_given(recipe: &Recipe, spec: &Spec, values: Values) -> Result<hf::Ad
             warnings: Vec::new(),
             rows: rows
                 .into_iter()
-                .map(|(table, (ids, t))| (table, ids, Some(t)))
+                .map(|(table, (ids, values))| hf::TrainedRows {
+                    table,
+                    ids,
+                    given: Some(values),
+                })
                 .collect(),
         });
     }

@@ -6,7 +6,7 @@ mod row_index;
 use crate::base::units::count;
 use crate::base::{Error, Result};
 use crate::data::{Batch, Dataset, Example, Examples, IGNORE};
-use crate::distill::spans::{self, TokenBytes};
+use crate::distill::spans::{self, TokenBytes, Vocabularies};
 use crate::distill::{AlignedBatch, AlignedRows};
 use crate::ops::distill::aligned::{AlignedSpan, SharedIds};
 use crate::recipe::{Alignment, Distill, Recipe};
@@ -43,7 +43,11 @@ impl Aligner {
         let read = rows::read(&own, RowSet::Train, teacher)
             .map_err(|e| e.after("the rows are read again with the tokenizer and the chat template of the teacher"))?;
         let (own_bytes, bytes) = (student.tokenizer.token_bytes(), teacher.tokenizer.token_bytes());
-        let found = RowIndex::cached(recipe, train, student, &read, teacher, (&own_bytes, &bytes))?;
+        let texts = Vocabularies {
+            student: &own_bytes,
+            teacher: &bytes,
+        };
+        let found = RowIndex::cached(recipe, train, student, &read, teacher, texts)?;
         if found.counts[2] == 0 {
             return Err(
                 Error::new("no answer has the same text for the teacher and for the student")
@@ -150,7 +154,11 @@ impl AlignedRows for Aligner {
             };
             let Some(other) = other else { continue };
             let rows = |r: Range<usize>, first: usize| first + r.start - 1..first + r.end - 1;
-            let found = aligned(&own, &other, (&self.student, &self.teacher)).into_iter();
+            let texts = Vocabularies {
+                student: &self.student,
+                teacher: &self.teacher,
+            };
+            let found = aligned(&own, &other, texts).into_iter();
             spans.extend(found.map(|(a, b)| AlignedSpan {
                 student: rows(a, range.start),
                 teacher: rows(b, offset),

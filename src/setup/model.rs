@@ -14,7 +14,7 @@ use crate::hub;
 use crate::model::{Network, Spec, TokenRows, TrainableNetwork, families, shapes};
 use crate::ops::transfer::HostMemory;
 use crate::ops::{self, update};
-use crate::recipe::{self, Dtype, Method, ModelInit, ModelRef, RankWeights, Recipe};
+use crate::recipe::{self, DeviceRef, Dtype, Method, ModelInit, ModelRef, RankWeights, Recipe};
 use crate::report;
 use crate::setup::locate::{adapter_directory, model_config};
 use crate::setup::vocabulary::{NewRows, TextChanges};
@@ -407,8 +407,7 @@ impl ModelFiles {
                     (ModelInit::Pretrained, None) => WeightOrigin::Files(self.weights()?),
                     (ModelInit::Random, _) => WeightOrigin::random(&params, self.random_weights(seed)),
                 };
-                let among = (ranks.clone(), division);
-                let store = Sharded::open(params, origin, |p| storage.of(p), among, device)?;
+                let store = Sharded::open(params, origin, |p| storage.of(p), ranks.clone(), division, device)?;
                 if strategy.placement == Placement::ShardedHost {
                     return self.upload(Arc::new(store), HostMemory::Temporary, device);
                 }
@@ -583,9 +582,9 @@ fn read_config(dir: &Path, init: ModelInit) -> Result<Config> {
     }
 }
 
-/// Opens the device with this name; prints a note if the choice may surprise the user.
-pub fn device(name: &str) -> Result<Device> {
-    let opened = ops::device::open(name)?;
+/// Opens the device; prints a note if the choice may surprise the user.
+pub fn device(device: &DeviceRef) -> Result<Device> {
+    let opened = ops::device::open(&device.to_string())?;
     if let Some(note) = &opened.note {
         report::warn(&recipe::in_program_terms(note));
     }

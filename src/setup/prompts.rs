@@ -65,15 +65,27 @@ pub fn steps(recipe: &Recipe, prompts: usize) -> u64 {
     rollouts as u64 * steps_of_rollout(recipe)
 }
 
-/// Reads the prompts and checks the rewards. The returned datasets replace them where only lengths and hashes count:
-/// each row is as long as its prompt with the longest possible answer.
+/// The prompts of a recipe, and datasets that replace them where only lengths and hashes count: each row is as long as
+/// its prompt with the longest possible answer.
+pub struct PromptRows {
+    pub train: Dataset,
+    pub eval: Option<Dataset>,
+    pub questions: PromptSet,
+}
+
+/// The limits of prompts and answers of a model that decodes up to `positions` tokens.
+fn limits(recipe: &Recipe, positions: usize) -> PromptLimits {
+    PromptLimits {
+        window: recipe.data.max_length.min(positions),
+        answer: recipe.rl.max_completion_length,
+        long: recipe.data.long,
+    }
+}
+
+/// Reads the prompts and checks the rewards.
 ///
 /// Errors: an invalid row or reward; a prompt that leaves no room for its answer.
-pub fn read(
-    recipe: &Recipe,
-    model: &ModelDir,
-    screen: Option<&Screen>,
-) -> Result<(Dataset, Option<Dataset>, PromptSet)> {
+pub fn read(recipe: &Recipe, model: &ModelDir, screen: Option<&Screen>) -> Result<PromptRows> {
     let encoder = Encoder {
         codec: &model.tokenizer,
         template: model.template(),
@@ -81,8 +93,8 @@ pub fn read(
         max_length: recipe.data.max_length,
         embedding_rows: model.spec.vocab,
     };
-    let window = recipe.data.max_length.min(model.spec.decoded_positions());
-    let room = recipe.rl.max_completion_length;
+    let limits = limits(recipe, model.spec.decoded_positions());
+    let room = limits.answer;
     let load = |rows: RowSet, screen: Option<&Screen>| {
         let sources = sources(recipe, rows)?;
         let spec = PromptSpec {
@@ -90,11 +102,7 @@ pub fn read(
             render: recipe.data.render,
             encoder: &encoder,
             answer: &recipe.rl.answer_column,
-            limits: PromptLimits {
-                window,
-                answer: room,
-                long: recipe.data.long,
-            },
+            limits,
             screen,
         };
         rows::with_cache(recipe, |cache| match cache {
@@ -147,7 +155,7 @@ pub fn read(
     train.stats.rows += dropped.0;
     (train.stats.dropped_rows, train.stats.long_rows) = (dropped.0, dropped.0);
     train.stats.long_tokens = dropped.1;
-    Ok((train, eval, questions))
+    Ok(PromptRows { train, eval, questions })
 }
 
 fn example(prompt: &Prompt, room: usize) -> Example {
@@ -163,6 +171,14 @@ fn example(prompt: &Prompt, room: usize) -> Example {
 mod tests {
     use super::*;
     use crate::recipe;
+
+    /// A Rust user who writes `Default::default()` gets what a recipe without these keys gets.
+    #[test]
+    fn defaults_of_the_library_are_those_of_a_recipe() {
+        let text = "[model]\npath = \"m\"\n[data]\ntrain = \"t\"\n";
+        let recipe = recipe::parse(text, "r.toml", &[]).unwrap().recipe;
+        assert_eq!(limits(&recipe, usize::MAX), PromptLimits::default());
+    }
 
     #[test]
     fn the_start_is_had_by_leaving_adapters_out_only_where_nothing_else_trains() {

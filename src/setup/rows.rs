@@ -7,7 +7,7 @@ use crate::data::preference::Want;
 use crate::data::screen::stats::RowStats;
 use crate::data::{self, Dataset, Reading, Screen, ScreenSpec, Screened, Source, TokenCache, dataset, reading};
 use crate::formats::template::named;
-use crate::recipe::{self, Alignment, JudgedLoss, Long, Recipe, Render, RowFormat, Stage, TrainOn};
+use crate::recipe::{self, Alignment, Auto, JudgedLoss, Long, Recipe, Render, RowFormat, Stage, TrainOn};
 use crate::report;
 use crate::setup::ModelDir;
 use crate::setup::prompts::{self, PromptSet};
@@ -44,11 +44,11 @@ impl RecipeRows {
     fn screened(recipe: &Recipe, model: &ModelDir, screen: Option<&Screen>) -> Result<Self> {
         let screened = || screen.filter(|screen| screen.drops()).map(Screen::report);
         if prompts::reinforces(recipe) {
-            let (train, eval, questions) = prompts::read(recipe, model, screen)?;
+            let read = prompts::read(recipe, model, screen)?;
             return Ok(Self {
-                train,
-                eval,
-                questions: Some(questions),
+                train: read.train,
+                eval: read.eval,
+                questions: Some(read.questions),
                 screened: screened(),
             });
         }
@@ -148,7 +148,7 @@ pub fn with_cache<T>(recipe: &Recipe, load: impl FnOnce(Option<&TokenCache>) -> 
     }
     let runs = Path::new(&recipe.train.output_dir).parent().unwrap_or(Path::new(""));
     let dir = match &data.cache_dir {
-        Some(dir) if dir != "auto" => PathBuf::from(dir),
+        Auto::Of(dir) if !dir.is_empty() => PathBuf::from(dir),
         _ => runs.join(TOKEN_CACHE),
     };
     load(Some(&TokenCache {
@@ -367,7 +367,21 @@ fn completed(dataset: Dataset, recipe: &Recipe) -> Result<Dataset> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::data::DatasetSpec;
     use crate::recipe;
+
+    /// A Rust user who writes `Default::default()` gets what a recipe without these keys gets.
+    #[test]
+    fn defaults_of_the_library_are_those_of_a_recipe() {
+        let file = "assets/world/train.jsonl";
+        let text = format!("[model]\npath = \"m\"\n[data]\ntrain = \"{file}\"\n");
+        let recipe = recipe::parse(&text, "r.toml", &[]).unwrap().recipe;
+        assert_eq!(stream(&recipe, 1), StreamSpec::default());
+        let of_recipe = spec(&[], &recipe.data, recipe.train.stage, usize::MAX);
+        assert_eq!(format!("{of_recipe:?}"), format!("{:?}", DatasetSpec::default()));
+        let of_recipe = sources(&recipe, RowSet::Train).unwrap();
+        assert_eq!(of_recipe, [Source::new(vec![file.to_string()])]);
+    }
 
     #[test]
     fn rows_beyond_the_positions_are_told() {

@@ -3,7 +3,7 @@
 use crate::base::{Error, Result, files};
 use crate::data::source::{Source, is_data_file};
 use crate::hub::{self, DatasetPart};
-use crate::recipe::{Data, Recipe, RowFormat, TextUnit};
+use crate::recipe::{Auto, Data, Recipe, RowFormat, TextUnit};
 use std::path::{Path, PathBuf};
 
 /// Rows of a recipe.
@@ -23,6 +23,13 @@ struct Place<'a> {
 
 /// The splits for an evaluation if the recipe names none; the empty name stands for files without names of splits.
 const EVAL_SPLITS: [&str; 3] = ["validation", "test", ""];
+
+/// The splits to look for, the first one that exists.
+fn splits(wanted: &Auto<String>) -> Vec<&str> {
+    wanted
+        .given()
+        .map_or(EVAL_SPLITS.to_vec(), |split| vec![split.as_str()])
+}
 
 /// The sources of these rows, with their files. Hub datasets are downloaded.
 ///
@@ -51,11 +58,7 @@ pub fn sources(recipe: &Recipe, rows: RowSet) -> Result<Vec<Source>> {
         Ok(sources)
     };
     if rows == RowSet::Eval {
-        return match data.eval_split.as_str() {
-            "auto" => plain(&data.eval, 0, &EVAL_SPLITS),
-            split => plain(&data.eval, 0, &[split]),
-        }
-        .map_err(|e| {
+        return plain(&data.eval, 0, &splits(&data.eval_split)).map_err(|e| {
             if e.what().contains("split") {
                 e.hint("name the split in `data.eval_split`, or the file: `org/name:path/in/the/repository.jsonl`")
             } else {
@@ -63,16 +66,14 @@ pub fn sources(recipe: &Recipe, rows: RowSet) -> Result<Vec<Source>> {
             }
         });
     }
-    let splits = match data.split.as_str() {
-        "auto" => &EVAL_SPLITS[..],
-        split => &[split][..],
-    };
+    let of_data = splits(&data.split);
     if let RowSet::Files(paths) = rows {
-        return plain(paths, 0, splits);
+        return plain(paths, 0, &of_data);
     }
-    let mut out = plain(&data.train, data.limit, splits)?;
+    let mut out = plain(&data.train, data.limit, &of_data)?;
+    let split_of_data = data.split.to_string();
     for keys in &data.sources {
-        let split = [keys.split.as_deref().unwrap_or(&data.split)];
+        let split = [keys.split.as_deref().unwrap_or(&split_of_data)];
         let place = Place {
             revision: keys.revision.as_deref().unwrap_or(&data.revision),
             part: DatasetPart {

@@ -8,7 +8,7 @@ use crate::engine::StepStrategy;
 use crate::formats::Tokenizer;
 use crate::model::{Network, Spec};
 use crate::ops::cross_entropy::PIECE;
-use crate::recipe::{Alignment, Data, Distill, Dtype, FrozenWeights, ModelInit, Recipe, Stage, TeacherTier};
+use crate::recipe::{Alignment, Auto, Data, Distill, Dtype, ModelInit, Recipe, Stage, TeacherTier, WeightStorage};
 use crate::setup::vocabulary::TextChanges;
 use crate::setup::{ModelDir, ModelFiles, StoredWeights};
 use crate::source::Placement;
@@ -231,8 +231,8 @@ pub fn spec(recipe: &Recipe, student: &Spec, on_gpu: bool) -> Result<Option<Teac
 fn storage(recipe: &Recipe, spec: &Spec, stored: StoredWeights) -> Result<(Dtype, StoragePolicy)> {
     let wanted = recipe.distill.teacher_weights;
     let dtype = match wanted {
-        FrozenWeights::F32 => Dtype::F32,
-        FrozenWeights::Bf16 => Dtype::Bf16,
+        Auto::Of(WeightStorage::F32) => Dtype::F32,
+        Auto::Of(WeightStorage::Bf16) => Dtype::Bf16,
         _ => recipe.model.dtype,
     };
     let mut memory = recipe.memory.clone();

@@ -10,7 +10,7 @@ use crate::formats::weights::Weights;
 use crate::formats::{ChatTemplate, Tokenizer};
 use crate::model::Spec;
 use crate::model::spec::{EMBEDDING, LM_HEAD, PER_LAYER_TABLE};
-use crate::recipe::{self, Method, Recipe};
+use crate::recipe::{self, Auto, Method, Recipe};
 use crate::report;
 use crate::setup::locate;
 use crate::setup::model::warn_once;
@@ -35,8 +35,6 @@ pub struct TextChanges {
     pub adapters: Vec<PathBuf>,
 }
 
-/// The value of `data.new_tokens` that stands for tokens without a row.
-const MISSING: &str = "auto";
 /// Rows of an embedding are added up to a multiple of at most this.
 const ROWS: usize = 128;
 /// Tokens that an error message lists.
@@ -46,15 +44,12 @@ impl TextChanges {
     /// Errors: the adapter that the recipe continues to train does not exist.
     pub fn of_recipe(recipe: &Recipe) -> Result<Self> {
         let data = &recipe.data;
-        let tokens = |list: &[String], special: bool| -> Vec<NewToken> {
-            let texts = list.iter().filter(|text| *text != MISSING || special);
-            texts
-                .map(|text| NewToken {
-                    text: text.clone(),
-                    special,
-                })
-                .collect()
+        let token = |text: &String, special: bool| NewToken {
+            text: text.clone(),
+            special,
         };
+        let special = data.new_special_tokens.iter().map(|text| token(text, true));
+        let normal = data.new_tokens.iter().filter_map(Auto::given);
         let adapter = recipe
             .tune
             .lora
@@ -62,10 +57,11 @@ impl TextChanges {
             .as_ref()
             .filter(|_| recipe.tune.method == Method::Lora);
         Ok(Self {
-            template: data.chat_template.clone(),
+            template: data.chat_template.given().cloned(),
             kwargs: data.template_kwargs.clone(),
-            tokens: [tokens(&data.new_special_tokens, true), tokens(&data.new_tokens, false)].concat(),
-            missing_rows: data.new_tokens.iter().any(|text| text == MISSING),
+            tokens: special.chain(normal.map(|text| token(text, false))).collect(),
+            // `auto` stands for tokens without a row.
+            missing_rows: data.new_tokens.contains(&Auto::Auto),
             // PEFT makes a base as long as the tokenizer before it loads an adapter.
             rounds_up: recipe.tune.method != Method::Lora,
             adapters: adapter
@@ -341,7 +337,7 @@ fn without_rows(tokenizer: &Tokenizer, dir: &Path, stored: usize, unasked: &[&st
         shown.push(format!("and {} more", unasked.len() - SHOWN));
     }
     error.hint(format!(
-        "{} have no row: `data.new_tokens = \"{MISSING}\"` makes and trains one for each, or use the tokenizer that \
+        "{} have no row: `data.new_tokens = \"auto\"` makes and trains one for each, or use the tokenizer that \
          belongs to this model",
         shown.join(", ")
     ))

@@ -4,7 +4,7 @@
 //! `metrics.jsonl`, so a resumed run goes on with the same counts.
 
 use crate::base::{Error, Result};
-use crate::recipe::Train;
+use crate::recipe::{Auto, Train};
 use crate::report;
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -12,8 +12,8 @@ use std::path::Path;
 /// The evaluations of a run so far.
 #[derive(Debug, Clone)]
 pub struct BestModel {
-    /// `None`: `eval_loss`, or `eval_reward` if there is none.
-    metric: Option<String>,
+    /// `Auto`: `eval_loss`, or `eval_reward` if there is none.
+    metric: Auto<String>,
     patience: usize,
     threshold: f64,
     /// True if `final/` is the model of the best evaluation.
@@ -33,9 +33,8 @@ fn falls(name: &str) -> bool {
 
 impl BestModel {
     pub fn new(train: &Train) -> Self {
-        let metric = &train.metric_for_best_model;
         Self {
-            metric: (metric != "auto").then(|| metric.clone()),
+            metric: train.metric_for_best_model.clone(),
             patience: train.early_stopping_patience,
             threshold: train.early_stopping_threshold,
             is_final: train.load_best_model_at_end,
@@ -61,14 +60,14 @@ impl BestModel {
         }
         let named = |name: &str| values.iter().find(|(n, _)| n == name);
         let found = match &self.metric {
-            Some(name) => named(name).or_else(|| named(&format!("eval_{name}"))),
-            None => named("eval_loss").or_else(|| named("eval_reward")),
+            Auto::Of(name) => named(name).or_else(|| named(&format!("eval_{name}"))),
+            Auto::Auto => named("eval_loss").or_else(|| named("eval_reward")),
         };
         let Some((name, value)) = found else {
             let names: Vec<&str> = values.iter().map(|(name, _)| name.as_str()).collect();
             return Err(Error::usage("the evaluation has no such number")
                 .at(Train::metric_for_best_model)
-                .found(self.metric.as_deref().unwrap_or("auto"))
+                .found(&self.metric)
                 .expected(format!("one of {}", names.join(", "))));
         };
         self.name.clone_from(name);
@@ -118,7 +117,7 @@ mod tests {
 
     fn best(metric: &str, patience: usize, threshold: f64) -> BestModel {
         BestModel {
-            metric: (metric != "auto").then(|| metric.to_string()),
+            metric: metric.into(),
             patience,
             threshold,
             is_final: true,

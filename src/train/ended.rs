@@ -3,7 +3,7 @@
 use crate::base::paths::shell_word;
 use crate::base::{Error, ErrorKind, Result};
 use crate::engine::Engine;
-use crate::recipe::{self, LoadedRecipe};
+use crate::recipe::{self, DeviceRef, LoadedRecipe};
 use crate::train::program::{self, Options, Outcome};
 use crate::train::running::Run;
 use crate::{checkpoint, ops};
@@ -18,7 +18,7 @@ pub fn train(loaded: &LoadedRecipe, options: &Options) -> Result<Outcome> {
     program::train(loaded, options).map_err(|e| {
         if is_of_driver(&e) {
             let recipe = &loaded.recipe;
-            device_failed(Path::new(&recipe.train.output_dir), &recipe.model.device.to_string(), e)
+            device_failed(Path::new(&recipe.train.output_dir), &recipe.model.device, e)
         } else {
             e
         }
@@ -34,11 +34,10 @@ fn is_of_driver(e: &Error) -> bool {
 }
 
 /// Such an error with the device and the checkpoint from which the run goes on.
-fn device_failed(run_dir: &Path, device: &str, e: Error) -> Error {
+fn device_failed(run_dir: &Path, device: &DeviceRef, e: Error) -> Error {
     // A driver that is gone does not answer.
     let gpus = ops::device::gpus().unwrap_or_default();
-    let index = device.strip_prefix("cuda:").map_or(Ok(0), str::parse::<usize>);
-    let gpu = index.ok().and_then(|index| gpus.get(index));
+    let gpu = gpus.get(device.ordinal().unwrap_or(0));
     let place = gpu.map_or(device.to_string(), |gpu| format!("{device}, {}", gpu.name));
     let newest = checkpoint::list(run_dir).unwrap_or_default().pop();
     let next = match newest {
@@ -108,7 +107,7 @@ mod tests {
         // It says already what can be done.
         assert!(!is_of_driver(&of(lost).hint("install a newer driver")));
         let dir = tempfile::tempdir().unwrap();
-        let said = device_failed(dir.path(), "cuda:0", of(lost)).to_string();
+        let said = device_failed(dir.path(), &DeviceRef::Gpu(Some(0)), of(lost)).to_string();
         assert!(
             said.starts_with("the GPU failed\n  --> cuda:0")
                 && said.contains("ILLEGAL_ADDRESS")

@@ -11,7 +11,7 @@ use crate::model::{Adapters, TokenRows};
 use crate::ops::{master, update};
 use crate::peft::lora::scaling;
 use crate::peft::ranks;
-use crate::peft::start::algebra;
+use crate::peft::start::algebra::{self, CompressedPair};
 use crate::peft::{Adapter, Lora};
 use crate::recipe::{Dtype, ModelInit, Recipe, Stage};
 use crate::rlhf::preference::reward;
@@ -341,9 +341,9 @@ fn compressed(
         let Some(lora) = adapter.lora() else {
             return Err(Error::new("only a LoRA adapter can be compressed").at(module));
         };
-        let (a, b, lost) = algebra::compressed(lora, rank, scale)?;
-        if lost > most.0 {
-            most = (lost, module);
+        let CompressedPair { a, b, error } = algebra::compressed(lora, rank, scale)?;
+        if error > most.0 {
+            most = (error, module);
         }
         let pair = (
             Tensor::from_vec(a, (rank, lora.a.dim(1)?), &Device::Cpu)?,
@@ -364,7 +364,7 @@ fn compressed(
 /// Writes what the recipe changes beside the weights: chat template, new tokens, the end of a turn.
 fn write_text_files(recipe: &Recipe, model: &ModelDir, out: &Path) -> Result<()> {
     if let Some(template) = &model.template
-        && (recipe.data.chat_template.is_some() || template.has_kwargs())
+        && (recipe.data.chat_template.given().is_some() || template.has_kwargs())
     {
         hf::set_chat_template(out, &template.source_with_kwargs())?;
         if let Some(tools) = template.tools_source_with_kwargs() {

@@ -4,7 +4,7 @@ use crate::base::units::counted;
 use crate::base::{Error, Result};
 use crate::comm::Patience;
 use crate::ops::device;
-use crate::recipe::Model;
+use crate::recipe::{DeviceRef, Model};
 use crate::setup;
 use crate::train::ranks::Ranks;
 use candle_core::Device;
@@ -36,23 +36,23 @@ struct Seen {
 }
 
 impl Ranks {
-    /// Opens the device `name`. `auto`: a GPU of its own for each rank, if the machines have GPUs. `cuda:0`: the same GPU
+    /// Opens the device. `auto`: a GPU of its own for each rank, if the machines have GPUs. `cuda:0`: the same GPU
     /// for all ranks that see it as this one.
     ///
     /// Errors: more ranks than GPUs on a machine; GPUs on some ranks only; as `setup::device`.
-    pub fn device(&self, name: &str) -> Result<OwnDevice> {
+    pub fn device(&self, asked: &DeviceRef) -> Result<OwnDevice> {
         if !self.several() {
-            return own(setup::device(name)?, 1);
+            return own(setup::device(asked)?, 1);
         }
-        let (device, sharing) = self.opened(name)?;
+        let (device, sharing) = self.opened(asked)?;
         self.0.use_device(&device)?;
         own(device, sharing)
     }
 
     /// The device, and the ranks of this machine that use it.
-    fn opened(&self, name: &str) -> Result<(Device, usize)> {
-        if name == "cpu" {
-            return Ok((setup::device(name)?, 1));
+    fn opened(&self, asked: &DeviceRef) -> Result<(Device, usize)> {
+        if *asked == DeviceRef::Cpu {
+            return Ok((setup::device(asked)?, 1));
         }
         // Where the driver does not answer, there are none; `auto` says why.
         let world = self.0.world();
@@ -60,10 +60,10 @@ impl Ranks {
         let said = json!({ "host": world.host, "gpus": gpus }).to_string();
         let all = self.0.bytes(said.into_bytes(), Patience::Long)?;
         let all: Vec<Seen> = all.iter().map(|bytes| seen(bytes)).collect();
-        let taken: Vec<Option<usize>> = if name == "auto" {
+        let taken: Vec<Option<usize>> = if *asked == DeviceRef::Auto {
             assign(&all)?
         } else {
-            let ordinal: Option<usize> = name.strip_prefix("cuda:").and_then(|n| n.parse().ok());
+            let ordinal = asked.ordinal();
             all.iter()
                 .map(|rank| ordinal.filter(|n| *n < rank.gpus.len()))
                 .collect()
@@ -74,7 +74,8 @@ impl Ranks {
             one_each(&gpus)?;
         }
         let sharing = (0..all.len()).filter(|rank| gpu(*rank) == gpu(world.rank)).count();
-        let opened = setup::device(&taken[world.rank].map_or(name.to_string(), |n| format!("cuda:{n}")))?;
+        let own = taken[world.rank].map(|n| DeviceRef::Gpu(Some(n)));
+        let opened = setup::device(own.as_ref().unwrap_or(asked))?;
         if opened.is_cpu() {
             return Ok((opened, 1));
         }

@@ -151,7 +151,7 @@ pub fn save(
         let own = whole.tensors.iter().map(range).collect::<Result<_>>()?;
         divided.push(DividedFile { whole, own });
     }
-    checkpoint::save_parts(comm, run_dir, step, &state, (&small, &divided), &mut fill)
+    checkpoint::save_parts(comm, run_dir, step, &state, &small, &divided, &mut fill)
 }
 
 /// Values of a moment, for the file.
@@ -448,7 +448,7 @@ pub fn of_run(
     }
     // A program whose file cannot be read is not compared.
     let mut made_by: BTreeMap<String, String> = of_program().unwrap_or_default().into_iter().collect();
-    made_by.insert("processor".into(), report::cpu().0);
+    made_by.insert("processor".into(), report::cpu().name.into());
     made_by.insert("device".into(), device.into());
     RunFingerprint {
         recipe,

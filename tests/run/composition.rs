@@ -12,7 +12,7 @@ use candle_core::Device;
 use ft::base::{Error, Result};
 use ft::plan::gpu_time::GPUS;
 use ft::plan::{PlanDevice, RunPlan};
-use ft::recipe;
+use ft::recipe::{self, DeviceRef};
 use ft::setup::ModelDir;
 use ft::setup::adapters::Values;
 use ft::setup::defaults::ResumedValues;
@@ -154,8 +154,8 @@ impl<'a> Checker<'a> {
                 rows
             }
         };
-        let device = match recipe.model.device.as_str() {
-            "cpu" => PlanDevice::of(&Device::Cpu)?,
+        let device = match recipe.model.device {
+            DeviceRef::Cpu => PlanDevice::of(&Device::Cpu)?,
             _ => PlanDevice::like(&GPUS[0]),
         };
         let stored = model.stored(recipe.model.init)?;

@@ -8,6 +8,17 @@ use std::sync::{Mutex, PoisonError};
 #[derive(Debug, Default)]
 pub struct NamedMeans(RefCell<BTreeMap<&'static str, (f64, f64)>>);
 
+/// What was added under one name.
+#[derive(Debug, Clone, PartialEq)]
+pub struct NamedSum {
+    /// The name of the metric.
+    pub name: String,
+    /// The sum.
+    pub sum: f64,
+    /// The number of items.
+    pub count: f64,
+}
+
 impl NamedMeans {
     /// Adds a sum over `count` items; ignored if `count` is 0.
     pub fn add(&self, name: &'static str, sum: f64, count: f64) {
@@ -30,18 +41,24 @@ impl NamedMeans {
     }
 
     /// The sums and counts since the last call, for `put_back`.
-    pub fn take_sums(&self) -> Vec<(&'static str, f64, f64)> {
+    pub fn take_sums(&self) -> Vec<NamedSum> {
         let all = self.0.take().into_iter();
-        all.map(|(name, (sum, count))| (name, sum, count)).collect()
+        all.map(|(name, (sum, count))| NamedSum {
+            name: name.to_string(),
+            sum,
+            count,
+        })
+        .collect()
     }
 
-    /// Adds sums and counts that `take_sums` returned, here or in another process.
-    pub fn put_back(&self, name: &str, sum: f64, count: f64) {
+    /// Adds a sum that `take_sums` returned, here or in another process.
+    pub fn put_back(&self, added: &NamedSum) {
+        let name = &added.name[..];
         let known = self.0.borrow().get_key_value(name).map(|(name, _)| *name);
         let name = known.unwrap_or_else(|| lasting(name));
         let mut all = self.0.borrow_mut();
         let known = all.entry(name).or_default();
-        *known = (known.0 + sum, known.1 + count);
+        *known = (known.0 + added.sum, known.1 + added.count);
     }
 }
 
@@ -68,9 +85,12 @@ mod tests {
         part.add_sum("hidden", 1.0);
         let sums = part.take_sums();
         assert!(part.take().is_empty());
-        for (name, sum, count) in sums.into_iter().chain([("kl", 1.0, 5.0)]) {
-            all.put_back(name, sum, count);
-        }
+        let other = NamedSum {
+            name: "kl".into(),
+            sum: 1.0,
+            count: 5.0,
+        };
+        sums.iter().chain([&other]).for_each(|sum| all.put_back(sum));
         assert_eq!(all.take(), [("kl", 1.0)]);
     }
 }

@@ -37,7 +37,7 @@ impl Columns {
         column.ok_or_else(|| Error::argument("a batch has no such column of numbers").at(name))
     }
 
-    /// A document column: one number per document.
+    /// A document column: `[documents]`.
     ///
     /// # Errors
     /// The batch does not have this column.

@@ -26,7 +26,8 @@ use std::sync::Arc;
 /// Receives a row with its layout and origin; bad rows are counted.
 pub(super) type EachRow<'a> = dyn FnMut(Row, &Arc<Layout>, Origin, &mut BadRows) -> Result<()> + 'a;
 
-/// The sources to read, and the options.
+/// The sources to read, and the options. The default has no source, accepts every token id, and has the values of a
+/// recipe without these keys.
 #[derive(Debug, Clone)]
 pub struct DatasetSpec<'a> {
     /// The files with their columns, in order.
@@ -41,10 +42,25 @@ pub struct DatasetSpec<'a> {
     pub overlap: usize,
     /// The parts of a conversation that are trained.
     pub train_on: TrainOn,
-    /// Rows of the model's embedding.
+    /// Rows of the model's embedding: all ids must be smaller.
     pub embedding_rows: usize,
     /// Drops rows before they are tokenized.
     pub screen: Option<&'a Screen>,
+}
+
+impl Default for DatasetSpec<'_> {
+    fn default() -> Self {
+        Self {
+            sources: &[],
+            render: Render::Auto,
+            max_length: 2048,
+            long: Long::Auto,
+            overlap: 1,
+            train_on: TrainOn::Assistant,
+            embedding_rows: usize::MAX,
+            screen: None,
+        }
+    }
 }
 
 impl<'a> DatasetSpec<'a> {
@@ -262,7 +278,7 @@ impl Stats {
 /// Tokenized rows in file order.
 ///
 /// ```no_run
-/// use ft_data::{Batch, ChatRender, Dataset, DatasetSpec, Long, Render, Source, TrainOn};
+/// use ft_data::{Batch, ChatRender, Dataset, DatasetSpec, Source};
 /// use ft_formats::{ChatTemplate, Tokenizer};
 /// use std::path::Path;
 ///
@@ -272,13 +288,8 @@ impl Stats {
 /// let template = ChatTemplate::from_dir(dir, &tokenizer)?;
 /// let spec = DatasetSpec {
 ///     sources: &[Source::new(vec!["train.jsonl".to_string()])],
-///     render: Render::Auto,
-///     max_length: 2048,
-///     long: Long::Auto,
-///     overlap: 1,
-///     train_on: TrainOn::Assistant,
 ///     embedding_rows: tokenizer.vocab_size(),
-///     screen: None,
+///     ..DatasetSpec::default()
 /// };
 /// let rows = Dataset::load(&spec, &tokenizer, template.as_ref().map(|t| t as &dyn ChatRender))?;
 /// let (train, eval) = rows.split(0.05, 0)?;

@@ -41,7 +41,8 @@ impl Length {
     }
 }
 
-/// Settings of a stream.
+/// Settings of a stream. The default has the values of a recipe without these keys, with a number of rows that is not
+/// known.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct StreamSpec {
     /// B: units per micro-batch.
@@ -58,6 +59,20 @@ pub struct StreamSpec {
     pub seed: u64,
     /// Length of the run.
     pub length: Length,
+}
+
+impl Default for StreamSpec {
+    fn default() -> Self {
+        Self {
+            batch_size: 1,
+            accumulation: 8,
+            packing: true,
+            max_length: 2048,
+            shuffle: true,
+            seed: 42,
+            length: Length::Epochs(3.0),
+        }
+    }
 }
 
 /// The units of one epoch, in order.

@@ -74,7 +74,7 @@ impl Prompt {
     }
 }
 
-/// Limits of the length of a prompt and its answer.
+/// Limits of the length of a prompt and its answer, in tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PromptLimits {
     /// Most tokens of a prompt with its answer.
@@ -83,6 +83,17 @@ pub struct PromptLimits {
     pub answer: usize,
     /// A longer prompt: `Drop` leaves it out; otherwise it is an error.
     pub long: Long,
+}
+
+/// The values of a recipe without these keys.
+impl Default for PromptLimits {
+    fn default() -> Self {
+        Self {
+            window: 2048,
+            answer: 256,
+            long: Long::Auto,
+        }
+    }
 }
 
 /// All prompts of the files.

@@ -184,7 +184,7 @@ pub fn correct_backward(dy: &Tensor, p: &Tensor, y: &Tensor, f: &Tensor, active:
     let (n, d) = sizes(dy, streams)?;
     expect_dims(y, "the output of a layer", &[n, d])?;
     expect_dims(p, "a prediction", &[n, d])?;
-    on_gpu!(dy, super::cuda::altup::correct_backward(dy, (p, y, f), active, (n, d)));
+    on_gpu!(dy, super::cuda::altup::correct_backward(dy, p, y, f, active, (n, d)));
     let (mut found, mut df) = (unwritten(n * d), unwritten(n * streams));
     floats(p, "a prediction", |p| {
         floats(y, "the output of a layer", |y| {
@@ -289,7 +289,7 @@ pub fn matched_backward(p: &Tensor, like: &Tensor, dy: &Tensor, d_like: &Tensor)
     ] {
         expect_dims(t, name, &[n, d])?;
     }
-    on_gpu!(p, super::cuda::altup::matched_backward((p, like, dy), d_like, (n, d)));
+    on_gpu!(p, super::cuda::altup::matched_backward(p, like, dy, d_like, (n, d)));
     let mut dp = unwritten(n * d);
     floats(p, "a projected stream", |p| {
         floats(like, "a stream", |like| {

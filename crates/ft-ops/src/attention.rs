@@ -161,8 +161,8 @@ fn check_keys_of(q_documents: &[usize], k_documents: &[usize], (nq, nk): (usize,
 }
 
 /// Document d has the queries `q_documents[d]..q_documents[d + 1]` and the keys `k_documents[d]..`. Causal, aligned at
-/// the end: its last query attends to its last key, so one query on a cache of T keys is a decoding step. Returns o and
-/// lse.
+/// the end: its last query attends to its last key, so one query on a cache of T keys is a decoding step. q
+/// `[Nq, H·E]`, k and v `[Nk, K·E]`. Returns o `[Nq, H·E]` and lse `[Nq, H]`.
 ///
 /// # Errors
 /// Shapes or offsets that do not fit, or a document with more queries than keys.
@@ -213,7 +213,7 @@ fn forward_on(
     Ok((tensor(o, (nq, spec.query_width()))?, tensor(lse, (nq, spec.heads))?))
 }
 
-/// Computes dq, dk and dv; queries and keys are in the same documents.
+/// Computes dq `[Nq, H·E]`, dk and dv `[Nk, K·E]`; queries and keys are in the same documents.
 ///
 /// # Errors
 /// As `forward`.

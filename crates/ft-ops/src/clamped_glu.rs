@@ -58,7 +58,7 @@ impl ClampedGlu {
     }
 }
 
-/// Computes y, in the shape of gate.
+/// Computes y from gate and up, all `[N, I]`.
 ///
 /// # Errors
 /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
@@ -80,7 +80,7 @@ pub fn forward(gate: &Tensor, up: &Tensor, unit: ClampedGlu) -> Result<Tensor> {
     tensor(y, gate.shape())
 }
 
-/// Computes dgate and dup from dy. They overwrite gate and up, which must not share storage with dy.
+/// Computes dgate and dup from dy, all `[N, I]`. They overwrite gate and up, which must not share storage with dy.
 ///
 /// # Errors
 /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.

@@ -174,7 +174,7 @@ fn with_inputs<R>(x: &DeltaInputs, f: impl FnOnce(&cpu::Slices) -> R) -> Result<
     })
 }
 
-/// Computes o.
+/// Computes o `[N, V·Q]`. `documents`: offsets of the documents, in tokens.
 ///
 /// # Errors
 /// Shapes or offsets that do not fit; on a GPU keys of more than 128 elements.

@@ -3,7 +3,8 @@
 use ft_base::{Error, Result, named};
 
 named!(
-    /// Type of unquantized weights and of matrix products.
+    /// Type of unquantized weights and of matrix products: a setting, with a name in recipes and files. The kernels of a
+    /// GPU have `FloatType`, which is read from a tensor and gives the names of kernels.
     Dtype { F32 = "f32", Bf16 = "bf16", F16 = "f16" }
 );
 

@@ -23,7 +23,7 @@ pub enum Activation {
     Identity,
 }
 
-/// Computes `act(gate) · up` in the shape of gate.
+/// Computes `act(gate) · up`, all `[N, I]`.
 ///
 /// # Errors
 /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
@@ -40,7 +40,7 @@ pub fn forward(gate: &Tensor, up: &Tensor, act: Activation) -> Result<Tensor> {
     tensor(y, gate.shape())
 }
 
-/// Computes dgate and dup from dy.
+/// Computes dgate and dup from dy, all `[N, I]`.
 ///
 /// # Errors
 /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
@@ -78,7 +78,7 @@ pub fn backward_in_place(gate: Tensor, up: Tensor, dy: &Tensor, act: Activation)
     Ok((gate, up))
 }
 
-/// Computes `act(x)`.
+/// Computes `act(x)` in the shape of x.
 ///
 /// # Errors
 /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.

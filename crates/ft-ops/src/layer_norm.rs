@@ -91,7 +91,7 @@ pub fn forward(x: &Tensor, norm: &LayerNorm) -> Result<Tensor> {
     tensor(y, x.shape())
 }
 
-/// Computes the gradient of x, and those of weight and bias as `need` says.
+/// Computes the gradient of x in its shape, which dy has too, and those of weight and bias as `need` says.
 ///
 /// # Errors
 /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.

@@ -38,7 +38,7 @@ pub fn forward<'w>(x: &Tensor, w: impl Into<Dense<'w>>, bias: Option<&Tensor>) -
     tensor(y, (rows, outputs))
 }
 
-/// As `forward`, f32 on every device: logits of a router.
+/// As `forward` (x `[N, I]`, w `[O, I]`, bias `[O]`), f32 on every device: logits of a router.
 ///
 /// # Errors
 /// As `forward`.

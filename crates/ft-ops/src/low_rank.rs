@@ -25,7 +25,7 @@ pub struct LowRank<'a> {
 pub type BaseWeight<'a> = WeightView<Dense<'a>, QMatrixView<'a>>;
 
 impl LowRank<'_> {
-    /// Computes u = s · x·Aᵀ, `[N, R]`.
+    /// Computes u = s · x·Aᵀ, `[N, R]`, from x `[N, I]`.
     ///
     /// # Errors
     /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
@@ -35,7 +35,7 @@ impl LowRank<'_> {
         Ok(u)
     }
 
-    /// Computes `y [N, O] += u·Bᵀ`.
+    /// Computes `y [N, O] += u·Bᵀ` from u `[N, R]`.
     ///
     /// # Errors
     /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
@@ -43,7 +43,7 @@ impl LowRank<'_> {
         linear::forward_add(y, u, self.b)
     }
 
-    /// Computes ∂u = s · ∂y·B, `[N, R]`.
+    /// Computes ∂u = s · ∂y·B, `[N, R]`, from ∂y `[N, O]`.
     ///
     /// # Errors
     /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
@@ -53,7 +53,7 @@ impl LowRank<'_> {
         Ok(du)
     }
 
-    /// Computes `∂x [N, I] += ∂u·A`.
+    /// Computes `∂x [N, I] += ∂u·A` from ∂u `[N, R]`.
     ///
     /// # Errors
     /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.

@@ -183,7 +183,7 @@ impl Document<'_> {
     }
 }
 
-/// Computes causal attention of the queries of each document on its pages: o and lse.
+/// Computes causal attention of the queries `[N, H·E]` of each document on its pages: o `[N, H·E]` and lse `[N, H]`.
 ///
 /// # Errors
 /// Shapes that do not fit, query ranges that are not consecutive, more queries than tokens.

@@ -175,7 +175,7 @@ impl PairStack {
         Ok(u)
     }
 
-    /// As `down`, for one pair: writes its columns of `u [N, T]`.
+    /// As `down`, for one pair: from `x [N, I]` to its columns of `u [N, T]`.
     ///
     /// # Errors
     /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
@@ -241,7 +241,7 @@ impl PairStack {
         self.back(du, 0, self.a.dim(0)?)
     }
 
-    /// As `down_backward`, for one pair.
+    /// As `down_backward`, for one pair: `[N, I]` from `du [N, T]`.
     ///
     /// # Errors
     /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.

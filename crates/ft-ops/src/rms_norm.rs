@@ -34,7 +34,7 @@ pub fn forward(x: &Tensor, w: &Tensor, eps: f64, plus_one: bool) -> Result<Tenso
     forward_plus(x, w, eps, plus_one, None)
 }
 
-/// As `forward`, plus what the residual stream carries past the norm.
+/// As `forward`, plus `past`, what the residual stream carries past the norm, in the shape of x.
 ///
 /// # Errors
 /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
@@ -56,7 +56,7 @@ fn plus(y: Tensor, past: Option<&Tensor>) -> Result<Tensor> {
     Ok(y)
 }
 
-/// Computes `dx` with the shape and type of x, and `dw [E]` f32 if `need_dw`.
+/// Computes `dx` with the shape and type of x, and `dw [E]` f32 if `need_dw`. x and dy `[N, rows·E]`, w `[E]`.
 ///
 /// # Errors
 /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
@@ -71,7 +71,7 @@ pub fn backward(
     backward_plus(x, w, dy, eps, plus_one, need_dw, None)
 }
 
-/// As `backward`; `dx` plus the gradient of what the residual stream carries past the norm.
+/// As `backward`; `dx` plus `past`, the gradient of what the residual stream carries past the norm, in the shape of x.
 ///
 /// # Errors
 /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.

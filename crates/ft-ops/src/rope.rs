@@ -55,15 +55,17 @@ pub fn apply(
         Direction::Forward => 1.0,
         Direction::Backward => -1.0,
     };
-    on_gpu!(
-        x,
-        super::cuda::rope::apply(x, cos, sin, sign, (tokens, width, head_dim, half), pairing)
-    );
+    let sizes = cpu::RotationSizes {
+        width,
+        head: head_dim,
+        half,
+    };
+    on_gpu!(x, super::cuda::rope::apply(x, cos, sin, sign, tokens, sizes, pairing));
     let mut y = unwritten(tokens * width);
     floats(x, "x of a rotation", |x| {
         floats(cos, "the cosines of a rotation", |cos| {
             floats(sin, "the sines of a rotation", |sin| {
-                cpu::apply(x, cos, sin, sign, (width, head_dim, half), pairing, &mut y);
+                cpu::apply(x, cos, sin, sign, sizes, pairing, &mut y);
                 Ok(())
             })
         })

@@ -16,7 +16,9 @@ mod host;
 mod rows;
 mod two_level;
 
-pub use rows::{Assigned, Assignment, gates, gates_backward, row_products, row_products_add, scale_rows};
+pub use rows::{
+    Assigned, Assignment, AssignmentLists, gates, gates_backward, row_products, row_products_add, scale_rows,
+};
 pub use two_level::{TwoLevelLoss, TwoLevelSums};
 
 use super::cpu::storage::{dims2, expect_dims};

@@ -34,7 +34,7 @@ fn taps(w: &Tensor, kernel: usize) -> Result<Vec<f32>> {
         .collect())
 }
 
-/// Computes y from x.
+/// Computes y `[N, C]` from x `[N, C]` and w `[C, 1, K]`. `documents`: offsets of the documents, in tokens.
 ///
 /// # Errors
 /// Shapes or offsets that do not fit; on a GPU more than 8 taps.

@@ -301,7 +301,7 @@ pub fn split(values: &[f32], weight: &Tensor, low: &Tensor) -> Result<()> {
     })?
 }
 
-/// Returns the exact f32 values of a bf16 or f16 weight and its low 16 bits.
+/// Returns the exact f32 values of a bf16 or f16 weight and its low 16 bits, an i16 tensor of as many elements.
 ///
 /// # Errors
 /// Tensors of another type (`Shape`).

@@ -272,7 +272,7 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
     let frozen = s.memory.frozen_weights;
     if plain
         && init == LoraInit::Loftq
-        && matches!(frozen, FrozenWeights::F32 | FrozenWeights::Bf16)
+        && matches!(frozen, Auto::Of(WeightStorage::F32 | WeightStorage::Bf16))
         && s.memory.overrides.is_empty()
     {
         faults.add(

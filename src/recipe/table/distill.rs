@@ -26,7 +26,7 @@ section! {
         alignment: Alignment = "none", "token for token, the most exact";
         /// Storage of the teacher's projections, as in `memory.frozen_weights`; `f32` and `bf16` apply to all its
         /// weights.
-        teacher_weights: FrozenWeights = "auto", "as `model.dtype`: nothing is lost";
+        teacher_weights: Auto<WeightStorage> = "auto", "as `model.dtype`: nothing is lost";
         /// Where the teacher's weights are stored: with `host` and `disk` each forward pass loads them to the device
         /// layer by layer.
         teacher_tier: TeacherTier = "device", "the fastest";

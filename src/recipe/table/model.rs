@@ -15,10 +15,6 @@ named!(
     }
 );
 named!(
-    /// Storage of frozen projections; `Auto` is the planner's choice.
-    FrozenWeights { Auto = "auto", F32 = "f32", Bf16 = "bf16", Int8 = "int8", Int4 = "int4", Nf4 = "nf4" }
-);
-named!(
     /// The goal of the `auto` settings of the planner.
     MemoryGoal {
         /// `Balanced` on a CPU without a budget, else `Fast`.
@@ -44,7 +40,7 @@ section! {
         /// Data type of unquantized weights and of matrix multiplications. `final/` is stored in it.
         dtype: Dtype = "bf16", "half the memory of f32; sums and optimizer states stay in f32";
         /// `auto`, `cpu`, or `cuda:0` and so on.
-        device: String = "auto", "the first GPU that this build supports, else the CPU";
+        device: DeviceRef = "auto", "the first GPU that this build supports, else the CPU";
         /// `random` initializes the weights at random, for pre-training.
         init: ModelInit = "pretrained", "fine-tuning starts from the weights in the model directory";
     }
@@ -66,7 +62,7 @@ section! {
         /// Storage of the projections of the layers that are not trained. Quantized, they take a half (`int8`) to a
         /// quarter (`int4`, `nf4`) of the memory of bf16, and lose precision. `bf16` in an f32 model takes half the memory; matrix
         /// multiplications with it are exact. Norms, biases, embedding and head stay in `model.dtype`.
-        frozen_weights: FrozenWeights = "auto", "as `model.dtype`: nothing is lost";
+        frozen_weights: Auto<WeightStorage> = "auto", "as `model.dtype`: nothing is lost";
         /// A different storage for some projections, by prefixes of parameter names (`"layers.0."`) or by patterns with
         /// `*` (`"*.down_proj.*"`). The longest match applies.
         overrides: Vec<(String, WeightStorage)> = {}, "the same storage for every projection";
@@ -135,9 +131,9 @@ section! {
         /// Configuration of a hub dataset, such as `main`.
         config: Option<String> = "", "the only one; if there are several, they are listed", resume TRAINING_ROWS;
         /// Split of a hub dataset or of a folder, for training.
-        split: String = "train", "the rows that are meant for training", resume TRAINING_ROWS;
+        split: Auto<String> = "train", "the rows that are meant for training", resume TRAINING_ROWS;
         /// Split of a hub dataset or of a folder in `eval`.
-        eval_split: String = "auto", "`validation`, else `test`", resume EVALUATION_ROWS;
+        eval_split: Auto<String> = "auto", "`validation`, else `test`", resume EVALUATION_ROWS;
         /// Branch, tag or commit of hub datasets.
         revision: String = "main", "the current version", resume TRAINING_ROWS;
         /// Several sources with their own settings and weights, in place of `train`; a setting that is left out is that of
@@ -162,7 +158,7 @@ section! {
         /// prompts of `grpo` and `ppo` are tokenized once too, and stay in memory with their columns.
         cache: Option<bool> = "auto", "`true` if the data files have 16 MiB or more: tokenizing takes seconds below that", resume FREE;
         /// Directory of these files. They can be removed at any time between runs.
-        cache_dir: Option<String> = "auto", "`.ft-tokens` beside the run directory", resume FREE;
+        cache_dir: Auto<String> = "auto", "`.ft-tokens` beside the run directory", resume FREE;
         /// Most bytes of these files. Beyond it the files of the datasets that no run used for the longest time are
         /// removed when new ones are written; those of a run in progress stay.
         cache_limit: Option<u64> = "auto", "half of the space that the files and the free part of the disk have together", resume FREE;
@@ -186,25 +182,29 @@ section! {
         shuffle: bool = true, "neighboring rows of a file are often similar";
         /// `auto`, a path to a Jinja file, or the name of a format: `chatml`, `qwen2.5`, `qwen3`, `llama3`, `llama3.1`,
         /// `gemma`, `phi3`, `phi4`, `mistral`, `zephyr`, `alpaca`. Another template than the model's is saved in `final/`.
-        chat_template: Option<String> = "auto", "the template of the model";
+        chat_template: Auto<String> = "auto", "the template of the model";
         /// Variables of the chat template, such as `{ enable_thinking = false }`, in training, evaluation, rollouts and
         /// sample answers. The template in `final/` has them as defaults.
         template_kwargs: serde_json::Map<String, serde_json::Value> = {}, "the defaults of the template";
         /// Tokens that are added to the vocabulary. Each gets a row in the embedding and in the head: the mean of the
         /// rows of the tokens that its text was before. `auto` stands for tokens that the tokenizer has and the
         /// embedding has no row for. `tune.new_tokens` decides how they are trained.
-        new_tokens: Vec<String> = [], "the vocabulary of the model";
+        new_tokens: Vec<Auto<String>> = [], "the vocabulary of the model";
         /// As `new_tokens`, for control tokens: they are left out of decoded text, as `special` tokens of transformers.
         new_special_tokens: Vec<String> = [], "the vocabulary of the model";
         with quality: Quality;
     }
 }
 
+const INT8: Auto<WeightStorage> = Auto::Of(WeightStorage::Int8);
+const INT4: Auto<WeightStorage> = Auto::Of(WeightStorage::Int4);
+const NF4: Auto<WeightStorage> = Auto::Of(WeightStorage::Nf4);
+
 impl Memory {
     /// The storage of frozen projections. `frozen_weights = "auto"` that is not resolved means dense.
     pub fn storage_rules(&self) -> StorageRules {
         StorageRules {
-            frozen: WeightStorage::parse(self.frozen_weights.name()),
+            frozen: self.frozen_weights.given().copied(),
             overrides: self.overrides.clone(),
             group_size: self.group_size,
             double_quantization: self.double_quantization,
@@ -212,10 +212,10 @@ impl Memory {
         }
     }
 
-    /// The names of all storage types that projections may get.
-    fn storages(&self) -> impl Iterator<Item = &'static str> {
-        let overrides = self.overrides.iter().map(|(_, storage)| storage.name());
-        [self.frozen_weights.name()].into_iter().chain(overrides)
+    /// All storage types that projections may get.
+    fn storages(&self) -> impl Iterator<Item = Auto<WeightStorage>> {
+        let overrides = self.overrides.iter().map(|(_, storage)| Auto::Of(*storage));
+        [self.frozen_weights].into_iter().chain(overrides)
     }
 }
 
@@ -250,18 +250,6 @@ impl Data {
 
 /// Variables of a template that a row sets.
 const FROM_ROWS: [&str; 3] = ["messages", "tools", "add_generation_prompt"];
-
-fn valid_device(device: &str) -> bool {
-    match device.strip_prefix("cuda") {
-        Some(rest) => {
-            rest.is_empty()
-                || rest
-                    .strip_prefix(':')
-                    .is_some_and(|n| n.len() < 4 && n.parse::<u16>().is_ok())
-        }
-        None => device == "auto" || device == "cpu",
-    }
-}
 
 /// Contradictions.
 pub(super) fn check(s: &Settings, faults: &mut Faults) {
@@ -307,8 +295,7 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
             ),
         );
     }
-    let device = &model.device;
-    if !valid_device(device) {
+    if let DeviceRef::Unknown(device) = &model.device {
         let error =
             Error::usage(format!("`{device}` is not a value of `model.device`")).expected("`auto`, `cpu`, or `cuda:0`");
         faults.add(
@@ -322,7 +309,7 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
     for (path, empty) in [
         (Train::output_dir, s.train.output_dir.is_empty()),
         (Model::revision, model.revision.is_empty()),
-        (Data::chat_template, data.chat_template.is_none()),
+        (Data::chat_template, data.chat_template.is_empty()),
         (Data::split, data.split.is_empty()),
         (Data::eval_split, data.eval_split.is_empty()),
         (Data::revision, data.revision.is_empty()),
@@ -343,8 +330,16 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
     }
     let dtype = model.dtype.name();
     // In a 16-bit model matrix multiplications round their operands to its type, so nothing is left of another one.
-    let other = |name: &&str| dtype != "f32" && *name != dtype && ["f32", "bf16"].contains(name);
-    if let Some(name) = memory.storages().take(1).find(other) {
+    let other = |storage: &Auto<WeightStorage>| {
+        let unquantized = match storage {
+            Auto::Of(WeightStorage::F32) => Dtype::F32,
+            Auto::Of(WeightStorage::Bf16) => Dtype::Bf16,
+            _ => return false,
+        };
+        model.dtype != Dtype::F32 && model.dtype != unquantized
+    };
+    if other(&memory.frozen_weights) {
+        let name = memory.frozen_weights.name();
         faults.add(
             &[Memory::frozen_weights, Model::dtype],
             Error::usage(format!(
@@ -353,7 +348,8 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
             .hint("use `auto`, or `model.dtype = \"f32\"`"),
         );
     }
-    if let Some(name) = memory.storages().skip(1).find(other) {
+    if let Some(storage) = memory.storages().skip(1).find(other) {
+        let name = storage.name();
         faults.add(
             &[Memory::overrides, Model::dtype],
             Error::usage(format!(
@@ -366,7 +362,7 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
     super::train::check_f16(s, faults);
     match memory.group_size {
         None | Some(128) => {}
-        Some(64) if !memory.storages().any(|s| s == "int8") => {}
+        Some(64) if !memory.storages().any(|s| s == INT8) => {}
         Some(64) => faults.add(
             &[Memory::group_size, Memory::frozen_weights, Memory::overrides],
             Error::usage("`int8` has no groups of 64")
@@ -380,7 +376,8 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
         ),
     }
     check_rows(s, faults);
-    let mut texts: Vec<&String> = data.new_tokens.iter().chain(&data.new_special_tokens).collect();
+    let normal = data.new_tokens.iter().map(Auto::to_string);
+    let mut texts: Vec<String> = normal.chain(data.new_special_tokens.iter().cloned()).collect();
     texts.sort_unstable();
     if let Some(pair) = texts.windows(2).find(|pair| pair[0] == pair[1]) {
         faults.add(
@@ -431,14 +428,14 @@ fn check_products(s: &Settings, faults: &mut Faults) {
             "train adapters, blocks or some layers; or remove it",
         );
     }
-    if s.model.device == "cpu" {
+    if s.model.device == DeviceRef::Cpu {
         refuse(
             &[Memory::frozen_products, Model::device],
             "a run on the CPU".into(),
             "remove it: the products of the CPU dequantize while they pack",
         );
     }
-    if !memory.storages().any(|storage| storage == "auto" || storage == "int8") {
+    if !memory.storages().any(|storage| [Auto::Auto, INT8].contains(&storage)) {
         refuse(
             &[Memory::frozen_products, Memory::frozen_weights],
             format!("weights that are stored as {}", memory.frozen_weights.name()),
@@ -550,7 +547,7 @@ fn has_columns(path: &String) -> bool {
 /// The setting because of which a key has no effect.
 pub(super) fn unused(s: &Settings, key: KeyPath) -> Option<String> {
     let (model, memory, data) = (&s.model, &s.memory, &s.data);
-    let stored = |names: &[&str]| memory.storages().any(|name| names.contains(&name));
+    let stored = |any: &[Auto<WeightStorage>]| memory.storages().any(|storage| any.contains(&storage));
     let frozen = || Some(Memory::frozen_weights.is(memory.frozen_weights.name()));
     match key {
         Model::revision if model.path.is_local() => Some(Model::path.is(&model.path.to_string())),
@@ -561,10 +558,8 @@ pub(super) fn unused(s: &Settings, key: KeyPath) -> Option<String> {
             Some(TuneKeys::method.is("full"))
         }
         // With `auto` the planner may choose quantized weights; the teacher's weights use the same key.
-        Memory::group_size if !stored(&["auto", "int8", "int4"]) => frozen(),
-        Memory::double_quantization if !stored(&["auto", "nf4"]) && s.distill.teacher_weights != FrozenWeights::Nf4 => {
-            frozen()
-        }
+        Memory::group_size if !stored(&[Auto::Auto, INT8, INT4]) => frozen(),
+        Memory::double_quantization if !stored(&[Auto::Auto, NF4]) && s.distill.teacher_weights != NF4 => frozen(),
         Data::config | Data::split | Data::revision if data.has_train() && data.train_paths().all(is_file) => {
             Some(files_of(data))
         }

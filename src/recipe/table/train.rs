@@ -148,7 +148,7 @@ section! {
         /// The number of an evaluation that says which model is best: `eval_loss`, or another one of `metrics.jsonl`. Lower
         /// is better for losses, perplexities and divergences, higher for the others. The evaluation before the first step
         /// does not count.
-        metric_for_best_model: String = "auto", "`eval_loss`; `eval_reward` in `grpo` and `ppo`", resume FREE;
+        metric_for_best_model: Auto<String> = "auto", "`eval_loss`; `eval_reward` in `grpo` and `ppo`", resume FREE;
         /// `final/` is the model of the best evaluation. Its checkpoint is kept beside the newest ones.
         load_best_model_at_end: bool = false, "the schedule ends with the last step", resume FREE;
         /// Evaluations without a better value after which the run ends; 0: it has all its steps.
@@ -308,7 +308,7 @@ pub(super) fn check_f16(s: &Settings, faults: &mut Faults) {
                 .hint(hint),
         );
     };
-    if s.model.device == "cpu" {
+    if s.model.device == DeviceRef::Cpu {
         refuse(
             Model::device,
             "a run on the CPU, which has no operations in f16".into(),

@@ -4,7 +4,7 @@
 use crate::base::{Error, Result, files, progress};
 use crate::data::dataset::Origin;
 use crate::data::{Dataset, Example, TextCodec, TokenCache};
-use crate::distill::spans::{self, TokenBytes};
+use crate::distill::spans::{self, TokenBytes, Vocabularies};
 use crate::recipe::Recipe;
 use crate::setup::ModelDir;
 use crate::setup::rows;
@@ -37,7 +37,7 @@ impl RowIndex {
         student: &ModelDir,
         other: &Dataset,
         teacher: &ModelDir,
-        bytes: (&TokenBytes, &TokenBytes),
+        bytes: Vocabularies<'_>,
     ) -> Result<Self> {
         let find = || Self::find(own, other, bytes);
         // The rows of both are paired by their places in the files.
@@ -66,7 +66,7 @@ impl RowIndex {
         })
     }
 
-    fn find(own: &Dataset, other: &Dataset, bytes: (&TokenBytes, &TokenBytes)) -> Result<Self> {
+    fn find(own: &Dataset, other: &Dataset, bytes: Vocabularies<'_>) -> Result<Self> {
         let place = |row: usize| Ok((other.origin(row)?, row as u32));
         let places: BTreeMap<Origin, u32> = (0..other.examples.len()).map(place).collect::<Result<_>>()?;
         let mut out = Self::default();
@@ -89,7 +89,7 @@ impl RowIndex {
                 out.counts[2] += 1;
                 let last = (example.ids[a.end - 1], other.ids[b.end - 1]);
                 let no_text = |bytes: &TokenBytes, id: u32| bytes.get(id as usize).is_none_or(Vec::is_empty);
-                if no_text(bytes.0, last.0) && no_text(bytes.1, last.1) {
+                if no_text(bytes.student, last.0) && no_text(bytes.teacher, last.1) {
                     *ends.entry(last).or_default() += 1;
                 }
             }
@@ -156,11 +156,7 @@ fn number(left: &mut &[u8]) -> Option<u64> {
 }
 
 /// Spans of tokens of both rows with the same text.
-pub(super) fn aligned(
-    own: &Example,
-    other: &Example,
-    bytes: (&TokenBytes, &TokenBytes),
-) -> Vec<(Range<usize>, Range<usize>)> {
+pub(super) fn aligned(own: &Example, other: &Example, bytes: Vocabularies<'_>) -> Vec<(Range<usize>, Range<usize>)> {
     let mut out = Vec::new();
     for (a, b) in runs(&own.trained).into_iter().zip(runs(&other.trained)) {
         let found = spans::align(&own.ids[a.clone()], &other.ids[b.clone()], bytes);

@@ -7,13 +7,23 @@ use std::ops::Range;
 /// For each id of a vocabulary: the bytes of its text; empty for special tokens (`Tokenizer::token_bytes`).
 pub type TokenBytes = Vec<Vec<u8>>;
 
+/// The texts of the tokens of both models.
+#[derive(Debug, Clone, Copy)]
+pub struct Vocabularies<'a> {
+    /// Of the student.
+    pub student: &'a TokenBytes,
+    /// Of the teacher.
+    pub teacher: &'a TokenBytes,
+}
+
 /// Groups the tokens of an answer, as two tokenizers have it, to the smallest spans that end at the same byte. The
 /// special tokens that end both answers are a span too. Returns ranges of both lists.
 ///
 /// The texts are compared: spans end where they differ. White space at the beginning may differ, because some tokenizers
 /// put a space before a text.
-pub fn align(student: &[u32], teacher: &[u32], bytes: (&TokenBytes, &TokenBytes)) -> Vec<(Range<usize>, Range<usize>)> {
-    let (own, theirs) = (Answer::new(student, bytes.0), Answer::new(teacher, bytes.1));
+pub fn align(student: &[u32], teacher: &[u32], bytes: Vocabularies<'_>) -> Vec<(Range<usize>, Range<usize>)> {
+    let own = Answer::new(student, bytes.student);
+    let theirs = Answer::new(teacher, bytes.teacher);
     let (mut a, mut b) = (own.blank(), theirs.blank());
     if a == b {
         (a, b) = (0, 0);
@@ -123,8 +133,11 @@ mod tests {
     /// All tokens in order.
     fn aligned(student: &[&str], teacher: &[&str]) -> Vec<(Range<usize>, Range<usize>)> {
         let ids = |n: usize| (0..n as u32).collect::<Vec<_>>();
-        let bytes = (vocabulary(student), vocabulary(teacher));
-        align(&ids(student.len()), &ids(teacher.len()), (&bytes.0, &bytes.1))
+        let bytes = Vocabularies {
+            student: &vocabulary(student),
+            teacher: &vocabulary(teacher),
+        };
+        align(&ids(student.len()), &ids(teacher.len()), bytes)
     }
 
     #[test]
@@ -144,14 +157,11 @@ mod tests {
         );
         assert_eq!(aligned(&["ab", "<end>"], &["ab"]), [(0..1, 0..1)]);
         // Parts of a character.
-        let bytes = (
-            vec![vec![0xc3], vec![0xa9], b"x".to_vec()],
-            vec!["é".as_bytes().to_vec(), b"x".to_vec()],
-        );
-        assert_eq!(
-            align(&[0, 1, 2], &[0, 1], (&bytes.0, &bytes.1)),
-            [(0..2, 0..1), (2..3, 1..2)]
-        );
+        let bytes = Vocabularies {
+            student: &vec![vec![0xc3], vec![0xa9], b"x".to_vec()],
+            teacher: &vec!["é".as_bytes().to_vec(), b"x".to_vec()],
+        };
+        assert_eq!(align(&[0, 1, 2], &[0, 1], bytes), [(0..2, 0..1), (2..3, 1..2)]);
         // A space before the text.
         assert_eq!(
             aligned(&["ab", " c", "<e>"], &[" ab", " c", "<f>"]),

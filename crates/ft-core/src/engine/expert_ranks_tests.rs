@@ -74,8 +74,8 @@ fn engine(case: &Case, comm: Arc<dyn Collective>) -> (Engine, Active) {
     let random = RandomWeights { seed, std, norm };
     let store: Arc<dyn TrainableStore> = if comm.world().size > 1 && !case.replicated {
         let origin = WeightOrigin::random(&params, random);
-        let divided = (comm.clone(), Division::Experts);
-        Arc::new(Sharded::open(params.clone(), origin, storage, divided, &Device::Cpu).unwrap())
+        let division = Division::Experts;
+        Arc::new(Sharded::open(params.clone(), origin, storage, comm.clone(), division, &Device::Cpu).unwrap())
     } else {
         let source = Resident::random_stored(params.clone(), seed, std, norm, storage, &Device::Cpu).unwrap();
         let index: BTreeMap<_, _> = params.iter().map(|p| p.name.clone()).zip(1..).collect();

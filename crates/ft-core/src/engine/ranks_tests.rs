@@ -95,7 +95,7 @@ pub(super) fn engine(case: Case, comm: Arc<dyn Collective>) -> (Engine, Active) 
         Division::Elements
     };
     let source: Arc<dyn TrainableStore> = if (case.sharded || case.in_node) && comm.world().size > 1 {
-        Arc::new(Sharded::open(params.clone(), origin, storage, (comm.clone(), division), &Device::Cpu).unwrap())
+        Arc::new(Sharded::open(params.clone(), origin, storage, comm.clone(), division, &Device::Cpu).unwrap())
     } else {
         let source = Resident::random_stored(params.clone(), seed, std, norm, storage, &Device::Cpu).unwrap();
         let index: BTreeMap<_, _> = params.iter().map(|p| p.name.clone()).zip(1..).collect();

@@ -1,6 +1,7 @@
 //! The micro-batches of a step on the ranks of a job. Micro-batch m of the window belongs to rank m mod W, and all sums
 //! are made in the order of the micro-batches, so that a step has the same bits on any number of ranks.
 
+use crate::base::means::NamedSum;
 use crate::base::{Error, Result};
 use crate::comm::{Collective, Patience, World};
 use crate::model::Objective;
@@ -47,26 +48,21 @@ pub struct MicroReport {
     /// Loss and correct predictions.
     pub sums: StepSums,
     /// Sums and counts of the objective's metrics.
-    pub means: Vec<(String, f64, f64)>,
+    pub means: Vec<NamedSum>,
     /// `RouterTally::numbers`
     pub routers: Vec<f64>,
 }
 
 /// Takes the sums of the objective's metrics.
-pub fn take_means(objective: &dyn Objective) -> Vec<(String, f64, f64)> {
-    let sums = objective.means().map(|means| means.take_sums()).unwrap_or_default();
-    sums.into_iter()
-        .map(|(name, sum, count)| (name.to_string(), sum, count))
-        .collect()
+pub fn take_means(objective: &dyn Objective) -> Vec<NamedSum> {
+    objective.means().map(|means| means.take_sums()).unwrap_or_default()
 }
 
 impl MicroReport {
     /// Adds the metrics to those of the objective.
     pub fn put_back(&self, objective: &dyn Objective) {
         if let Some(all) = objective.means() {
-            for (name, sum, count) in &self.means {
-                all.put_back(name, *sum, *count);
-            }
+            self.means.iter().for_each(|sum| all.put_back(sum));
         }
     }
 
@@ -78,7 +74,7 @@ impl MicroReport {
             .into_iter()
             .for_each(|x| float(out, x));
         number(out, self.means.len() as u64);
-        for (name, sum, count) in &self.means {
+        for NamedSum { name, sum, count } in &self.means {
             number(out, name.len() as u64);
             out.extend(name.as_bytes());
             float(out, *sum);
@@ -101,7 +97,11 @@ impl MicroReport {
             let (name, after) = rest.split_at_checked(length)?;
             *rest = after;
             let name = String::from_utf8(name.to_vec()).ok()?;
-            means.push((name, float(rest)?, float(rest)?));
+            means.push(NamedSum {
+                name,
+                sum: float(rest)?,
+                count: float(rest)?,
+            });
         }
         let routers = (0..number(rest)?).map(|_| float(rest)).collect::<Option<_>>()?;
         Some(Self {
@@ -185,7 +185,11 @@ mod tests {
                 correct: 2.0,
                 squares: 0.25,
             },
-            means: vec![("kl".into(), 0.1, 3.0)],
+            means: vec![NamedSum {
+                name: "kl".into(),
+                sum: 0.1,
+                count: 3.0,
+            }],
             routers: vec![1.0, -0.0],
         };
         let mut bytes = Vec::new();

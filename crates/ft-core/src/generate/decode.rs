@@ -3,7 +3,7 @@
 use super::cache::{CachedSequence, Step, StepTables};
 use super::graphs::{Graphs, Work};
 use super::sampler::Sampler;
-use super::schedule::{OnToken, RequestSchedule};
+use super::schedule::{FinishedRequests, OnToken, RequestSchedule};
 use crate::base::{Error, Result, progress};
 use crate::model::{Context, Network};
 use crate::ops::paged::KvDtype;
@@ -234,10 +234,10 @@ pub fn answer<'a>(
         1 => progress::phase("generating", settings.max_new_tokens, "tokens"),
         n => progress::phase("generating", n, "answers"),
     };
-    let (answers, speed, _) = RequestSchedule::new(policy, requests, settings)?
+    let finished = RequestSchedule::new(policy, requests, settings)?
         .shown(&phase)
         .run(on_token)?;
-    Ok((answers, speed))
+    Ok((finished.answers, finished.speed))
 }
 
 /// One growing text, as in a chat: its KV cache is reused.
@@ -270,7 +270,11 @@ impl Session {
         }
         let going_on = cache.is_some();
         let schedule = RequestSchedule::new(policy, requests, settings)?.going_on(cache);
-        let (mut answers, mut speed, cache) = schedule.run(on_token)?;
+        let FinishedRequests {
+            mut answers,
+            mut speed,
+            kept: cache,
+        } = schedule.run(on_token)?;
         let answer = answers.pop().unwrap_or_default();
         if going_on {
             speed.shared_tokens += known as u64;

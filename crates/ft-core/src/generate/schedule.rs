@@ -68,6 +68,14 @@ pub(crate) struct RequestSchedule<'a> {
     phase: Option<&'a Phase>,
 }
 
+/// The results of a schedule.
+pub(crate) struct FinishedRequests {
+    pub answers: Vec<Answer>,
+    pub speed: Speed,
+    /// The KV cache of the text, of a schedule that goes on with one.
+    pub kept: Option<CachedSequence>,
+}
+
 /// Callback for every token as it is sampled: index of the request, id.
 pub(crate) type OnToken<'a> = dyn FnMut(usize, u32) -> Result<()> + 'a;
 
@@ -139,19 +147,23 @@ impl<'a> RequestSchedule<'a> {
         }
     }
 
-    pub(crate) fn run(self, on_token: &mut OnToken) -> Result<(Vec<Answer>, Speed, Option<CachedSequence>)> {
+    pub(crate) fn run(self, on_token: &mut OnToken) -> Result<FinishedRequests> {
         let network = self.policy.network;
         network.with_fixed_adapters(|| self.run_all(on_token))
     }
 
-    fn run_all(mut self, on_token: &mut OnToken) -> Result<(Vec<Answer>, Speed, Option<CachedSequence>)> {
+    fn run_all(mut self, on_token: &mut OnToken) -> Result<FinishedRequests> {
         if self.settings.max_new_tokens == 0 {
             self.waiting.clear();
         }
         loop {
             self.admit()?;
             if self.rows.is_empty() {
-                return Ok((self.answers, self.speed, self.kept));
+                return Ok(FinishedRequests {
+                    answers: self.answers,
+                    speed: self.speed,
+                    kept: self.kept,
+                });
             }
             while self.read(on_token)? {
                 self.show();

@@ -19,8 +19,16 @@ use std::sync::Arc;
 /// Number of terms of the Cayley-Neumann series, as in PEFT.
 const NEUMANN_TERMS: usize = 5;
 
-/// Name of a matrix, its rows that train, and their values if an adapter directory contains them.
-pub type TrainedRows = (String, Vec<u32>, Option<Tensor>);
+/// Rows of a matrix that train.
+#[derive(Debug, Clone)]
+pub struct TrainedRows {
+    /// The name of the matrix.
+    pub table: String,
+    /// The rows.
+    pub ids: Vec<u32>,
+    /// Their values `[rows, D]`, if an adapter directory contains them.
+    pub given: Option<Tensor>,
+}
 
 /// All facts about adapters that are known before the weights are loaded.
 #[derive(Default)]
@@ -50,7 +58,7 @@ impl AdapterSet {
             *adapter = Arc::new(adapter.on(&network.device)?);
         }
         network.adapters = self.adapters.clone();
-        for (table, ids, given) in &self.rows {
+        for TrainedRows { table, ids, given } in &self.rows {
             let rows = TokenRows::new(network, table, ids, given.as_ref())?;
             network.tokens.push(rows);
         }
@@ -68,7 +76,7 @@ impl AdapterSet {
 
     /// Names of the parameters of trained rows.
     pub fn trained_rows(&self) -> impl Iterator<Item = String> + '_ {
-        self.rows.iter().map(|(table, ..)| tokens::name_of(table))
+        self.rows.iter().map(|rows| tokens::name_of(&rows.table))
     }
 }
 
@@ -429,7 +437,13 @@ fn rows(lora: &LoraConfig, config: &mut AdapterConfig, spec: &Spec) -> Result<Ve
     }
     config.token_rows = modules.iter().map(|m| (m.to_string(), ids.clone())).collect();
     let tables = row_tables(config, spec).into_iter();
-    Ok(tables.map(|t| (t, ids.clone(), None)).collect())
+    Ok(tables
+        .map(|table| TrainedRows {
+            table,
+            ids: ids.clone(),
+            given: None,
+        })
+        .collect())
 }
 
 /// Names of the parameters that train whole. The tied embedding and head are one parameter. PEFT keeps it tied with

@@ -221,7 +221,8 @@ impl Block {
         }
     }
 
-    /// Decoding: as `forward`, with the KV cache of earlier tokens.
+    /// Decoding: as `forward` (`x` `[N, D]`, of several streams `[N, A·D]`, to the same shape), with the KV cache of
+    /// earlier tokens.
     ///
     /// # Errors
     /// The weights of the layer cannot be read; not enough memory on the device; a `cache` that does not fit the model.

@@ -232,7 +232,7 @@ impl Context<'_> {
         }
     }
 
-    /// Reports the input of the linear with this weight to the observer, if there is one.
+    /// Reports the input `x` `[N, I]` of the linear with this weight to the observer, if there is one.
     ///
     /// # Errors
     /// Those of the observer.

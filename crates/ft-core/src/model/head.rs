@@ -58,7 +58,7 @@ impl<'a> StreamedHead<'a> {
         }
     }
 
-    /// Returns the piece that starts at row `first`; valid until the next call.
+    /// Returns the piece that starts at row `first`, `[rows of the piece, width]`; valid until the next call.
     ///
     /// # Errors
     /// A failed read of the weights.

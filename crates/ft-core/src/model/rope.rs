@@ -126,7 +126,7 @@ impl Rope {
         }
     }
 
-    /// Frequencies without scaling.
+    /// The frequencies `inv_freq` `[R/2]`, in radians per position, without scaling.
     pub fn plain(inv_freq: Vec<f32>) -> Self {
         Self {
             inv_freq,

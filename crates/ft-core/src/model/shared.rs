@@ -118,7 +118,7 @@ impl SharedStates {
         routers.as_ref().map_or_else(LogitLoss::default, RouterTally::gradient)
     }
 
-    /// Stores the keys and values of layer `layer` for later layers.
+    /// Stores the keys and values of layer `layer`, `[N, K·E]` each, for later layers.
     pub fn put_keys(&self, layer: usize, k: &Tensor, v: &Tensor) {
         self.keys.borrow_mut().insert(layer, (k.clone(), v.clone()));
     }
@@ -137,7 +137,7 @@ impl SharedStates {
         self.keys.borrow_mut().remove(&layer);
     }
 
-    /// Adds the gradients of a later layer for the keys and values of layer `layer`.
+    /// Adds the gradients of a later layer for the keys and values of layer `layer`, `[N, K·E]` each.
     ///
     /// # Errors
     /// Gradients of another shape (`Shape`).

@@ -190,7 +190,8 @@ impl Optimizer {
         }
     }
 
-    /// A stateless update by `lr` against the gradient or its sign, without decay or clipping; `gate` can disable it.
+    /// A stateless update by `lr` against the gradient or its sign, without decay or clipping; `gate` can disable it. The
+    /// gradient has the shape of the weight.
     ///
     /// # Errors
     /// The gradient has not the shape of the weight (`Shape`).
@@ -269,7 +270,7 @@ impl Optimizer {
         }
     }
 
-    /// The exact f32 values of a trained weight.
+    /// The exact f32 values of a trained weight, in row-major order.
     ///
     /// # Errors
     /// The weight is neither f32, bf16 nor f16.

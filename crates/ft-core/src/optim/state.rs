@@ -68,26 +68,28 @@ pub(super) struct State {
 
 impl State {
     pub(super) fn fresh(settings: &OptimizerConfig, shape: &[usize], device: &Device) -> Result<Self> {
-        Self::of_lengths(lengths(settings, shape), int8(settings, shape), device)
+        let (first, second) = lengths(settings, shape);
+        Self::of_lengths(first, second, int8(settings, shape), device)
     }
 
     /// Of `len` elements of a parameter of this shape. The type of the moments is that of the whole parameter.
     pub(super) fn fresh_part(settings: &OptimizerConfig, shape: &[usize], len: usize, device: &Device) -> Result<Self> {
         let (first, second) = lengths(settings, shape);
-        let lengths = (first.map(|_| len), second.map(|_| len));
+        let [first, second] = [first, second].map(|length| length.map(|_| len));
         Ok(Self {
             part_of: Some(shape.iter().product()),
-            ..Self::of_lengths(lengths, int8(settings, shape), device)?
+            ..Self::of_lengths(first, second, int8(settings, shape), device)?
         })
     }
 
-    fn of_lengths(lengths: (Option<usize>, Option<usize>), int8: bool, device: &Device) -> Result<Self> {
+    /// Zeros: moments of these lengths.
+    fn of_lengths(first: Option<usize>, second: Option<usize>, int8: bool, device: &Device) -> Result<Self> {
         let zeros = |n: Option<usize>| n.map(|n| Moment::zeros(n, int8, device)).transpose();
         Ok(Self {
             step: 0,
             updated: 0,
-            first: zeros(lengths.0)?,
-            second: zeros(lengths.1)?,
+            first: zeros(first)?,
+            second: zeros(second)?,
             part_of: None,
         })
     }

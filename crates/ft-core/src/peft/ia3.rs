@@ -20,7 +20,7 @@ pub struct Ia3 {
 }
 
 impl Ia3 {
-    /// An adapter with PEFT's parameter name.
+    /// An adapter with PEFT's parameter name; `factors` `[O, 1]`, or `[1, I]` with `feedforward`.
     pub fn new(module: &str, factors: Tensor, feedforward: bool) -> Self {
         Self {
             factors: Param::new(module, "ia3_l", factors),

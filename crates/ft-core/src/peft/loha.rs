@@ -23,7 +23,7 @@ pub struct Loha {
 pub const NAMES: [&str; 4] = ["hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"];
 
 impl Loha {
-    /// An adapter with PEFT's parameter names.
+    /// An adapter with PEFT's parameter names; the factors P₁ `[O, R]`, Q₁ `[R, I]`, P₂ `[O, R]`, Q₂ `[R, I]`.
     pub fn new(module: &str, [a, b, c, d]: [Tensor; 4], scale: f32) -> Self {
         let part = |i: usize, t| Param::new(module, NAMES[i], t);
         Self {

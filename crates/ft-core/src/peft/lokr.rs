@@ -21,7 +21,7 @@ pub enum Factor {
 }
 
 impl Factor {
-    /// `name` is `lokr_w1` or `lokr_w2`.
+    /// `name` is `lokr_w1` or `lokr_w2`; `t` `[rows, columns]`.
     pub fn whole(module: &str, name: &str, t: Tensor) -> Self {
         Self::Whole(Param::new(module, name, t))
     }

@@ -55,8 +55,8 @@ pub fn scaling(alpha: f64, r: usize, rslora: bool) -> f32 {
     }) as f32
 }
 
-/// A new pair: A Kaiming-uniform with a = √5, which is U(-1/√I, 1/√I), as in PEFT; or normal with standard deviation
-/// 1/r (`gaussian`). B is zero, so the model is unchanged at first.
+/// A new pair A `[R, I]` and B `[O, R]`, f32: A Kaiming-uniform with a = √5, which is U(-1/√I, 1/√I), as in PEFT; or
+/// normal with standard deviation 1/r (`gaussian`). B is zero, so the model is unchanged at first.
 ///
 /// # Errors
 /// None for these sizes.
@@ -88,7 +88,7 @@ pub fn shapes(r: usize, input: usize, output: usize) -> Result<(Tensor, Tensor)>
 }
 
 impl Lora {
-    /// A pair with PEFT's parameter names.
+    /// A pair A `[R, I]` and B `[O, R]` with PEFT's parameter names.
     pub fn new(module: &str, (a, b): (Tensor, Tensor), scale: f32, mask: Mask) -> Self {
         Self {
             a,

@@ -43,7 +43,7 @@ pub struct Oft {
 }
 
 impl Oft {
-    /// An adapter with PEFT's parameter name.
+    /// An adapter with PEFT's parameter name; `triangles` `[K, S·(S-1)/2]` with S = `block`.
     pub fn new(module: &str, triangles: Tensor, block: usize, cayley: Cayley) -> Self {
         Self {
             triangles: Param::new(module, "oft_R.weight", triangles),

@@ -74,7 +74,7 @@ impl Mask {
         key.is_some() && self.p > 0.0
     }
 
-    /// A copy of `x` with dropout; `x` itself outside training.
+    /// A copy of `x` `[N, I]` with dropout; `x` itself outside training.
     ///
     /// # Errors
     /// Not enough memory on the device.

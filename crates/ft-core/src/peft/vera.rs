@@ -49,7 +49,7 @@ pub struct Vera {
 }
 
 impl Vera {
-    /// An adapter with PEFT's parameter names.
+    /// An adapter with PEFT's parameter names; `b` `[O]`, `d` `[R]`.
     pub fn new(module: &str, shared: VeraProjections, b: Tensor, d: Tensor, inputs: usize, mask: Mask) -> Self {
         Self {
             shared,

@@ -194,7 +194,7 @@ impl Weight {
         }
     }
 
-    /// Computes `y [N, O] += x·Wᵀ`. `y` must not share storage with `x`.
+    /// Computes `y [N, O] += x·Wᵀ` from `x [N, I]`. `y` must not share storage with `x`.
     ///
     /// # Errors
     /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
@@ -220,7 +220,7 @@ impl Weight {
         }
     }
 
-    /// Computes `dx [N, I] += dy·W`. `dx` must not share storage with `dy`.
+    /// Computes `dx [N, I] += dy·W` from `dy [N, O]`. `dx` must not share storage with `dy`.
     ///
     /// # Errors
     /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
@@ -293,7 +293,7 @@ impl Weight {
         if self.is_bf16() { DType::BF16 } else { DType::F32 }
     }
 
-    /// Computes `sum [O, I] += dyᵀ·x`; otherwise as `grad`.
+    /// Computes `sum [O, I] += dyᵀ·x` from `dy [N, O]` and `x [N, I]`; otherwise as `grad`.
     ///
     /// # Errors
     /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
@@ -311,7 +311,7 @@ pub fn forward(x: &Tensor, w: &QMatrix, bias: Option<&Tensor>) -> Result<Tensor>
     quantized::forward(x, w.view(), bias)
 }
 
-/// Computes `y [N, O] += x·wᵀ`, both f32. `y` must not share storage with `x`.
+/// Computes `y [N, O] += x·wᵀ` from `x [N, I]`, both f32. `y` must not share storage with `x`.
 ///
 /// # Errors
 /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
@@ -328,7 +328,7 @@ pub fn backward_input(dy: &Tensor, w: &QMatrix) -> Result<Tensor> {
     quantized::backward_input(dy, w.view())
 }
 
-/// Computes `dx [N, I] += dy·w`. `dx` must not share storage with `dy`.
+/// Computes `dx [N, I] += dy·w` from `dy [N, O]`. `dx` must not share storage with `dy`.
 ///
 /// # Errors
 /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.

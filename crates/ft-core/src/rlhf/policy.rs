@@ -70,7 +70,7 @@ impl PolicyHead {
         head.entropies(&h, targets)
     }
 
-    /// As `gradients`, for the log-probabilities at this temperature.
+    /// As `gradients` (h `[N, D]`, targets and slopes `[N]`), for the log-probabilities at this temperature.
     ///
     /// # Errors
     /// A target outside the vocabulary (`Argument`).

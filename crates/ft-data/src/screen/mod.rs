@@ -220,13 +220,21 @@ struct State {
 
 /// The values that are computed from a row alone.
 struct Print {
+    votes: Result<Option<judges::Votes>>,
+    texts: Vec<stats::Measured>,
+    compared: Compared,
+}
+
+/// What a row is compared by.
+struct Compared {
     /// Position of the row, and the index of its file over all sources (two sources may name the same file).
     place: (RowPosition, u32),
-    votes: Result<Option<judges::Votes>>,
+    /// The evaluation row with the same words, and the words.
     shared: Option<(RowPosition, String)>,
+    /// Hash of the texts; with `Dedup::None` zeros.
     exact: [u8; 16],
+    /// With `Dedup::Near`: estimates the similarity.
     near: Option<Signature>,
-    texts: Vec<stats::Measured>,
 }
 
 impl ScreenSpec {
@@ -348,17 +356,19 @@ impl Screen {
         let parts = parts::of(row, layout);
         let shared = self.overlap.as_ref().and_then(|o| o.find(&parts));
         Print {
-            place: (row.place.clone(), file),
             votes: match &self.spec.judges {
                 Some(judges) => judges.votes(row).map(Some),
                 None => Ok(None),
             },
-            shared: shared.map(|(row, words)| (row.clone(), words)),
-            exact: match self.spec.dedup {
-                Dedup::None => [0; 16],
-                _ => parts::hash(&parts),
+            compared: Compared {
+                place: (row.place.clone(), file),
+                shared: shared.map(|(row, words)| (row.clone(), words)),
+                exact: match self.spec.dedup {
+                    Dedup::None => [0; 16],
+                    _ => parts::hash(&parts),
+                },
+                near: (self.spec.dedup == Dedup::Near).then(|| Signature::of(&parts)),
             },
-            near: (self.spec.dedup == Dedup::Near).then(|| Signature::of(&parts)),
             texts: if self.counts_texts {
                 stats::measure(parts)
             } else {
@@ -373,7 +383,7 @@ impl Screen {
         }
         let votes = print.votes?;
         state.out.rows += 1;
-        let reason = self.reason(votes, print.shared, print.exact, print.near, print.place, state);
+        let reason = self.reason(votes, print.compared, state);
         let kept = reason.is_none();
         let dropped = reason.map(|reason| Dropped {
             row: row.place.clone(),
@@ -383,15 +393,8 @@ impl Screen {
         Ok(kept)
     }
 
-    fn reason(
-        &self,
-        votes: Option<judges::Votes>,
-        shared: Option<(RowPosition, String)>,
-        exact: [u8; 16],
-        near: Option<Signature>,
-        place: (RowPosition, u32),
-        state: &mut State,
-    ) -> Option<Reason> {
+    /// Why the row is dropped; `None`: it is kept.
+    fn reason(&self, votes: Option<judges::Votes>, row: Compared, state: &mut State) -> Option<Reason> {
         if let (Some(judges), Some(votes)) = (&self.spec.judges, votes) {
             state.vote_counts.add(&votes);
             if let Some(share) = votes.share
@@ -400,7 +403,7 @@ impl Screen {
                 return Some(Reason::Judges(share));
             }
         }
-        if let Some((row, words)) = shared {
+        if let Some((row, words)) = row.shared {
             return Some(Reason::Evaluation { row, words });
         }
         if self.spec.dedup == Dedup::None {
@@ -413,6 +416,7 @@ impl Screen {
             rereads,
             ..
         } = state;
+        let Compared { place, exact, near, .. } = row;
         if let Some(first) = seen.get(&exact) {
             let first = kept.get(*first as usize);
             if *rereads && first == Some(&place) {

@@ -37,7 +37,7 @@ fn log_sum(a: f32, b: f32) -> f32 {
     most + ((a - most).exp() + (b - most).exp()).ln()
 }
 
-/// Changes o and lse of `attention::forward` in place.
+/// Changes o `[N, H·E]` and lse `[N, H]` of `attention::forward` in place; `sinks` `[H]`.
 ///
 /// # Errors
 /// Shapes that do not fit.

@@ -29,22 +29,17 @@ pub(crate) struct QueryBlock {
 }
 
 impl QueryBlock {
-    /// Queries `first..first + queries` of the document whose queries begin at `q0` and keys at `k0`; its first
-    /// query has position `offset` among its keys. The distance of the first key from `k0` is a multiple of `unit`, which
-    /// is one of `PACK_UNIT`.
-    pub(crate) fn new(
-        (q0, first, queries): (usize, usize, usize),
-        k0: usize,
-        offset: usize,
-        window: Option<usize>,
-        unit: usize,
-    ) -> Self {
-        let place = offset + first;
+    /// The block from query `first` of the document on. The distance of its first key from the first one of the document
+    /// is a multiple of `unit`, which is one of `PACK_UNIT`.
+    fn new(document: &DocumentRange, first: usize, window: Option<usize>, unit: usize) -> Self {
+        let queries = QUERIES.min(document.queries - first);
+        // The last query and the last key of a document have the same position.
+        let place = document.keys - document.queries + first;
         let low = window.map_or(0, |w| (place + 1).saturating_sub(w)) / unit * unit;
         Self {
-            query: q0 + first,
+            query: document.query + first,
             queries,
-            key: k0 + low,
+            key: document.key + low,
             keys: place + queries - low,
             place: place - low,
         }
@@ -80,11 +75,8 @@ impl DocumentRange {
         window: Option<usize>,
         unit: usize,
     ) -> impl Iterator<Item = QueryBlock> + Clone {
-        (first..(first + count).min(self.blocks())).map(move |block| {
-            let at = block * QUERIES;
-            let part = (self.query, at, QUERIES.min(self.queries - at));
-            QueryBlock::new(part, self.key, self.keys - self.queries, window, unit)
-        })
+        (first..(first + count).min(self.blocks()))
+            .map(move |block| QueryBlock::new(&self, block * QUERIES, window, unit))
     }
 }
 

@@ -191,8 +191,20 @@ pub(super) fn pieces(v: usize) -> impl Iterator<Item = (usize, usize)> {
     (0..v).step_by(PIECE).map(move |first| (first, PIECE.min(v - first)))
 }
 
+/// Sizes of the logits of some tokens for one piece of the vocabulary.
+#[derive(Clone, Copy)]
+pub(super) struct LogitsSizes {
+    /// Tokens.
+    pub count: usize,
+    /// Ids of the piece.
+    pub width: usize,
+    /// D: elements of a hidden state.
+    pub d: usize,
+}
+
 /// Computes `logits [count, width] = h [count, D] · headᵀ`.
-pub(super) fn multiply(h: &[f32], head: WeightRows<'_>, (count, width, d): (usize, usize, usize), logits: &mut [f32]) {
+pub(super) fn multiply(h: &[f32], head: WeightRows<'_>, sizes: LogitsSizes, logits: &mut [f32]) {
+    let LogitsSizes { count, width, d } = sizes;
     product(
         (count, width, d),
         logits,
@@ -204,13 +216,8 @@ pub(super) fn multiply(h: &[f32], head: WeightRows<'_>, (count, width, d): (usiz
 }
 
 /// Computes `dh [count, D] (+)= dlogits [count, width] · head [width, D]`, from zero with the first piece.
-pub(super) fn back(
-    dlogits: &[f32],
-    head: WeightRows<'_>,
-    (count, width, d): (usize, usize, usize),
-    first: usize,
-    dh: &mut [f32],
-) {
+pub(super) fn back(dlogits: &[f32], head: WeightRows<'_>, sizes: LogitsSizes, first: usize, dh: &mut [f32]) {
+    let LogitsSizes { count, width, d } = sizes;
     product(
         (count, d, width),
         dh,
@@ -249,7 +256,7 @@ pub(crate) fn run(
         for (first, width) in pieces(v) {
             let logits = &mut logits[count * first..][..count * width];
             let head = job.head.part(first, width);
-            multiply(gathered, head, (count, width, d), logits);
+            multiply(gathered, head, LogitsSizes { count, width, d }, logits);
             rows.survey(0, logits, first, width);
         }
         for (n, row) in tokens.iter().zip(&rows.finish()) {
@@ -277,7 +284,7 @@ pub(crate) fn run(
             for (first, width) in pieces(v) {
                 let logits = &logits[count * first..][..count * width];
                 let head = job.head.part(first, width);
-                back(logits, head, (count, width, d), first, gathered);
+                back(logits, head, LogitsSizes { count, width, d }, first, gathered);
             }
             for (row, n) in gathered.chunks_exact(d).zip(tokens) {
                 dh[n * d..][..d].copy_from_slice(row);
@@ -299,18 +306,30 @@ pub(crate) struct Streamed {
     d: usize,
 }
 
+/// The settings of `Streamed`.
+pub(crate) struct StreamedSettings {
+    /// D: elements of a hidden state.
+    pub d: usize,
+    /// V: rows of the head.
+    pub v: usize,
+    /// 0: no softcap.
+    pub cap: f32,
+    /// See `Options::smoothing`.
+    pub smoothing: f32,
+    /// Tokens whose logits are computed at a time.
+    pub chunk: usize,
+}
+
 impl Streamed {
-    /// Takes the tokens `trained` of `h`, processed `chunk` at a time; `sizes` are (D, V), `cap` and `smoothing` those of
-    /// a `CrossEntropyJob`.
-    pub(crate) fn new(
-        h: &[f32],
-        targets: &[u32],
-        trained: &[usize],
-        sizes: (usize, usize),
-        (cap, smoothing): (f32, f32),
-        chunk: usize,
-    ) -> Self {
-        let (d, v) = sizes;
+    /// Takes the tokens `trained` of `h` `[N, D]`; `targets` `[N]`.
+    pub(crate) fn new(h: &[f32], targets: &[u32], trained: &[usize], settings: &StreamedSettings) -> Self {
+        let StreamedSettings {
+            d,
+            v,
+            cap,
+            smoothing,
+            chunk,
+        } = *settings;
         let chunk = chunk.min(trained.len()).max(1);
         let mut gathered = unwritten(trained.len() * d);
         for (row, n) in gathered.chunks_exact_mut(d.max(1)).zip(trained) {
@@ -340,7 +359,8 @@ impl Streamed {
             for start in (0..all).step_by(self.chunk) {
                 let count = self.chunk.min(all - start);
                 let logits = &mut self.logits[..count * width];
-                multiply(&self.h[start * d..][..count * d], head, (count, width, d), logits);
+                let sizes = LogitsSizes { count, width, d };
+                multiply(&self.h[start * d..][..count * d], head, sizes, logits);
                 self.rows.survey(start, logits, first + at, width);
             }
         }
@@ -362,7 +382,8 @@ impl Streamed {
             for start in (0..all).step_by(self.chunk) {
                 let count = self.chunk.min(all - start);
                 let logits = &mut self.logits[..count * width];
-                multiply(&self.h[start * d..][..count * d], head, (count, width, d), logits);
+                let sizes = LogitsSizes { count, width, d };
+                multiply(&self.h[start * d..][..count * d], head, sizes, logits);
                 // The softcap is applied again, as in `survey`.
                 if self.rows.cap != 0.0 {
                     logits.par_chunks_mut(width).for_each(|row| {
@@ -372,13 +393,8 @@ impl Streamed {
                     });
                 }
                 self.rows.turn(start, logits, first + at, width, scale);
-                back(
-                    logits,
-                    head,
-                    (count, width, d),
-                    first + at,
-                    &mut self.dh[start * d..][..count * d],
-                );
+                let dh = &mut self.dh[start * d..][..count * d];
+                back(logits, head, sizes, first + at, dh);
             }
         }
     }

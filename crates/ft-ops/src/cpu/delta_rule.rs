@@ -49,11 +49,28 @@ pub(crate) fn chunks(start: usize, end: usize) -> impl DoubleEndedIterator<Item 
     })
 }
 
-/// The documents with tokens and the key heads: (document, start, end, key head).
-pub(crate) fn tasks(heads: &DeltaHeads, documents: &[usize]) -> Vec<(usize, usize, usize, usize)> {
+/// One key head of a document.
+#[derive(Clone, Copy)]
+pub(crate) struct HeadTask {
+    pub document: usize,
+    /// First token of the document, and the end of its tokens.
+    pub start: usize,
+    pub end: usize,
+    pub key_head: usize,
+}
+
+/// The documents with tokens and the key heads.
+pub(crate) fn tasks(heads: &DeltaHeads, documents: &[usize]) -> Vec<HeadTask> {
     let each = documents.windows(2).enumerate().filter(|(_, d)| d[1] > d[0]);
-    each.flat_map(|(i, d)| (0..heads.key_heads).map(move |head| (i, d[0], d[1], head)))
-        .collect()
+    each.flat_map(|(document, d)| {
+        (0..heads.key_heads).map(move |key_head| HeadTask {
+            document,
+            start: d[0],
+            end: d[1],
+            key_head,
+        })
+    })
+    .collect()
 }
 
 /// Products of a task, and the memory for their packed operands.
@@ -75,21 +92,19 @@ impl Products<'_> {
     /// Computes `c [m, n] (+)= a · b`; the rows of c are `n` apart.
     pub(crate) fn product(&mut self, sizes: Sizes, c: &mut [f32], add: bool, a: Matrix, b: Matrix) {
         let (_, n, _) = sizes;
-        self.strided(sizes, (Shared::new(c), 0, n), add, a, b);
+        let to = OutputTile {
+            c: Shared::new(c),
+            at: 0,
+            stride: n,
+            add,
+        };
+        self.strided(sizes, to, a, b);
     }
 
-    /// As `product`, into rows that begin at `at` and are `stride` apart; they belong to this task alone.
-    pub(crate) fn strided(
-        &mut self,
-        (m, n, k): Sizes,
-        (c, at, stride): (Shared, usize, usize),
-        add: bool,
-        a: Matrix,
-        b: Matrix,
-    ) {
+    /// As `product`, into the rows of `to`, which belong to this task alone.
+    pub(crate) fn strided(&mut self, (m, n, k): Sizes, to: OutputTile, a: Matrix, b: Matrix) {
         let a = self.gemm.pack_operand(OperandSide::A, a, (m, k), self.a);
         let b = self.gemm.pack_operand(OperandSide::B, b, (n, k), self.b);
-        let to = OutputTile { c, at, stride, add };
         // SAFETY: the caller owns these elements of C; both operands were packed for their sides.
         unsafe { self.gemm.multiply((m, n, k), to, &a, &b) }
     }
@@ -332,25 +347,20 @@ pub(crate) fn forward(
     tasks(heads, documents)
         .into_par_iter()
         .with_max_len(1)
-        .for_each(|(document, start, end, key_head)| {
+        .for_each(|task| {
+            let HeadTask { document, key_head, .. } = task;
             let group = heads.value_heads / heads.key_heads;
             let per_head = heads.key_dim * heads.value_dim;
             // SAFETY: these heads of this document belong to this task alone.
             let given = given.then(|| unsafe {
                 states.part(document * heads.state() + key_head * group * per_head, group * per_head)
             });
-            run(backend, x, heads, (start, end, key_head), given, o);
+            run(backend, x, heads, task, given, o);
         });
 }
 
-fn run(
-    backend: CpuBackend,
-    x: &Slices,
-    heads: &DeltaHeads,
-    (start, end, key_head): (usize, usize, usize),
-    given: Option<&mut [f32]>,
-    o: Shared,
-) {
+fn run(backend: CpuBackend, x: &Slices, heads: &DeltaHeads, task: HeadTask, given: Option<&mut [f32]>, o: Shared) {
+    let key_head = task.key_head;
     let gemm = TaskGemm::new(backend, Rounding::Exact);
     let (p, q, group) = (heads.key_dim, heads.value_dim, heads.value_heads / heads.key_heads);
     let widest = CHUNK.max(p).max(q);
@@ -386,7 +396,7 @@ fn run(
                 own
             }
         };
-        for c in chunks(start, end) {
+        for c in chunks(task.start, task.end) {
             keys.fill(x, heads, key_head, c, &mut products);
             for (j, state) in states.chunks_exact_mut(p * q).enumerate() {
                 let (head, n) = (key_head * group + j, c.tokens);
@@ -397,20 +407,21 @@ fn run(
                 // e^γ Q S
                 let (stride, at) = (heads.value_heads * q, (c.first * heads.value_heads + head) * q);
                 let rows = Matrix::k_inner(&*keys.q, p);
-                products.strided((n, q, p), (o, at, stride), false, rows, Matrix::k_outer(&*state, q));
+                let to = OutputTile {
+                    c: o,
+                    at,
+                    stride,
+                    add: false,
+                };
+                products.strided((n, q, p), to, rows, Matrix::k_outer(&*state, q));
                 for i in 0..n {
                     // SAFETY: these rows of this head belong to this task alone.
                     scale(unsafe { o.part(at + i * stride, q) }, d.from_start[i]);
                 }
                 decayed(keys.qk, d, n, true, work.triangle);
                 let p_rows = Matrix::k_inner(&*work.triangle, n);
-                products.strided(
-                    (n, q, n),
-                    (o, at, stride),
-                    true,
-                    p_rows,
-                    Matrix::k_outer(&*work.delta, q),
-                );
+                let to = OutputTile { add: true, ..to };
+                products.strided((n, q, n), to, p_rows, Matrix::k_outer(&*work.delta, q));
                 work.update(&of, keys.k, state, &mut products);
             }
         }

@@ -3,8 +3,8 @@
 
 use super::attention::Cutter;
 use super::delta_rule::{
-    CHUNK, Chunk, Decays, HeadChunk, Keys, Products, Slices, Work, chunks, decayed, gates, packed_lens, scale,
-    solve_transposed, tasks,
+    CHUNK, Chunk, Decays, HeadChunk, HeadTask, Keys, Products, Slices, Work, chunks, decayed, gates, packed_lens,
+    scale, solve_transposed, tasks,
 };
 use super::math::{add_slice, dot, fma, vectorized};
 use super::product::task_gemm::TaskGemm;
@@ -98,7 +98,7 @@ pub(crate) fn backward(
     tasks(heads, documents)
         .into_par_iter()
         .with_max_len(1)
-        .for_each(|(_, start, end, key_head)| run(backend, x, heads, (start, end, key_head), d_o, to));
+        .for_each(|task| run(backend, x, heads, task, d_o, to));
     // `a` holds the gradients of g.
     let v = heads.value_heads;
     let (mut a_log, mut dt_bias) = (vec![0f64; v], vec![0f64; v]);
@@ -115,14 +115,10 @@ pub(crate) fn backward(
     (narrow(a_log), narrow(dt_bias))
 }
 
-fn run(
-    backend: CpuBackend,
-    x: &Slices,
-    heads: &DeltaHeads,
-    (start, end, key_head): (usize, usize, usize),
-    d_o: &[f32],
-    to: [Shared; 3],
-) {
+fn run(backend: CpuBackend, x: &Slices, heads: &DeltaHeads, task: HeadTask, d_o: &[f32], to: [Shared; 3]) {
+    let HeadTask {
+        start, end, key_head, ..
+    } = task;
     let gemm = TaskGemm::new(backend, Rounding::Exact);
     let (p, q, group) = (heads.key_dim, heads.value_dim, heads.value_heads / heads.key_heads);
     let (per_chunk, count) = (group * p * q, chunks(start, end).len());
@@ -184,14 +180,17 @@ fn run(
                 let d = &d;
                 let of = HeadChunk { x, heads, head, c, d };
                 work.deltas(&of, keys.k, keys.kk, state, &mut products);
-                let at = ((c.first * heads.value_heads + head) * q, heads.value_heads * q);
+                let d_rows = GradientRows {
+                    values: &d_o[(c.first * heads.value_heads + head) * q..],
+                    stride: heads.value_heads * q,
+                };
                 let forward = ForwardChunk {
                     of,
                     keys: &keys,
                     work: &work,
                     state,
                 };
-                let mut gates = g.outputs(&forward, d_state, (d_o, at), &mut products);
+                let mut gates = g.outputs(&forward, d_state, d_rows, &mut products);
                 g.updates(&forward, d_state, &mut gates, &mut products, to[0]);
                 let mut sum = 0.0;
                 for t in (0..c.tokens).rev() {
@@ -210,6 +209,13 @@ fn run(
     });
 }
 
+/// The gradient of the outputs of a head in a chunk: rows of Q elements, `stride` apart.
+#[derive(Clone, Copy)]
+struct GradientRows<'a> {
+    values: &'a [f32],
+    stride: usize,
+}
+
 impl Gradients<'_> {
     /// Through `O = e^γ Q S + P D` and `S' = e^γ_c S + (e^(γ_c - γ) K)ᵀ D`. Leaves the gradient of D in `delta`, and in
     /// `d_state` that part of the gradient of S.
@@ -217,7 +223,7 @@ impl Gradients<'_> {
         &mut self,
         forward: &ForwardChunk,
         d_state: &mut [f32],
-        (d_o, (at, stride)): (&[f32], (usize, usize)),
+        d_o: GradientRows<'_>,
         products: &mut Products,
     ) -> Gates {
         let ForwardChunk { of, keys, work, state } = *forward;
@@ -227,8 +233,8 @@ impl Gradients<'_> {
             sums: [0.0; CHUNK],
             beta: [0.0; CHUNK],
         };
-        let d_rows = Matrix::k_inner(&d_o[at..], stride);
-        let d_columns = Matrix::k_outer(&d_o[at..], stride);
+        let d_rows = Matrix::k_inner(d_o.values, d_o.stride);
+        let d_columns = Matrix::k_outer(d_o.values, d_o.stride);
         products.product((n, p, q), self.spare, false, d_rows, Matrix::k_inner(state, q));
         for i in 0..n {
             let row = &mut self.spare[i * p..][..p];

@@ -7,6 +7,17 @@ use rayon::prelude::*;
 /// Tokens per task.
 const TOKENS: usize = 32;
 
+/// Elements of a row of x.
+#[derive(Clone, Copy)]
+pub(crate) struct RotationSizes {
+    /// All heads.
+    pub width: usize,
+    /// One head.
+    pub head: usize,
+    /// Half of the elements of a head that are rotated.
+    pub half: usize,
+}
+
 /// Rotates x to y, both `[N, width]`, heads of `head` elements; cos and sin `[N, half]`. `sign` -1 applies the
 /// transpose.
 pub(crate) fn apply(
@@ -14,10 +25,11 @@ pub(crate) fn apply(
     cos: &[f32],
     sin: &[f32],
     sign: f32,
-    (width, head, half): (usize, usize, usize),
+    sizes: RotationSizes,
     pairing: Pairing,
     y: &mut [f32],
 ) {
+    let RotationSizes { width, head, half } = sizes;
     if y.is_empty() {
         return;
     }

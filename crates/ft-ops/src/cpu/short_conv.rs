@@ -38,8 +38,18 @@ fn silu_backward_body<const FMA: bool>(u: &mut [f32], dy: &[f32]) {
 }
 vectorized!(fn silu_backward(u: &mut [f32], dy: &[f32]) = silu_backward_body);
 
-/// The sum of token `t`, at index `place` of its document.
-fn sum(x: &[f32], taps: &[f32], channels: usize, (t, place): (usize, usize), to: &mut [f32]) {
+/// A token.
+#[derive(Clone, Copy)]
+struct PlacedToken {
+    /// Index in the batch.
+    t: usize,
+    /// Index in its document.
+    place: usize,
+}
+
+/// The sum of a token.
+fn sum(x: &[f32], taps: &[f32], channels: usize, token: PlacedToken, to: &mut [f32]) {
+    let PlacedToken { t, place } = token;
     let kernel = taps.len() / channels;
     to.fill(0.0);
     for (k, w) in taps
@@ -52,15 +62,15 @@ fn sum(x: &[f32], taps: &[f32], channels: usize, (t, place): (usize, usize), to:
     }
 }
 
-/// Runs `f` with the token, its place and its row of `to`.
-fn rows(to: &mut [f32], channels: usize, documents: &[usize], f: impl Fn((usize, usize), &mut [f32]) + Sync) {
+/// Runs `f` with the token and its row of `to`.
+fn rows(to: &mut [f32], channels: usize, documents: &[usize], f: impl Fn(PlacedToken, &mut [f32]) + Sync) {
     let places = places(documents);
     to.par_chunks_mut((TOKENS * channels).max(1))
         .enumerate()
         .for_each(|(chunk, rows)| {
             for (i, row) in rows.chunks_exact_mut(channels).enumerate() {
                 let t = chunk * TOKENS + i;
-                f((t, places[t]), row);
+                f(PlacedToken { t, place: places[t] }, row);
             }
         });
 }
@@ -78,14 +88,14 @@ pub(crate) fn forward(x: &[f32], taps: &[f32], channels: usize, documents: &[usi
 pub(crate) fn before_silu(x: &[f32], taps: &[f32], channels: usize, documents: &[usize], dy: &[f32], du: &mut [f32]) {
     rows(du, channels, documents, |token, row| {
         sum(x, taps, channels, token, row);
-        silu_backward(row, &dy[token.0 * channels..][..channels]);
+        silu_backward(row, &dy[token.t * channels..][..channels]);
     });
 }
 
 pub(crate) fn backward(du: &[f32], taps: &[f32], channels: usize, documents: &[usize], dx: &mut [f32]) {
     let kernel = taps.len() / channels.max(1);
     let ends: Vec<usize> = documents.windows(2).flat_map(|d| (d[0]..d[1]).map(|_| d[1])).collect();
-    rows(dx, channels, documents, |(t, _), row| {
+    rows(dx, channels, documents, |PlacedToken { t, .. }, row| {
         row.fill(0.0);
         for later in 0..kernel.min(ends[t] - t) {
             let w = &taps[(kernel - 1 - later) * channels..][..channels];

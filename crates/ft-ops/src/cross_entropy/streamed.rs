@@ -109,12 +109,18 @@ fn rows(
 ) -> Result<Option<Tensor>> {
     let (v, d) = (head.rows, head.width);
     let trained = head.trained_rows(h, targets, options)?;
-    let cap = (options.softcap.unwrap_or(0.0), options.smoothing);
+    let settings = cpu::StreamedSettings {
+        d,
+        v,
+        cap: options.softcap.unwrap_or(0.0),
+        smoothing: options.smoothing,
+        chunk: options.chunk,
+    };
     let n = targets.len();
     let mut dh = options.need_dh.then(|| vec![0f32; n * d]);
     if !trained.is_empty() {
         let mut state = floats(h, "the hidden states", |h| {
-            let mut state = cpu::Streamed::new(h, targets, &trained, (d, v), cap, options.chunk);
+            let mut state = cpu::Streamed::new(h, targets, &trained, &settings);
             state.weigh(options.weights, &trained);
             Ok(state)
         })?;

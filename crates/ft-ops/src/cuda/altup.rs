@@ -102,7 +102,9 @@ pub(crate) fn corrected(p: &Tensor, y: &Tensor, f: &Tensor, active: usize, (n, d
 /// As `altup::correct_backward`.
 pub(crate) fn correct_backward(
     dy: &Tensor,
-    (p, y, f): (&Tensor, &Tensor, &Tensor),
+    p: &Tensor,
+    y: &Tensor,
+    f: &Tensor,
     active: usize,
     (n, d): (usize, usize),
 ) -> Result<(Tensor, Tensor)> {
@@ -139,7 +141,9 @@ pub(crate) fn matched(p: &Tensor, of: &Tensor, (n, d): (usize, usize)) -> Result
 
 /// As `altup::matched_backward`.
 pub(crate) fn matched_backward(
-    (p, of, dy): (&Tensor, &Tensor, &Tensor),
+    p: &Tensor,
+    of: &Tensor,
+    dy: &Tensor,
     d_of: &Tensor,
     (n, d): (usize, usize),
 ) -> Result<Tensor> {

@@ -137,7 +137,7 @@ pub(super) fn forward_into(gpu: &Gpu, y: &Tensor, x: &Tensor, w: &QTensors, add:
             }
         };
         // SAFETY: `part` is the address of the `count` rows of K codes that lie in W or were written to the tile.
-        unsafe { product(gpu, operand, &x, (part, count), &sums)? };
+        unsafe { product(gpu, operand, &x, part, count, &sums)? };
         let across = Some(&scales.narrow(0, first, count)?).map(|s| address(s, "the scales of a weight"));
         let product = ScaledSums {
             operand,
@@ -181,7 +181,7 @@ pub(super) fn backward_into(gpu: &Gpu, dx: &Tensor, dy: &Tensor, w: &QTensors, a
         // SAFETY: these columns of W fit into the tile.
         unsafe { gpu.launch("eight_bit", name, grid, &args)? };
         // SAFETY: the part is [width, K].
-        unsafe { product(gpu, operand, &dy, (to, width), &sums)? };
+        unsafe { product(gpu, operand, &dy, to, width, &sums)? };
         let product = ScaledSums {
             operand,
             rows: &dy,
@@ -252,7 +252,7 @@ fn failed(e: &dyn std::fmt::Debug, (m, n, k): (usize, usize, usize)) -> Error {
 ///
 /// # Safety
 /// `b` is the address of `count · K` codes in the memory of this GPU.
-unsafe fn product(gpu: &Gpu, operand: Operand, a: &Quantized, (b, count): (u64, usize), sums: &Tensor) -> Result<()> {
+unsafe fn product(gpu: &Gpu, operand: Operand, a: &Quantized, b: u64, count: usize, sums: &Tensor) -> Result<()> {
     let (n, k) = (a.rows, a.k);
     let failed = |e: &dyn std::fmt::Debug| failed(e, (n, count, k));
     for size in [n, count, k] {

@@ -66,7 +66,8 @@ pub(crate) mod transfer;
 
 use name::{BF16, F16, IN_F16, Name};
 
-/// Element type of an activation or weight.
+/// Element type of an activation or weight on a GPU. It has the values of `Dtype`, and what a kernel launch needs beside
+/// them: the parts of kernel names, and the check that a kernel has only one type of 16 bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum FloatType {
     F32,

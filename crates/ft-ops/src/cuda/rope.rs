@@ -1,6 +1,7 @@
 //! Rotary position embeddings on a GPU.
 
 use super::{Arg, FloatType, Gpu, Grid, address, address_of, aligned};
+use crate::cpu::rope::RotationSizes;
 use crate::rope::Pairing;
 use candle_core::{DType, Tensor};
 use ft_base::Result;
@@ -11,9 +12,11 @@ pub(crate) fn apply(
     cos: &Tensor,
     sin: &Tensor,
     sign: f32,
-    (tokens, width, head, half): (usize, usize, usize, usize),
+    tokens: usize,
+    sizes: RotationSizes,
     pairing: Pairing,
 ) -> Result<Tensor> {
+    let RotationSizes { width, head, half } = sizes;
     let gpu = Gpu::of(x, "x of a rotation")?;
     let kind = FloatType::of(x, "x of a rotation")?;
     let y = gpu.empty((tokens, width), x.dtype())?;

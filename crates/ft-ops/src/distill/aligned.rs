@@ -155,8 +155,17 @@ pub fn forward_backward(
         let losses: Vec<Losses> = jobs
             .into_par_iter()
             .map(|(unit, z, t)| {
-                let ids = (&targets[unit.student.clone()], &teacher_targets[unit.teacher.clone()]);
-                compare(z, t, ids, (v, vt), softcap, masks.as_ref(), options)
+                let own = UnitLogits {
+                    logits: z,
+                    ids: &targets[unit.student.clone()],
+                    v,
+                };
+                let theirs = UnitLogits {
+                    logits: t,
+                    ids: &teacher_targets[unit.teacher.clone()],
+                    v: vt,
+                };
+                compare(own, theirs, softcap, masks.as_ref(), options)
             })
             .collect();
         for l in losses {
@@ -332,16 +341,30 @@ fn merged(z: &[f32], ids: &[u32], v: usize, temperature: f32) -> (f32, Vec<f32>)
     (factor, last)
 }
 
-/// Losses of a unit; replaces the logits by their gradients.
+/// The tokens of a unit in one of the models.
+struct UnitLogits<'a, Z> {
+    /// `[n, V]`
+    logits: Z,
+    /// The tokens, `[n]`.
+    ids: &'a [u32],
+    /// V: size of the vocabulary.
+    v: usize,
+}
+
+/// Losses of a unit; replaces the student's logits by their gradients.
 fn compare(
-    z: &mut [f32],
-    t: &[f32],
-    (ids, teacher_ids): (&[u32], &[u32]),
-    (v, vt): (usize, usize),
+    student: UnitLogits<'_, &mut [f32]>,
+    teacher: UnitLogits<'_, &[f32]>,
     softcap: Option<f32>,
     masks: Option<&Masks>,
     o: &AlignedOptions,
 ) -> Losses {
+    let UnitLogits { logits: z, ids, v } = student;
+    let UnitLogits {
+        logits: t,
+        ids: teacher_ids,
+        v: vt,
+    } = teacher;
     let mut out = Losses::default();
     let tokens = ids.len() as f64;
     // Gradients of the distance at the logits, without the weight of the span.

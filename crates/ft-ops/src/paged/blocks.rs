@@ -53,7 +53,8 @@ impl<'a, 'b> Seen<'a, 'b> {
     }
 }
 
-/// As `attend`, for many queries of each document. Int8 pages are not supported: a product could round their values again.
+/// As `attend` (q and o `[N, H·E]`, lse `[N, H]`), for many queries of each document. Int8 pages are not supported: a
+/// product could round their values again.
 ///
 /// # Errors
 /// As `attend`.

@@ -290,7 +290,7 @@ impl QTensors {
         self.with_view(|view| super::forward(x, view, bias))
     }
 
-    /// Computes `y [N, O] += x·wᵀ`. `y` must not share storage with `x`.
+    /// Computes `y [N, O] += x·wᵀ` from `x [N, I]`. `y` must not share storage with `x`.
     ///
     /// # Errors
     /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
@@ -313,7 +313,7 @@ impl QTensors {
         self.with_view(|view| super::backward_input(dy, view))
     }
 
-    /// Computes `dx [N, I] += dy·w`. `dx` must not share storage with `dy`.
+    /// Computes `dx [N, I] += dy·w` from `dy [N, O]`. `dx` must not share storage with `dy`.
     ///
     /// # Errors
     /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.

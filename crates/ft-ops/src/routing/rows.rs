@@ -28,6 +28,17 @@ pub struct Assignment {
     pub(crate) places: Option<Tensor>,
 }
 
+/// The tokens of all experts on the host, in the order of the experts.
+#[derive(Debug, Clone)]
+pub struct AssignmentLists<'a> {
+    /// Where each expert begins, `[E + 1]`.
+    pub starts: &'a [usize],
+    /// The tokens, `[N·K]`.
+    pub tokens: Vec<u32>,
+    /// Their weights, `[N·K]`.
+    pub weights: Vec<f32>,
+}
+
 /// The tokens of one expert, or of successive experts that are computed together.
 #[derive(Debug, Clone)]
 pub struct Assigned {
@@ -112,12 +123,16 @@ impl Assignment {
         }))
     }
 
-    /// Where each expert begins, `[E + 1]`, and the tokens and the weights of all experts, in their order.
+    /// The tokens of all experts on the host.
     ///
     /// # Errors
     /// A copy from the device fails.
-    pub fn lists(&self) -> Result<(&[usize], Vec<u32>, Vec<f32>)> {
-        Ok((&self.starts, self.tokens.to_vec1()?, self.weights.to_vec1()?))
+    pub fn lists(&self) -> Result<AssignmentLists<'_>> {
+        Ok(AssignmentLists {
+            starts: &self.starts,
+            tokens: self.tokens.to_vec1()?,
+            weights: self.weights.to_vec1()?,
+        })
     }
 
     /// Zeros, one for each pair of a token and one of its K experts, f32 `[N·K]`.

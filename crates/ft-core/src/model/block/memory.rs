@@ -143,9 +143,9 @@ impl<'a> LayerMemory<'a> {
             .linears(self.index)
             .into_iter()
             .filter(|linear| linear.sublayer == half && !beside(linear.name))
-            .map(|linear| (linear.name, linear.input, linear.output))
+            .map(LinearShape::from)
             .collect();
-        let last = all.pop().unwrap_or(("", 0, 0));
+        let last = all.pop().unwrap_or_default();
         (all, last)
     }
 
@@ -259,7 +259,7 @@ impl<'a> LayerMemory<'a> {
             return dx;
         }
         if linears.len() == 1 {
-            let whole = l.alloc(LayerWork, self.bytes(linears[0].2));
+            let whole = l.alloc(LayerWork, self.bytes(linears[0].output));
             l.free_all(dys);
             let dx = self.linear_backward(l, linears[0], need_dx, sink);
             l.free(whole);
@@ -267,10 +267,10 @@ impl<'a> LayerMemory<'a> {
         }
         // DoRA replaces each ∂y by g ⊙ ∂y.
         let scaled = linears.iter().filter(|&&x| self.output_in_low(x));
-        let scaled = scaled.map(|x| self.bytes(x.2)).max();
+        let scaled = scaled.map(|x| self.bytes(x.output)).max();
         l.touch(LayerWork, scaled.unwrap_or(0));
         // One ∂x for all: later linears add to it.
-        let total = need_dx.then(|| l.alloc(LayerWork, self.bytes(linears[0].1)));
+        let total = need_dx.then(|| l.alloc(LayerWork, self.bytes(linears[0].input)));
         for (&linear, dy) in linears.iter().zip(dys) {
             self.linear_gradients(l, linear, need_dx, sink);
             l.free(dy);

@@ -162,7 +162,10 @@ impl LayerMemory<'_> {
         dys.extend(d_gates);
         if sizes.by_key_head {
             l.touch(LayerWork, channels);
-            let joined = linears.iter().map(|x| l.alloc(LayerWork, self.bytes(x.2))).collect();
+            let joined = linears
+                .iter()
+                .map(|x| l.alloc(LayerWork, self.bytes(x.output)))
+                .collect();
             l.free_all(std::mem::replace(&mut dys, joined));
         }
         let dh = self.projections_backward(l, &linears, dys, need_dh, sink);

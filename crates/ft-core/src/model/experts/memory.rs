@@ -65,7 +65,7 @@ impl LayerMemory<'_> {
         let (input, output) = if p == 2 { (i, d) } else { (d, i) };
         let name = sizes.linear_name(0, p);
         if !self.together() || output * input > TILE {
-            return self.dequantize(l, (&name, input, output));
+            return self.dequantize(l, &name, input, output);
         }
         let (storage, weight) = (&self.settings.storage, self.name(&format!("{name}.weight")));
         if storage.quantized().contains_key(weight.as_str()) && !(self.settings.active)(&weight) {

@@ -22,7 +22,7 @@ use super::{ExpertTokens, Experts, Needs, bias, zero_gradients};
 use crate::base::{Error, Result};
 use crate::model::block::Block;
 use crate::model::contracts::{Context, GradSink, Param};
-use crate::ops::routing::Assignment;
+use crate::ops::routing::{Assignment, AssignmentLists};
 use crate::ops::update;
 use crate::source::ExpertRanks;
 use candle_core::{Device, Tensor};
@@ -143,7 +143,9 @@ fn number(word: &f32) -> usize {
 
 /// The tokens that go to each rank. `experts`: those of each rank; `adds`: the sum of a token begins with its experts.
 fn sent(experts: &[Range<usize>], assignment: &Assignment, tokens: usize, adds: bool) -> Result<Vec<Sent>> {
-    let (starts, all, _) = assignment.lists()?;
+    let AssignmentLists {
+        starts, tokens: all, ..
+    } = assignment.lists()?;
     // The tokens that have an expert on an earlier rank.
     let mut begun = vec![false; tokens];
     let mut out = Vec::new();
@@ -183,7 +185,7 @@ impl<'a> Travel<'a> {
         adds: bool,
     ) -> Result<Self> {
         let (n, d) = tensors[0].dims2()?;
-        let (starts, _, weights) = assignment.lists()?;
+        let AssignmentLists { starts, weights, .. } = assignment.lists()?;
         let experts = ranks.experts(starts.len() - 1);
         let key = KEY + 8 * layer as u64 + 4 * pass;
         let sent = sent(&experts, assignment, n, adds)?;

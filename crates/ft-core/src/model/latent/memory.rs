@@ -50,7 +50,7 @@ struct Linears {
 impl LayerMemory<'_> {
     fn latent_linears(&self, sizes: &LatentSpec) -> Linears {
         let (mut all, out) = self.linears(true);
-        let expand = all.pop().unwrap_or(("", 0, 0));
+        let expand = all.pop().unwrap_or_default();
         let query = sizes.q_rank.and_then(|_| all.pop());
         Linears {
             inputs: all,
@@ -74,7 +74,7 @@ impl LayerMemory<'_> {
         l.free_all(h);
         let (raw_q, low_q, low_b) = match linears.query {
             Some(query) => {
-                let normed = l.alloc(LayerWork, self.bytes(query.1));
+                let normed = l.alloc(LayerWork, self.bytes(query.input));
                 let low = self.low(l, &[query]);
                 let q = self.linear(l, query);
                 l.free(normed);
@@ -112,7 +112,7 @@ impl LayerMemory<'_> {
 
     /// As `LatentHeads::cut`: the output of attention without its filling.
     fn latent_values(&self, l: &mut Ledger, out: &LinearShape) -> Option<Allocation> {
-        let bytes = self.bytes(out.1);
+        let bytes = self.bytes(out.input);
         (bytes != self.nq).then(|| l.alloc(LayerWork, bytes))
     }
 
@@ -161,7 +161,7 @@ impl LayerMemory<'_> {
             l.free_all([low_kv, low_in, low_b, low_expand, dx1]);
             return None;
         };
-        let d_o = if self.bytes(linears.out.1) == self.nq {
+        let d_o = if self.bytes(linears.out.input) == self.nq {
             d_values
         } else {
             let filled = l.alloc(LayerWork, self.nq);
@@ -171,9 +171,9 @@ impl LayerMemory<'_> {
         let [dq, dk, dv] = self.attend_backward(l);
         l.free_all(heads);
         l.free(d_o);
-        let d_queries = l.alloc(LayerWork, self.bytes(linears.query.unwrap_or(linears.inputs[0]).2));
+        let d_queries = l.alloc(LayerWork, self.bytes(linears.query.unwrap_or(linears.inputs[0]).output));
         l.free(dq);
-        let d_kv = l.alloc(LayerWork, self.bytes(linears.expand.2));
+        let d_kv = l.alloc(LayerWork, self.bytes(linears.expand.output));
         let d_rotary = l.alloc(LayerWork, self.bytes(sizes.rotary));
         l.free_all([dk, dv]);
         let rows = l.alloc(LayerWork, self.bytes(sizes.kv_rank));
@@ -196,7 +196,7 @@ impl LayerMemory<'_> {
             l.free_all([d_rotary, low_in, dx1]);
             return None;
         };
-        let d_low = l.alloc(LayerWork, self.bytes(linears.inputs[1].2));
+        let d_low = l.alloc(LayerWork, self.bytes(linears.inputs[1].output));
         l.free_all([d_rows, d_rotary]);
         let h = (inputs_wanted && before.is_some()).then(|| l.alloc(LayerWork, self.nd));
         let dh = self.projections_backward(l, &linears.inputs, vec![d_first, d_low], need_dh, sink);
@@ -223,7 +223,7 @@ impl LayerMemory<'_> {
         need: bool,
         sink: &mut dyn GradSinkMemory,
     ) -> Option<Allocation> {
-        let width = self.bytes(linear.1);
+        let width = self.bytes(linear.input);
         let normed = self.linear_wanted(sink, linear).then(|| l.alloc(LayerWork, width));
         let d_normed = self.linear_backward(l, linear, need, sink);
         l.free(dy);

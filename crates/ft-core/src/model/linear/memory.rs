@@ -4,11 +4,32 @@ use super::super::block::memory::{LayerMemory, LayerMemorySettings};
 use super::super::contracts::GradSinkMemory;
 use crate::base::ledger::MemoryKind::LayerWork;
 use crate::base::ledger::{Allocation, Ledger};
+use crate::model::spec::LinearSpec;
 use crate::ops::{Dtype, quantized};
 use crate::peft::Cost;
 
-/// A linear: its name within the layer, input and output features.
-pub(in crate::model) type LinearShape = (&'static str, usize, usize);
+/// The name and the sizes of a linear.
+#[derive(Clone, Copy, Default)]
+pub(in crate::model) struct LinearShape {
+    /// Within the layer.
+    pub name: &'static str,
+    /// I: input features.
+    pub input: usize,
+    /// O: output features.
+    pub output: usize,
+}
+
+impl LinearShape {
+    pub(in crate::model) fn new(name: &'static str, input: usize, output: usize) -> Self {
+        Self { name, input, output }
+    }
+}
+
+impl From<LinearSpec> for LinearShape {
+    fn from(linear: LinearSpec) -> Self {
+        Self::new(linear.name, linear.input, linear.output)
+    }
+}
 
 impl LayerMemorySettings<'_> {
     /// Bytes of `[N, width]`.
@@ -74,7 +95,7 @@ impl LayerMemorySettings<'_> {
 
 impl LayerMemory<'_> {
     pub(in crate::model) fn adapter(&self, linear: LinearShape) -> Option<&Cost> {
-        self.settings.adapters.get(&self.name(linear.0))
+        self.settings.adapters.get(&self.name(linear.name))
     }
 
     /// True if this is a DoRA adapter that is computed with the LoRA pairs: `Low` holds the output of the linear.
@@ -86,7 +107,7 @@ impl LayerMemory<'_> {
     /// subtracts its first product B₀·A₀ has a second u.
     pub(in crate::model) fn low(&self, l: &mut Ledger, linears: &[LinearShape]) -> Allocation {
         let bytes = |&linear: &LinearShape| match self.adapter(linear) {
-            Some(c) if self.output_in_low(linear) => self.bytes(c.rank + linear.2) + 4 * linear.2 as u64,
+            Some(c) if self.output_in_low(linear) => self.bytes(c.rank + linear.output) + 4 * linear.output as u64,
             Some(c) if c.fixed > 0 && !c.widens => self.bytes(2 * c.rank),
             Some(c) => self.bytes(c.rank),
             None => 0,
@@ -98,7 +119,7 @@ impl LayerMemory<'_> {
     /// The sum of a linear and an input of the residual stream: in place, unless `Low` holds the output.
     pub(in crate::model) fn add_residual(&self, l: &mut Ledger, y: Allocation, linear: LinearShape) -> Allocation {
         if self.output_in_low(linear) {
-            l.alloc(LayerWork, self.bytes(linear.2))
+            l.alloc(LayerWork, self.bytes(linear.output))
         } else {
             y
         }
@@ -107,7 +128,7 @@ impl LayerMemory<'_> {
     /// On a GPU: copies of the LoRA pairs in the type of the activations, while the layer computes.
     pub(in crate::model) fn pair_copies(&self, l: &mut Ledger) -> Allocation {
         let costs = self.settings.spec.linears(self.index).into_iter();
-        let costs = costs.filter_map(|linear| self.adapter((linear.name, linear.input, linear.output)));
+        let costs = costs.filter_map(|linear| self.adapter(linear.into()));
         let elements = |c: &Cost| {
             // DoRA's magnitude is a vector, so it is not counted. An adapter that subtracts its first product B₀·A₀
             // (PiSSA, OLoRA, CorDA, LoRA-GA) also copies A₀ and B₀ (`fixed`).
@@ -128,7 +149,7 @@ impl LayerMemory<'_> {
 
     /// A product with a weight of another type than the activation. On a GPU the weight is dequantized, or widened from
     /// bf16 to f32, block by block; on the CPU both happen during packing.
-    pub(in crate::model) fn dequantize(&self, l: &mut Ledger, (name, input, output): (&str, usize, usize)) {
+    pub(in crate::model) fn dequantize(&self, l: &mut Ledger, name: &str, input: usize, output: usize) {
         let weight = self.name(&format!("{name}.weight"));
         let quantized = self.settings.storage.quantized().contains_key(weight.as_str());
         let decoded = self.settings.storage.dtype();
@@ -151,22 +172,22 @@ impl LayerMemory<'_> {
 
     /// Computes a DoRA linear together with the LoRA pairs: A·Wᵀ, A·Aᵀ and B·A·Aᵀ for g, then the sum in f32.
     fn dora(&self, l: &mut Ledger, linear: LinearShape, rank: usize) {
-        let (_, _, output) = linear;
+        let output = linear.output;
         l.touch(LayerWork, 4 * (rank * (2 * output + rank)) as u64);
         let sum = l.alloc(LayerWork, 4 * (self.settings.tokens * output) as u64);
-        self.dequantize(l, linear);
+        self.dequantize(l, linear.name, linear.input, output);
         l.free(sum);
     }
 
     /// The output, unless `Low` holds it.
     pub(in crate::model) fn linear(&self, l: &mut Ledger, linear: LinearShape) -> Allocation {
-        let (_, input, output) = linear;
+        let LinearShape { name, input, output } = linear;
         if let Some(cost) = self.adapter(linear).filter(|_| self.output_in_low(linear)) {
             self.dora(l, linear, cost.rank);
             return l.alloc(LayerWork, 0);
         }
         let y = l.alloc(LayerWork, self.bytes(output));
-        self.dequantize(l, linear);
+        self.dequantize(l, name, input, output);
         if let Some(cost) = self.adapter(linear) {
             self.settings.adapter_forward(l, cost, input);
         }
@@ -174,7 +195,7 @@ impl LayerMemory<'_> {
     }
 
     pub(in crate::model) fn linear_wanted(&self, sink: &dyn GradSinkMemory, linear: LinearShape) -> bool {
-        let name = linear.0;
+        let name = linear.name;
         let parts = |c: &Cost| c.trained.iter().any(|(part, _)| sink.wants(part));
         self.adapter(linear).is_some_and(parts)
             || self.wants(sink, name)
@@ -191,12 +212,12 @@ impl LayerMemory<'_> {
     ) -> Option<Allocation> {
         // DoRA replaces a copy of ∂y by g ⊙ ∂y.
         let scaled = if self.output_in_low(linear) {
-            self.bytes(linear.2)
+            self.bytes(linear.output)
         } else {
             0
         };
         let scaled = l.alloc(LayerWork, scaled);
-        let dx = need_dx.then(|| l.alloc(LayerWork, self.bytes(linear.1)));
+        let dx = need_dx.then(|| l.alloc(LayerWork, self.bytes(linear.input)));
         self.linear_gradients(l, linear, need_dx, sink);
         l.free(scaled);
         dx
@@ -209,9 +230,9 @@ impl LayerMemory<'_> {
         need_dx: bool,
         sink: &mut dyn GradSinkMemory,
     ) {
-        let (name, input, _) = linear;
+        let LinearShape { name, input, output } = linear;
         if need_dx {
-            self.dequantize(l, linear);
+            self.dequantize(l, name, input, output);
         }
         if let Some(cost) = self.adapter(linear) {
             let temporary = !self.output_in_low(linear);

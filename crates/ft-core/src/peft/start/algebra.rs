@@ -16,7 +16,7 @@ pub fn matrix(values: &[f32], rows: usize, columns: usize) -> Mat<f64> {
     Mat::from_fn(rows, columns, |i, j| f64::from(values[i * columns + j]))
 }
 
-/// Converts to row-major f32.
+/// Converts a matrix `[rows, columns]` to row-major f32.
 pub fn values(m: MatRef<'_, f64>) -> Vec<f32> {
     let mut out = Vec::with_capacity(m.nrows() * m.ncols());
     for i in 0..m.nrows() {
@@ -133,12 +133,22 @@ pub fn solve(c: MatRef<'_, f64>, b: MatRef<'_, f64>) -> Option<Mat<f64>> {
     finite.then_some(found)
 }
 
-/// The pair of rank `r` nearest to s·(B·A - B₀·A₀), for the scale `scale`: A `[R, I]`, B `[O, R]`; and the relative
-/// error (ratio of Frobenius norms).
+/// A LoRA pair of a lower rank.
+#[derive(Debug)]
+pub struct CompressedPair {
+    /// A `[R, I]`.
+    pub a: Vec<f32>,
+    /// B `[O, R]`.
+    pub b: Vec<f32>,
+    /// The relative error: a ratio of Frobenius norms.
+    pub error: f64,
+}
+
+/// The pair of rank `r` nearest to s·(B·A - B₀·A₀), for the scale `scale`.
 ///
 /// # Errors
 /// As `svd`.
-pub fn compressed(lora: &Lora, r: usize, scale: f32) -> Result<(Vec<f32>, Vec<f32>, f64)> {
+pub fn compressed(lora: &Lora, r: usize, scale: f32) -> Result<CompressedPair> {
     let (a, b) = lora.plain()?;
     let ((wide, inputs), (outputs, _)) = (a.dims2()?, b.dims2()?);
     let a = matrix(&update::to_f32_vec(&a)?, wide, inputs);
@@ -155,9 +165,13 @@ pub fn compressed(lora: &Lora, r: usize, scale: f32) -> Result<(Vec<f32>, Vec<f3
     let new_a = Mat::from_fn(r, inputs, |k, i| root(k) * at(&v, i, k));
     let new_b = Mat::from_fn(outputs, r, |o, k| root(k) * at(&u, o, k));
     let squares = |from: usize| middle.s.iter().skip(from).map(|s| s * s).sum::<f64>();
-    let lost = match squares(0) {
+    let error = match squares(0) {
         0.0 => 0.0,
         all => (squares(r) / all).sqrt(),
     };
-    Ok((values(new_a.as_ref()), values(new_b.as_ref()), lost))
+    Ok(CompressedPair {
+        a: values(new_a.as_ref()),
+        b: values(new_b.as_ref()),
+        error,
+    })
 }

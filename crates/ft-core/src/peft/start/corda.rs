@@ -41,7 +41,8 @@ impl Covariance {
         self.size
     }
 
-    /// Adds `products` (Σ x·xᵀ over some tokens) times `factor`² and `sums` times `factor`; they count as `count`.
+    /// Adds `products` `[I, I]` (Σ x·xᵀ over some tokens) times `factor`² and `sums` `[I]` (Σ x) times `factor`; they
+    /// count as `count` tokens.
     pub fn add(&mut self, products: &[f32], sums: &[f32], factor: f64, count: usize) {
         for (to, &from) in self.products.iter_mut().zip(products) {
             *to += f64::from(from) * factor * factor;

@@ -1,6 +1,6 @@
 //! Compares adapter inits with their definitions.
 
-use super::algebra::{compressed, eigen, fast_svd, matrix, qr, solve, svd, values};
+use super::algebra::{CompressedPair, compressed, eigen, fast_svd, matrix, qr, solve, svd, values};
 use super::*;
 use crate::ops::oracle::{flat, random};
 use crate::peft::config::CordaMethod;
@@ -188,7 +188,7 @@ fn compressing_keeps_what_fits_and_tells_what_is_lost() {
     lora.start = Some((random((2, 12), 3), random((6, 2), 4)));
     let delta = matrix(&flat(&lora.delta().unwrap()), 6, 12);
     for (r, least, most) in [(4, 0.0, 1e-5), (5, 0.0, 1e-5), (2, 1e-3, 0.9)] {
-        let (a, b, lost) = compressed(&lora, r, 0.3).unwrap();
+        let CompressedPair { a, b, error: lost } = compressed(&lora, r, 0.3).unwrap();
         let mut got = matrix(&b, 6, r) * matrix(&a, r, 12);
         got *= faer::Scale(f64::from(0.3f32));
         let error = (&got - &delta).norm_l2() / delta.norm_l2();

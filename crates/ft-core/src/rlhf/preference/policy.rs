@@ -7,7 +7,7 @@
 
 use super::columns::{LABEL, PROMPT, REFERENCE};
 use super::losses::{AnswerLogProbs, LogProbPair, Pairwise, PreferenceTerms};
-use super::unpaired::{self, JudgedAnswer, Kto};
+use super::unpaired::{self, JudgedAnswer, Kto, KtoTerms};
 use crate::base::means::NamedMeans;
 use crate::base::{Error, Result};
 use crate::data::{Batch, IGNORE};
@@ -213,7 +213,7 @@ impl Preferences {
                 desirable: label > 0.0,
             });
         }
-        let (loss, slopes, kl) = unpaired::evaluate(kto, &answers, &mismatched);
+        let KtoTerms { loss, slopes, kl } = unpaired::evaluate(kto, &answers, &mismatched);
         let mut out = vec![0.0; sides.len()];
         at.iter().zip(slopes).for_each(|(&d, slope)| out[d] = slope);
         let mut means = Vec::new();

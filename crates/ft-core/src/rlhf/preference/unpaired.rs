@@ -30,8 +30,19 @@ pub struct JudgedAnswer {
     pub desirable: bool,
 }
 
-/// Sum of the losses, the derivative for each ratio, and the KL estimate. `mismatched`: log-ratios of mismatched pairs.
-pub fn evaluate(kto: &Kto, answers: &[JudgedAnswer], mismatched: &[f64]) -> (f64, Vec<f64>, f64) {
+/// The loss of judged answers.
+#[derive(Debug, Clone, PartialEq)]
+pub struct KtoTerms {
+    /// Sum over the answers.
+    pub loss: f64,
+    /// The derivative of the sum for the ratio of each answer.
+    pub slopes: Vec<f64>,
+    /// The estimate of the KL divergence.
+    pub kl: f64,
+}
+
+/// The loss of these answers. `mismatched`: log-ratios of mismatched pairs.
+pub fn evaluate(kto: &Kto, answers: &[JudgedAnswer], mismatched: &[f64]) -> KtoTerms {
     let kl = match kto.loss {
         JudgedLoss::Kto => (mismatched.iter().sum::<f64>() / mismatched.len().max(1) as f64).max(0.0),
         JudgedLoss::ApoZeroUnpaired => 0.0,
@@ -48,7 +59,7 @@ pub fn evaluate(kto: &Kto, answers: &[JudgedAnswer], mismatched: &[f64]) -> (f64
         -weight * sign * kto.beta * value * (1.0 - value)
     });
     let slopes = slopes.collect();
-    (loss, slopes, kl)
+    KtoTerms { loss, slopes, kl }
 }
 
 #[cfg(test)]
@@ -75,7 +86,7 @@ mod tests {
                     .collect()
             };
             for mismatched in [[0.3, 0.5], [-0.3, -0.5]] {
-                let (_, slopes, kl) = evaluate(&kto, &answers(0.0, 0), &mismatched);
+                let KtoTerms { slopes, kl, .. } = evaluate(&kto, &answers(0.0, 0), &mismatched);
                 let want = if loss == JudgedLoss::Kto && mismatched[0] > 0.0 {
                     0.4
                 } else {
@@ -83,7 +94,7 @@ mod tests {
                 };
                 assert!((kl - want).abs() < 1e-12);
                 for (at, slope) in slopes.iter().enumerate() {
-                    let moved = |by| evaluate(&kto, &answers(by, at), &mismatched).0;
+                    let moved = |by| evaluate(&kto, &answers(by, at), &mismatched).loss;
                     let want = (moved(1e-5) - moved(-1e-5)) / 2e-5;
                     assert!((slope - want).abs() < 1e-8, "{slope} {want}");
                 }

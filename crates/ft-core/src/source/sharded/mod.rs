@@ -145,7 +145,8 @@ impl Sharded {
         params: Vec<ParamInfo>,
         origin: WeightOrigin,
         storage: impl Fn(&ParamInfo) -> StorageDtype,
-        (comm, division): (Arc<dyn Collective>, Division),
+        comm: Arc<dyn Collective>,
+        division: Division,
         device: &Device,
     ) -> Result<Self> {
         if let WeightOrigin::Files(weights) = &origin {

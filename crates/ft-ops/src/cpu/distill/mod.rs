@@ -10,13 +10,13 @@ mod stored;
 mod terms;
 mod top;
 
-use super::cross_entropy::{PIECE, back, multiply, pieces};
+use super::cross_entropy::{LogitsSizes, PIECE, back, multiply, pieces};
 use super::product::{CInit, Matrix, WeightRows, product};
 use super::storage::{Values, unwritten, values};
 use crate::distill::{DistillTeacher, TopK};
 use candle_core::Tensor;
 use ft_base::Result;
-use rows::{Live, Student, cap_rows};
+use rows::{Live, LogitsTile, Student, cap_rows};
 
 pub(crate) use top::Selection;
 
@@ -110,7 +110,8 @@ impl<'a> Group<'a> {
         let width = head.len() / d.max(1);
         let logits = self.logits.part(count, first, width);
         let head = WeightRows::new(head, d);
-        multiply(&self.h[start * d..][..count * d], head, (count, width, d), logits);
+        let sizes = LogitsSizes { count, width, d };
+        multiply(&self.h[start * d..][..count * d], head, sizes, logits);
         logits
     }
 
@@ -176,6 +177,13 @@ fn group(
     let targets: Vec<u32> = tokens.iter().map(|n| job.targets[*n]).collect();
     let (all, d, v) = (tokens.len(), student.width, student.rows);
     let parts = || (0..all).step_by(chunk).map(|start| (start, chunk.min(all - start)));
+    let tile = |(start, count), first, wide, width| LogitsTile {
+        start,
+        count,
+        first,
+        wide,
+        width,
+    };
     let mut own = Group::new(student, tokens, v, kept, chunk);
     let stored = match teacher {
         DistillTeacher::Live(_) => None,
@@ -219,7 +227,7 @@ fn group(
                         for part in parts() {
                             let theirs = group.again(other, part, first);
                             let ours = own.again(head, part, first);
-                            live.measure(&state, part, (ours, wide), (theirs, width), first);
+                            live.measure(&state, tile(part, first, wide, width), ours, theirs);
                         }
                         Ok(())
                     })
@@ -250,13 +258,13 @@ fn group(
                         values(other, "the teacher's head", |other| {
                             let theirs = group.again(other, part, first);
                             let ours = own.again(head, part, first);
-                            live.turn(&state, part, (ours, wide), (theirs, width), first, scale);
+                            live.turn(&state, tile(part, first, wide, width), ours, theirs, scale);
                             Ok(())
                         })?;
                     }
                     (Some((live, _)), None) => {
                         let ours = own.again(head, part, first);
-                        live.turn(&state, part, (ours, wide), (&mut [], 0), first, scale);
+                        live.turn(&state, tile(part, first, wide, 0), ours, &[], scale);
                     }
                     (None, _) => {
                         let ours = own.again(head, part, first);
@@ -277,13 +285,9 @@ fn group(
                     );
                 }
                 if let Some(dh) = &mut dh {
-                    back(
-                        dlogits,
-                        WeightRows::new(head, d),
-                        (count, wide, d),
-                        first,
-                        &mut dh[start * d..][..count * d],
-                    );
+                    let sizes = LogitsSizes { count, width: wide, d };
+                    let dh = &mut dh[start * d..][..count * d];
+                    back(dlogits, WeightRows::new(head, d), sizes, first, dh);
                 }
             }
             Ok(())

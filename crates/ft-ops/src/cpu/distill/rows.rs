@@ -234,6 +234,21 @@ pub(super) fn soft_block(part: &mut [f32], inverse: f32, finite: bool) -> BlockS
     BlockSum { max, sum }
 }
 
+/// Some tokens of a group and one piece of the vocabulary.
+#[derive(Clone, Copy)]
+pub(super) struct LogitsTile {
+    /// First token in the group.
+    pub start: usize,
+    /// Tokens.
+    pub count: usize,
+    /// First id of the piece.
+    pub first: usize,
+    /// Ids in the student's piece, which may contain ids beyond the common ones.
+    pub wide: usize,
+    /// Ids in the teacher's piece: the first ones of the student's.
+    pub width: usize,
+}
+
 /// A teacher with logits in memory.
 pub(super) struct Live {
     terms: DivergenceTerms,
@@ -288,15 +303,15 @@ impl Live {
         self.ends = rows.map(|row| scale(row, inverse)).collect();
     }
 
-    /// Adds a piece to the divergence. `ours` may contain ids beyond the common ones.
-    pub(super) fn measure(
-        &mut self,
-        student: &Student<'_>,
-        (start, count): (usize, usize),
-        (ours, wide): (&[f32], usize),
-        (theirs, width): (&[f32], usize),
-        first: usize,
-    ) {
+    /// Adds a piece to the divergence: the logits `ours` `[count, wide]` of the student, and `theirs` `[count, width]`.
+    pub(super) fn measure(&mut self, student: &Student<'_>, tile: LogitsTile, ours: &[f32], theirs: &[f32]) {
+        let LogitsTile {
+            start,
+            count,
+            first,
+            wide,
+            width,
+        } = tile;
         let (per, place) = (self.terms.blocks(), first / BLOCK);
         let (mix, mode) = (self.terms.mix(), self.terms.mode());
         let sums = &mut self.sums[start * per..][..count * per];
@@ -325,16 +340,16 @@ impl Live {
         rows
     }
 
-    /// Replaces the student's logits `[count, wide]` of a piece by their gradients times `scale`.
-    pub(super) fn turn(
-        &self,
-        student: &Student<'_>,
-        (start, count): (usize, usize),
-        (ours, wide): (&mut [f32], usize),
-        (theirs, width): (&[f32], usize),
-        first: usize,
-        scale: f32,
-    ) {
+    /// Replaces the student's logits `ours` `[count, wide]` of a piece by their gradients times `scale`; `theirs`
+    /// `[count, width]`.
+    pub(super) fn turn(&self, student: &Student<'_>, tile: LogitsTile, ours: &mut [f32], theirs: &[f32], scale: f32) {
+        let LogitsTile {
+            start,
+            count,
+            first,
+            wide,
+            width,
+        } = tile;
         ours.par_chunks_mut(wide).take(count).enumerate().for_each(|(i, row)| {
             let at = start + i;
             let turn = student.turn(at, self.k[at], scale);

@@ -83,14 +83,14 @@ fn block(job: &ProductJob, isa: VectorIsa, (r0, rows): (usize, usize), (c0, colu
                 let alone = PanelLayout::of(steps.1);
                 pack::panels(&fused_lora.down, own(0), panels_of(rank), isa, alone, b, &mut []);
                 let from = if chunk == 0 { CInit::Zero } else { CInit::C };
-                let to = (u.as_mut_ptr(), rank);
+                let to = u.as_mut_ptr();
                 let a_panel = |p: Panel| (a[p.start * layout.steps..].as_ptr(), 1, p.count);
                 let down = PackedColumns {
                     panels: b,
                     columns: rank,
                     k,
                 };
-                macro_kernel(isa, panels_of_rows.clone(), a_panel, down, to, |_| from);
+                macro_kernel(isa, panels_of_rows.clone(), a_panel, down, to, rank, |_| from);
             }
             if let Some(fused_lora) = fused {
                 // These rows of u are the same for all columns: the leftmost block writes them.
@@ -111,7 +111,7 @@ fn block(job: &ProductJob, isa: VectorIsa, (r0, rows): (usize, usize), (c0, colu
                     let at = PanelLayout { at: steps.1, ..layout };
                     pack::panels(&fused_lora.up, of_rank(first), columns_here, isa, at, b, &mut []);
                 }
-                let to = (job.c.at(r0 * n + first), n);
+                let to = job.c.at(r0 * n + first);
                 let from = |column: usize| match job.start {
                     _ if chunk > 0 => CInit::C,
                     CInit::Zero => CInit::Zero,
@@ -130,7 +130,7 @@ fn block(job: &ProductJob, isa: VectorIsa, (r0, rows): (usize, usize), (c0, colu
                     columns,
                     k: layout.steps,
                 };
-                macro_kernel(isa, panels_of_rows.clone(), a_panel, packed, to, from);
+                macro_kernel(isa, panels_of_rows.clone(), a_panel, packed, to, n, from);
             }
         }
     });
@@ -145,14 +145,15 @@ struct PackedColumns<'a> {
 }
 
 /// The macro-kernel: multiplies every panel of rows with every panel of `b`. `a_panel` returns the address of a panel of A
-/// and its strides of rows and of k. `to`: address of the first element of C, and its row stride. `from` returns the start
-/// value of a column.
+/// and its strides of rows and of k. `to`: address of the first element of C, with rows `c_row` apart. `from` returns the
+/// start value of a column.
 fn macro_kernel(
     isa: VectorIsa,
     rows: impl Iterator<Item = Panel>,
     a_panel: impl Fn(Panel) -> (*const f32, usize, usize),
     b: PackedColumns<'_>,
-    (to, c_row): (*mut f32, usize),
+    to: *mut f32,
+    c_row: usize,
     from: impl Fn(usize) -> CInit<*const f32>,
 ) {
     let PackedColumns { panels: b, columns, k } = b;

@@ -177,6 +177,15 @@ pub(crate) fn testable() -> Vec<CpuBackend> {
 /// `(m, n, k)`.
 pub(crate) type Sizes = (usize, usize, usize);
 
+/// A part of an operand: `count` vectors from `first` on, elements `k0..k0 + k` of each.
+#[derive(Clone, Copy)]
+struct OperandBlock {
+    first: usize,
+    count: usize,
+    k0: usize,
+    k: usize,
+}
+
 /// One product, before it is cut into blocks.
 #[derive(Clone, Copy)]
 struct ProductJob<'a> {

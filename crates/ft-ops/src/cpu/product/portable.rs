@@ -5,7 +5,7 @@ use super::super::math::widen_slice;
 use super::super::with_scratch;
 use super::grid::{grid, part};
 use super::task_gemm::PackedOperand;
-use super::{CInit, Matrix, Operand, ProductJob};
+use super::{CInit, Matrix, Operand, OperandBlock, ProductJob};
 use rayon::prelude::*;
 
 /// Elements of k that are widened at a time.
@@ -121,8 +121,14 @@ pub(super) fn run(job: &ProductJob) {
         for k0 in (0..k).step_by(panel) {
             let steps = panel.min(k - k0);
             let accumulate = k0 > 0 || !matches!(job.start, CInit::Zero);
-            with_operand(&job.a, (r0, rows), (k0, steps), |a, a_stride, a_step| {
-                with_operand(&job.b, (c0, columns), (k0, steps), |b, b_stride, b_step| {
+            let block = |first, count| OperandBlock {
+                first,
+                count,
+                k0,
+                k: steps,
+            };
+            with_operand(&job.a, block(r0, rows), |a, a_stride, a_step| {
+                with_operand(&job.b, block(c0, columns), |b, b_stride, b_step| {
                     let c = Strided {
                         at: job.c.at(r0 * n + c0),
                         row: n,
@@ -147,12 +153,8 @@ pub(super) fn run(job: &ProductJob) {
 }
 
 /// Calls `f` with a part of an operand as f32, in place or widened: address, stride of vectors, stride of k.
-fn with_operand(
-    m: &Matrix,
-    (first, count): (usize, usize),
-    (k0, k): (usize, usize),
-    f: impl FnOnce(*const f32, usize, usize),
-) {
+fn with_operand(m: &Matrix, block: OperandBlock, f: impl FnOnce(*const f32, usize, usize)) {
+    let OperandBlock { first, count, k0, k } = block;
     let (outer, inner) = if m.k_contiguous { (count, k) } else { (k, count) };
     let at = if m.k_contiguous {
         first * m.stride + k0

@@ -13,17 +13,20 @@ use crate::model::spec::{ALTUP, AltUpSpec, LAUREL, PER_LAYER};
 impl LayerMemory<'_> {
     fn laurel(&self) -> Option<[LinearShape; 2]> {
         let (rank, d) = (self.settings.spec.laurel?, self.settings.spec.hidden);
-        Some([(LAUREL[0], d, rank), (LAUREL[1], rank, d)])
+        Some([
+            LinearShape::new(LAUREL[0], d, rank),
+            LinearShape::new(LAUREL[1], rank, d),
+        ])
     }
 
     fn altup_linears(&self) -> Vec<LinearShape> {
         let all = self.settings.spec.altup_linears().into_iter();
-        all.map(|linear| (linear.name, linear.input, linear.output)).collect()
+        all.map(LinearShape::from).collect()
     }
 
     /// The router or a linear that reads its output, beside the tensors of `narrow`.
     fn of_router(&self, l: &mut Ledger, name: &str) {
-        for linear in self.altup_linears().into_iter().filter(|linear| linear.0 == name) {
+        for linear in self.altup_linears().into_iter().filter(|linear| linear.name == name) {
             let y = self.linear(l, linear);
             l.free(y);
         }
@@ -137,7 +140,7 @@ impl LayerMemory<'_> {
 
     /// The memory that the per-layer part allocates in its forward pass, the sum of its work and its output.
     fn per_layer_work(&self, l: &mut Ledger, gate: LinearShape, projection: LinearShape) {
-        let narrow = self.bytes(gate.2);
+        let narrow = self.bytes(gate.output);
         let low = self.low(l, &[gate]);
         let g = self.linear(l, gate);
         let (input, m) = (l.alloc(LayerWork, narrow), l.alloc(LayerWork, narrow));
@@ -153,7 +156,7 @@ impl LayerMemory<'_> {
         self.router_forward(l, ALTUP[3]);
         if let Some([gate, projection]) = self.per_layer() {
             let [corrected, read, dz] = [(); 3].map(|()| l.alloc(LayerWork, self.nd));
-            let narrow = self.bytes(gate.2);
+            let narrow = self.bytes(gate.output);
             let input = l.alloc(LayerWork, narrow);
             let low_in = self.low(l, &[gate]);
             let g = self.linear(l, gate);
@@ -180,7 +183,7 @@ impl LayerMemory<'_> {
     /// The linear after the router, and `Block::router_backward`: a norm, its gradient, and that of its output. The sink gets
     /// the gradients of the router at the end of the layer (`RouterSums`).
     fn router_backward(&self, l: &mut Ledger, after: &str, sink: &mut dyn GradSinkMemory) {
-        for linear in self.altup_linears().into_iter().filter(|linear| linear.0 == after) {
+        for linear in self.altup_linears().into_iter().filter(|linear| linear.name == after) {
             self.linear_gradients(l, linear, true, sink);
         }
         let work = l.alloc(LayerWork, 2 * self.nd);
@@ -221,7 +224,7 @@ impl LayerMemory<'_> {
         self.router_forward(l, ALTUP[2]);
         let own = l.alloc(LayerWork, self.nd);
         let router = self.router_parts(sink);
-        let prediction = self.altup_linears().into_iter().find(|linear| linear.0 == ALTUP[2]);
+        let prediction = self.altup_linears().into_iter().find(|linear| linear.name == ALTUP[2]);
         let predicts = !router.is_empty() || prediction.is_some_and(|linear| self.linear_wanted(sink, linear));
         let need_own = need_dx || predicts;
         let mixer_needed = need_own || self.laurel_wanted(sink) || self.mixer_wanted(sink);

@@ -13,7 +13,10 @@ impl LayerMemory<'_> {
     pub(in crate::model) fn per_layer(&self) -> Option<[LinearShape; 2]> {
         let spec = self.settings.spec;
         let width = spec.per_layer?.width;
-        Some([(PER_LAYER[0], spec.hidden, width), (PER_LAYER[1], width, spec.hidden)])
+        Some([
+            LinearShape::new(PER_LAYER[0], spec.hidden, width),
+            LinearShape::new(PER_LAYER[1], width, spec.hidden),
+        ])
     }
 
     /// As `Block::end`: the output, and x2 if it is another tensor.
@@ -21,7 +24,7 @@ impl LayerMemory<'_> {
         let Some([gate, projection]) = self.per_layer() else {
             return (x2, None);
         };
-        let narrow = self.bytes(gate.2);
+        let narrow = self.bytes(gate.output);
         let low = self.low(l, &[gate]);
         let g = self.linear(l, gate);
         let (input, m) = (l.alloc(LayerWork, narrow), l.alloc(LayerWork, narrow));
@@ -42,7 +45,7 @@ impl LayerMemory<'_> {
         need_dx: bool,
         sink: &mut dyn GradSinkMemory,
     ) -> Option<Allocation> {
-        let narrow = self.bytes(gate.2);
+        let narrow = self.bytes(gate.output);
         let input = l.alloc(LayerWork, narrow);
         let low_in = self.low(l, &[gate]);
         let g = self.linear(l, gate);

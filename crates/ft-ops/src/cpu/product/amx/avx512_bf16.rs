@@ -6,6 +6,7 @@
 //! decides, not a measurement: two runs on one machine must take the same path, and a measurement at the start of a
 //! program was wrong once in fifty times on a busy machine.
 
+use super::TileOfC;
 use super::tile_kernels::{Call, STEP, TILE};
 use std::arch::x86_64::*;
 
@@ -70,14 +71,8 @@ pub(super) unsafe fn multiply(call: &Call, add: bool) {
 /// # Safety
 /// The CPU must have AVX512-BF16; the other conditions are those of that function.
 #[target_feature(enable = "avx512f,avx512bf16")]
-pub(super) unsafe fn multiply_in_place(
-    a: *const u8,
-    b: *const u8,
-    steps: usize,
-    (c, c_row): (*mut f32, usize),
-    there: usize,
-    add: bool,
-) {
+pub(super) unsafe fn multiply_in_place(a: *const u8, b: *const u8, steps: usize, to: TileOfC, there: usize, add: bool) {
+    let TileOfC { c, row: c_row } = to;
     // SAFETY: promised by the caller.
     unsafe {
         for row in (0..there).step_by(ROWS) {

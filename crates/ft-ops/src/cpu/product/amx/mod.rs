@@ -22,7 +22,7 @@ pub(super) mod tile_kernels;
 mod unpacked;
 
 use super::grid::part;
-use super::{CInit, CpuBackend, Matrix, ProductJob};
+use super::{CInit, CpuBackend, Matrix, OperandBlock, ProductJob};
 use buffer::{Buffer, with_buffers};
 use pack::PackFormat;
 use rayon::prelude::*;
@@ -74,6 +74,15 @@ unsafe fn multiply_tile(backend: CpuBackend, call: &Call, add: bool) {
     }
 }
 
+/// A tile of C in place.
+#[derive(Clone, Copy)]
+struct TileOfC {
+    /// Address of its first element.
+    c: *mut f32,
+    /// Elements from a row to the next one.
+    row: usize,
+}
+
 /// Computes a tile in C itself; only its first `rows` rows are needed.
 /// # Safety
 /// As `configure` and `tile_kernels::multiply_in_place`.
@@ -82,15 +91,15 @@ unsafe fn multiply_tile_in_place(
     a: *const u8,
     b: *const u8,
     steps: usize,
-    (c, c_row): (*mut f32, usize),
+    to: TileOfC,
     rows: usize,
     add: bool,
 ) {
     // SAFETY: promised by the caller.
     unsafe {
         match backend {
-            CpuBackend::Amx => tile_kernels::multiply_in_place(a, b, steps, c, c_row, add),
-            _ => avx512_bf16::multiply_in_place(a, b, steps, (c, c_row), rows, add),
+            CpuBackend::Amx => tile_kernels::multiply_in_place(a, b, steps, to.c, to.row, add),
+            _ => avx512_bf16::multiply_in_place(a, b, steps, to, rows, add),
         }
     }
 }
@@ -139,10 +148,16 @@ pub(super) fn run(job: &ProductJob, backend: CpuBackend) {
                 extra: if fused.is_some() { fused_steps } else { 0 },
             };
             let own = Depth { extra: 0, ..depth };
-            let a = pack_operand(&job.a, (0, m), (k0, k_len), depth, PackFormat::A, packed_a);
+            let block = |first, count| OperandBlock {
+                first,
+                count,
+                k0,
+                k: k_len,
+            };
+            let a = pack_operand(&job.a, block(0, m), depth, PackFormat::A, packed_a);
             if let Some(fused_lora) = &job.fused_lora {
                 let rank = (0, fused_lora.rank);
-                let down = pack_operand(&fused_lora.down, rank, (k0, k_len), own, PackFormat::B, packed_b);
+                let down = pack_operand(&fused_lora.down, block(0, rank.1), own, PackFormat::B, packed_b);
                 multiply_packed(backend, &fused_lora.job(job), a, down, rank, own, k_part > 0);
             }
             if let Some(fused_lora) = fused {
@@ -164,7 +179,7 @@ pub(super) fn run(job: &ProductJob, backend: CpuBackend) {
             let n_parts = panels(n).div_ceil(most_panels);
             for n_part in 0..n_parts {
                 let (n0, n_len) = part(n, n_parts, n_part, 32);
-                let b = pack_operand(&job.b, (n0, n_len), (k0, k_len), depth, PackFormat::B, packed_b);
+                let b = pack_operand(&job.b, block(n0, n_len), depth, PackFormat::B, packed_b);
                 if let Some(fused_lora) = fused {
                     pack_extra(&fused_lora.up, (n0, n_len), fused_lora.rank, depth, PackFormat::B, b);
                 }
@@ -233,15 +248,8 @@ impl PackedView {
     }
 }
 
-fn pack_operand(
-    m: &Matrix,
-    vectors: (usize, usize),
-    steps: (usize, usize),
-    depth: Depth,
-    format: PackFormat,
-    buffer: &mut Buffer,
-) -> PackedView {
-    let panels = vectors.1.div_ceil(32);
+fn pack_operand(m: &Matrix, block: OperandBlock, depth: Depth, format: PackFormat, buffer: &mut Buffer) -> PackedView {
+    let panels = block.count.div_ceil(32);
     let to = PackedView {
         memory: buffer.at_least(panels * (depth.steps + depth.extra) * STEP),
         panels,
@@ -249,12 +257,13 @@ fn pack_operand(
         first_panel: 0,
         first_chunk: 0,
     };
-    pack_all(m, vectors, steps, format, to);
+    pack_all(m, block, format, to);
     to
 }
 
-/// Packs elements `k0..k0 + k` of `count` vectors into all panels of `to`.
-fn pack_all(m: &Matrix, (first, count): (usize, usize), (k0, k): (usize, usize), format: PackFormat, to: PackedView) {
+/// Packs a block into all panels of `to`.
+fn pack_all(m: &Matrix, block: OperandBlock, format: PackFormat, to: PackedView) {
+    let OperandBlock { first, count, k0, k } = block;
     // If the operand is not contiguous in k, neighboring panels share its rows: one task packs a few panels.
     let group = if m.k_contiguous { 4 } else { 8 };
     let (panels, chunks) = (to.panels, to.depth.count());
@@ -266,17 +275,20 @@ fn pack_all(m: &Matrix, (first, count): (usize, usize), (k0, k): (usize, usize),
             let chunk = to.depth.chunk(chunk_index);
             let elements = (chunk.own * 32).min(k - chunk.first * 32);
             let address = |p| to.at(p, chunk_index).cast_mut();
+            let block = |start: usize, most: usize| OperandBlock {
+                first: first + start,
+                count: most.min(count - start),
+                k0: k0 + chunk.first * 32,
+                k: elements,
+            };
             if m.is_quantized() {
-                let start = group_index * group * 32;
-                let vectors = (first + start, (group * 32).min(count - start));
-                let steps = (k0 + chunk.first * 32, elements);
+                let block = block(group_index * group * 32, group * 32);
                 // SAFETY: the job was checked; each task writes its own panels, which lie in the buffer.
-                return unsafe { pack::quantized(m, vectors, steps, format, |i| address(group_index * group + i)) };
+                return unsafe { pack::quantized(m, block, format, |i| address(group_index * group + i)) };
             }
             for p in group_index * group..((group_index + 1) * group).min(panels) {
-                let vectors = (first + p * 32, 32.min(count - p * 32));
                 // SAFETY: the job was checked; each task writes its own panels, which lie in the buffer.
-                unsafe { pack::panel(m, vectors, (k0 + chunk.first * 32, elements), format, address(p)) }
+                unsafe { pack::panel(m, block(p * 32, 32), format, address(p)) }
             }
         });
 }
@@ -293,10 +305,15 @@ fn pack_extra(
     let last = depth.count() - 1;
     let own = depth.chunk(last).own;
     (0..count.div_ceil(32)).into_par_iter().for_each(|p| {
-        let vectors = (first + p * 32, 32.min(count - p * 32));
+        let block = OperandBlock {
+            first: first + p * 32,
+            count: 32.min(count - p * 32),
+            k0: 0,
+            k: rank,
+        };
         let address = to.at(p, last).wrapping_add(own * STEP);
         // SAFETY: the job was checked; each task writes after its own panel, where space is reserved.
-        unsafe { pack::panel(m, vectors, (0, rank), format, address.cast_mut()) }
+        unsafe { pack::panel(m, block, format, address.cast_mut()) }
     });
 }
 

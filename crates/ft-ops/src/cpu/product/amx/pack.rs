@@ -6,7 +6,7 @@
 //! block is transposed.
 
 use super::super::super::dequantize::dequantize;
-use super::super::{Matrix, Operand, VectorIsa};
+use super::super::{Matrix, Operand, OperandBlock, VectorIsa};
 use super::tile_kernels::STEP;
 use half::bf16;
 use std::arch::x86_64::*;
@@ -17,25 +17,19 @@ pub(super) enum PackFormat {
     B,
 }
 
-/// Packs vectors `first..first + count` (at most 32) of `m`, elements `k0..k0 + k`, into `ceil(k / 32)` steps at
-/// `to`, padded with 0. f32 is rounded to the nearest bf16, ties to even; NaN stays NaN.
+/// Packs a block of at most 32 vectors of `m` into `ceil(k / 32)` steps at `to`, padded with 0. f32 is rounded to the
+/// nearest bf16, ties to even; NaN stays NaN.
 /// # Safety
 /// The CPU must have AVX-512 (F, BW, VL); the vectors must lie inside `m`; `to` is 64-byte aligned, its steps are
 /// writable.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-pub(super) unsafe fn panel(
-    m: &Matrix,
-    (first, count): (usize, usize),
-    (k0, k): (usize, usize),
-    format: PackFormat,
-    to: *mut u8,
-) {
+pub(super) unsafe fn panel(m: &Matrix, block: OperandBlock, format: PackFormat, to: *mut u8) {
     // SAFETY: promised by the caller.
     unsafe {
         match m.values {
-            Operand::F32(v) => steps(v.as_ptr(), m, (first, count), (k0, k), format, to),
-            Operand::Bf16(v) => steps(v.as_ptr(), m, (first, count), (k0, k), format, to),
-            Operand::Quantized(_) => quantized(m, (first, count), (k0, k), format, |_| to),
+            Operand::F32(v) => steps(v.as_ptr(), m, block, format, to),
+            Operand::Bf16(v) => steps(v.as_ptr(), m, block, format, to),
+            Operand::Quantized(_) => quantized(m, block, format, |_| to),
         }
     }
 }
@@ -43,18 +37,13 @@ pub(super) unsafe fn panel(
 /// Vectors that `quantized` dequantizes at a time.
 pub(super) const QUANTIZED: usize = 256;
 
-/// As `panel`, for `count` quantized vectors (at most `QUANTIZED`): panel i is written to `to(i)`.
+/// As `panel`, for a block of at most `QUANTIZED` quantized vectors: panel i is written to `to(i)`.
 /// # Safety
 /// As `panel`, for every panel.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-pub(super) unsafe fn quantized(
-    m: &Matrix,
-    (first, count): (usize, usize),
-    (k0, k): (usize, usize),
-    format: PackFormat,
-    to: impl Fn(usize) -> *mut u8,
-) {
+pub(super) unsafe fn quantized(m: &Matrix, block: OperandBlock, format: PackFormat, to: impl Fn(usize) -> *mut u8) {
     let Operand::Quantized(view) = &m.values else { return };
+    let OperandBlock { first, count, k0, k } = block;
     // 32 KB: this many steps of one panel, or one step of all panels.
     let mut dequantized = [0f32; 32 * QUANTIZED];
     if m.k_contiguous {
@@ -73,8 +62,14 @@ pub(super) unsafe fn quantized(
                 }
                 let part = Matrix::k_inner(Operand::F32(&dequantized), QUANTIZED);
                 let address = to(panel).wrapping_add(i * (QUANTIZED / 32) * STEP);
+                let block = OperandBlock {
+                    first: 0,
+                    count: vectors,
+                    k0: 0,
+                    k: len,
+                };
                 // SAFETY: promised by the caller; the vectors lie in `dequantized`.
-                unsafe { steps(dequantized.as_ptr(), &part, (0, vectors), (0, len), format, address) }
+                unsafe { steps(dequantized.as_ptr(), &part, block, format, address) }
             }
         }
         return;
@@ -86,23 +81,22 @@ pub(super) unsafe fn quantized(
         }
         let part = Matrix::k_outer(Operand::F32(&dequantized), QUANTIZED);
         for (panel, start) in (0..count).step_by(32).enumerate() {
-            let vectors = (start, 32.min(count - start));
+            let block = OperandBlock {
+                first: start,
+                count: 32.min(count - start),
+                k0: 0,
+                k: len,
+            };
             let address = to(panel).wrapping_add(step * STEP);
             // SAFETY: as above.
-            unsafe { steps(dequantized.as_ptr(), &part, vectors, (0, len), format, address) }
+            unsafe { steps(dequantized.as_ptr(), &part, block, format, address) }
         }
     }
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-unsafe fn steps<T: Element>(
-    from: *const T,
-    m: &Matrix,
-    (first, count): (usize, usize),
-    (k0, k): (usize, usize),
-    format: PackFormat,
-    to: *mut u8,
-) {
+unsafe fn steps<T: Element>(from: *const T, m: &Matrix, block: OperandBlock, format: PackFormat, to: *mut u8) {
+    let OperandBlock { first, count, k0, k } = block;
     let transposes = m.k_contiguous != (format == PackFormat::A);
     // SAFETY: promised by the caller; the masks keep reads inside (count, k).
     unsafe {

@@ -4,7 +4,7 @@
 //! so each product packs it again. Therefore only one product at a time can use the panels; a concurrent one packs
 //! the weight itself.
 
-use super::super::Matrix;
+use super::super::{Matrix, OperandBlock};
 use super::buffer::Buffer;
 use super::pack::PackFormat;
 use super::tile_kernels::STEP;
@@ -52,7 +52,13 @@ impl Panels {
             first_panel: 0,
             first_chunk: 0,
         };
-        pack_all(m, (0, vectors), (0, k), PackFormat::B, to);
+        let whole = OperandBlock {
+            first: 0,
+            count: vectors,
+            k0: 0,
+            k,
+        };
+        pack_all(m, whole, PackFormat::B, to);
         Self {
             vectors,
             k,

@@ -1,10 +1,10 @@
 //! Products inside one task, on operands that the task itself packed.
 
 use super::super::task_gemm::{OperandSide, OutputTile, PackedOperand};
-use super::super::{CpuBackend, Matrix, Sizes};
+use super::super::{CpuBackend, Matrix, OperandBlock, Sizes};
 use super::pack::{self, PackFormat};
 use super::tile_kernels::STEP;
-use super::{configure, multiply_tile_in_place, release};
+use super::{TileOfC, configure, multiply_tile_in_place, release};
 
 /// Number of f32 in a step of a panel.
 const STEP_FLOATS: usize = STEP / 4;
@@ -26,16 +26,14 @@ pub(crate) fn pack_operand(side: OperandSide, m: &Matrix, (vectors, k): (usize, 
     for (panel, to) in to.chunks_exact_mut((k.div_ceil(32) * STEP_FLOATS).max(1)).enumerate() {
         let first = panel * 32;
         if first < vectors {
+            let block = OperandBlock {
+                first,
+                count: 32.min(vectors - first),
+                k0: 0,
+                k,
+            };
             // SAFETY: AVX-512 is always present with AMX; the ranges of vectors and k were checked.
-            unsafe {
-                pack::panel(
-                    m,
-                    (first, 32.min(vectors - first)),
-                    (0, k),
-                    format,
-                    to.as_mut_ptr().cast(),
-                )
-            }
+            unsafe { pack::panel(m, block, format, to.as_mut_ptr().cast()) }
         }
     }
 }
@@ -71,10 +69,18 @@ pub(crate) unsafe fn multiply(
                 let at = to.at + row * to.stride + column;
                 let (rows, columns) = (32.min(m - row), 32.min(n - column));
                 if (rows, columns) == (32, 32) {
-                    multiply_tile_in_place(backend, a, b, steps, (to.c.at(at), to.stride), rows, to.add);
+                    let tile = TileOfC {
+                        c: to.c.at(at),
+                        row: to.stride,
+                    };
+                    multiply_tile_in_place(backend, a, b, steps, tile, rows, to.add);
                     continue;
                 }
-                multiply_tile_in_place(backend, a, b, steps, (edge.0.as_mut_ptr(), 32), rows, false);
+                let tile = TileOfC {
+                    c: edge.0.as_mut_ptr(),
+                    row: 32,
+                };
+                multiply_tile_in_place(backend, a, b, steps, tile, rows, false);
                 for (i, sums) in edge.0.chunks_exact(32).enumerate().take(rows) {
                     let c = to.c.part(at + i * to.stride, columns);
                     for (c, sum) in c.iter_mut().zip(sums) {

@@ -6,7 +6,7 @@
 //! k, in a chunk pair by pair. So the results are bit-equal to theirs.
 
 use super::super::grid::part;
-use super::super::{CInit, Matrix, Operand, ProductJob, Shared};
+use super::super::{CInit, Matrix, Operand, OperandBlock, ProductJob, Shared};
 use super::avx512_bf16::words;
 use super::buffer::with_buffers;
 use super::pack::{PackFormat, transpose};
@@ -134,7 +134,13 @@ pub(super) fn run(job: &ProductJob) {
     with_buffers(|packed, _| {
         for first in (0..m).step_by(most) {
             let tokens = most.min(m - first);
-            let x = pack_operand(&job.a, (first, tokens), (0, k), depth, format, packed);
+            let block = OperandBlock {
+                first,
+                count: tokens,
+                k0: 0,
+                k,
+            };
+            let x = pack_operand(&job.a, block, depth, format, packed);
             let mut product = Product {
                 c: job.c,
                 first,

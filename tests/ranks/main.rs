@@ -3,9 +3,14 @@
 #[path = "../run/bench.rs"]
 #[allow(dead_code, reason = "other tests need more of it")]
 mod bench;
+#[path = "../run/disk.rs"]
+#[allow(dead_code, reason = "other tests need more of it")]
+mod disk;
 #[path = "../run/same.rs"]
 mod same;
 
+mod broken;
+mod bytes;
 mod experts;
 mod faults;
 #[cfg(feature = "cuda")]

@@ -31,10 +31,13 @@ fn measure(bench: &Bench, size: usize, weights: &str) -> (u64, u64, u64) {
 
 /// As `measure`; `train` runs a job.
 fn measured(bench: &Bench, weights: &str, train: impl Fn(&[&str])) -> (u64, u64, u64) {
+    measured_with(bench, &[weights, "tune.method=full"], train)
+}
+
+/// As `measured`, with more settings.
+fn measured_with(bench: &Bench, settings: &[&str], train: impl Fn(&[&str])) -> (u64, u64, u64) {
     let arguments = [
-        weights,
         "model.init=random",
-        "tune.method=full",
         "train.max_steps=3",
         "train.batch_size=1",
         "train.gradient_accumulation_steps=4",
@@ -42,7 +45,7 @@ fn measured(bench: &Bench, weights: &str, train: impl Fn(&[&str])) -> (u64, u64,
         "data.max_length=64",
         "train.output_dir=out",
     ];
-    train(&arguments);
+    train(&[&arguments[..], settings].concat());
     let plan: Value = serde_json::from_slice(&fs::read(bench.path("out/plan.json")).unwrap()).unwrap();
     let lines = fs::read_to_string(bench.path("out/metrics.jsonl")).unwrap();
     let peaks = lines
@@ -99,6 +102,71 @@ fn gradients_and_moments_are_divided_and_forecast() {
     assert!(error.abs() < 0.1, "two machines: {more} bytes, {forecast} forecast");
     let copies = 4 * trained * 9 / 10 / 4;
     assert!(more > peak + copies * 8 / 10, "{more} on two machines, {peak} on one");
+}
+
+/// Blocks, bf16 with low bits of masters, LoRA over quantized weights, 8-bit states, and frozen weights in files.
+#[test]
+fn other_ways_to_train_need_the_memory_of_their_plan() {
+    let bench = bench();
+    let bf16 = "model.dtype=bf16";
+    let cases: [(usize, &[&str]); 7] = [
+        (2, &["distributed.weights=replicated", "tune.method=full", bf16]),
+        (4, &["distributed.weights=sharded", "tune.method=full", bf16]),
+        (
+            2,
+            &[
+                "distributed.weights=replicated",
+                "tune.method=full",
+                bf16,
+                "optimizer.state=int8",
+            ],
+        ),
+        (
+            2,
+            &[
+                "distributed.weights=replicated",
+                "tune.method=block",
+                "tune.block.switch_every=1",
+                bf16,
+            ],
+        ),
+        (
+            4,
+            &[
+                "distributed.weights=sharded",
+                "tune.method=block",
+                "tune.block.switch_every=1",
+            ],
+        ),
+        (
+            2,
+            &[
+                "distributed.weights=host",
+                "tune.method=block",
+                "tune.block.switch_every=1",
+                bf16,
+            ],
+        ),
+        (
+            2,
+            &[
+                "distributed.weights=sharded",
+                "tune.method=lora",
+                "memory.frozen_weights=nf4",
+                bf16,
+            ],
+        ),
+    ];
+    let mut wrong = Vec::new();
+    for (size, settings) in cases {
+        let (peak, forecast, _) = measured_with(&bench, settings, |arguments| job::train(&bench, size, arguments));
+        let ratio = peak as f64 / forecast as f64;
+        println!("{size} ranks, {settings:?}: peak {peak}, forecast {forecast}, {ratio:.3}");
+        if (ratio - 1.0).abs() >= 0.1 {
+            wrong.push(format!("{size} ranks, {settings:?}: {peak} bytes, {forecast} forecast"));
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
 /// Block training of 8B on two ranks of 24 GB and of 70B on four of 80 GB, as `ft plan --ranks` sees it, without the low

@@ -10,7 +10,7 @@ use std::process::Command;
 use std::sync::OnceLock;
 
 /// Compiles the library once. Without a C compiler the tests fail; with `FT_TEST_NO_CC=1` they are left out.
-fn library() -> Option<&'static Path> {
+pub fn library() -> Option<&'static Path> {
     static BUILT: OnceLock<Option<(tempfile::TempDir, PathBuf)>> = OnceLock::new();
     let built = BUILT.get_or_init(|| {
         let dir = tempfile::tempdir().unwrap();

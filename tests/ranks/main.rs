@@ -13,6 +13,7 @@ mod broken;
 mod bytes;
 mod experts;
 mod faults;
+mod hangs;
 #[cfg(feature = "cuda")]
 mod gpus;
 mod host;
@@ -27,4 +28,5 @@ mod nccl_faults;
 mod outer;
 mod parts;
 mod same_bits;
+mod seconds;
 mod sequence;

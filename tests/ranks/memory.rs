@@ -7,16 +7,21 @@ use std::fs;
 
 /// A model with wide layers and few tokens, so that weights, gradients and moments are most of the memory.
 pub fn bench() -> Bench {
+    bench_of(512)
+}
+
+/// As `bench`, with layers of this width.
+pub fn bench_of(hidden: usize) -> Bench {
     let bench = Bench::new();
     let path = bench.path("model/config.json");
     let mut config: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
     for (key, value) in [
-        ("hidden_size", 512),
-        ("intermediate_size", 2048),
+        ("hidden_size", hidden),
+        ("intermediate_size", 4 * hidden),
         ("num_hidden_layers", 6),
         ("num_attention_heads", 8),
         ("num_key_value_heads", 8),
-        ("head_dim", 64),
+        ("head_dim", hidden / 8),
     ] {
         config[key] = value.into();
     }

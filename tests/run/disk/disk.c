@@ -3,7 +3,8 @@
 //
 // FT_DISK_MODE: "kill" (before the operation), "half" (the same; of a write half is done), "once"
 // (this operation fails with FT_DISK_ERRNO), "from" (this and all later writes fail), "stall" (it takes FT_DISK_ERRNO
-// seconds), "record".
+// seconds), "slow" (this and all later ones take FT_DISK_ERRNO milliseconds), "record".
+// FT_DISK_ROOT that ends with "*": all paths that begin with what is before it.
 // FT_DISK_LOG: the record, or the number of operations (a byte each) in the other modes.
 
 #define _GNU_SOURCE
@@ -60,7 +61,9 @@ static const char *below(int dir, const char *path, char *out) {
         if (fits >= PATH_MAX) return NULL;
     }
     size_t n = strlen(root);
-    return strncmp(out, root, n) == 0 && (out[n] == '/' || !out[n]) && !strstr(out, " (deleted)") ? out : NULL;
+    int begins = n > 0 && root[n - 1] == '*';
+    if (begins) n--;
+    return strncmp(out, root, n) == 0 && (begins || out[n] == '/' || !out[n]) && !strstr(out, " (deleted)") ? out : NULL;
 }
 
 static void put(const void *bytes, size_t size) {
@@ -91,6 +94,10 @@ static int fails_at(int is_write) {
     if (here && (!strcmp(mode, "kill") || (!strcmp(mode, "half") && !is_write))) kill(getpid(), SIGKILL), pause();
     if (here && !strcmp(mode, "stall")) {
         struct timespec left = {error, 0};
+        while (nanosleep(&left, &left)) {}
+    }
+    if (count >= at && !strcmp(mode, "slow")) {
+        struct timespec left = {error / 1000, error % 1000 * 1000000L};
         while (nanosleep(&left, &left)) {}
     }
     if ((here && !strcmp(mode, "once")) || (count >= at && !strcmp(mode, "from"))) {

@@ -7,7 +7,7 @@
 use super::collect::own_bytes;
 use super::wire::{Say, Wait, Wire};
 use super::{Collective, Fault, Patience, Pending, Shard, State, Whole, World, closed};
-use crate::base::{Error, Result};
+use crate::base::{Error, Result, stalled};
 use candle_core::Device;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
@@ -275,8 +275,7 @@ impl<W: Wire> Worker<W> {
                 Err(RecvTimeoutError::Disconnected) => return,
                 Err(RecvTimeoutError::Timeout) => {
                     if self.faults.is_empty() {
-                        let wait = self.wait(None);
-                        self.wire.idle(&wait);
+                        self.look();
                     }
                     continue;
                 }
@@ -312,6 +311,17 @@ impl<W: Wire> Worker<W> {
         }
     }
 
+    /// While this rank computes or saves.
+    fn look(&mut self) {
+        let wait = self.wait(None);
+        if let Some((path, lasted)) = stalled::stalled(self.patience()) {
+            let (path, seconds) = (path.display(), lasted.as_secs());
+            wait.ends(&format!("{path}: the disk has not ended an operation in {seconds} s"));
+            self.wire.abort(1);
+        }
+        self.wire.idle(&wait);
+    }
+
     /// The time limit of this rank for numbers.
     fn patience(&self) -> Duration {
         Duration::from_millis(self.limit.load(SeqCst)) + STAGGER * self.world.rank as u32
@@ -320,6 +330,7 @@ impl<W: Wire> Worker<W> {
     fn wait(&self, limit: Option<Duration>) -> Wait {
         Wait {
             limit,
+            silence: self.patience(),
             last: false,
             name: self.world.name(),
             own: self.own.clone(),

@@ -493,6 +493,19 @@ mod tests {
         assert_eq!(time.limit(), "copies of weights");
     }
 
+    /// Of four micro-batches each of two ranks computes two; three ranks need two rounds too.
+    #[test]
+    fn a_step_takes_the_time_of_the_rounds() {
+        let mut recipe = of_step("qwen2.5-0.5b", "method = \"lora\"", 8, "tier = \"device\"");
+        recipe.train.gradient_accumulation_steps = 4;
+        let seconds = |ranks| {
+            let planned = plan_for(&recipe, Some(&GPUS[0]), (ranks, 1)).unwrap();
+            planned.time.unwrap().time.unwrap().seconds()
+        };
+        let (one, two, three) = (seconds(1), seconds(2), seconds(3));
+        assert!((one / two - 2.0).abs() < 0.02 && (two / three - 1.0).abs() < 0.02, "{one} {two} {three}");
+    }
+
     /// Of fewer adapted linears fewer pairs are computed; other adapters and f32 have no known time.
     #[test]
     fn the_time_counts_the_adapters_of_the_run() {

@@ -372,7 +372,11 @@ mod tests {
             let gpu = GPUS.iter().find(|of| of.name == gpu);
             let plan = |ranks| plan::plan_for(&recipe, gpu, (ranks, 1)).unwrap();
             let planned = plan(ranks);
-            assert!(planned.verdict.fits && !planned.refused, "{name}: {}", planned.verdict.text);
+            assert!(
+                planned.verdict.fits && !planned.refused,
+                "{name}: {}",
+                planned.verdict.text
+            );
             let row = format!("| {} | {} |", bytes(planned.plan.peak_bytes), bytes(planned.sent));
             assert!(docs.contains(&row), "{name}: {row}");
         }

@@ -91,7 +91,10 @@ fn a_rank_with_other_instructions_or_another_program_is_refused() {
     let made = Command::new("chmod").arg("755").arg(bench.path("other")).status();
     assert!(made.unwrap().success());
     let cases: [(&[&str], &str); 2] = [
-        (&["env", "FT_CPU=portable"], "rank 2: CPU instructions: portable instead of "),
+        (
+            &["env", "FT_CPU=portable"],
+            "rank 2: CPU instructions: portable instead of ",
+        ),
         (
             &["sh", "-c", "shift; exec ./other \"$@\"", "sh"],
             "rank 2: the program file, by its hash: ",

@@ -158,11 +158,17 @@ fn bench() -> Bench {
 /// Runs the job; returns the bytes of the rank with most of them, as planned and in each step.
 fn sent(bench: &Bench, case: &Case, more: &[&str]) -> (u64, Vec<u64>) {
     let weights = case.settings.iter().any(|s| s.starts_with("distributed.weights="));
-    let replicated = if weights { &[][..] } else { &["distributed.weights=replicated"] };
+    let replicated = if weights {
+        &[][..]
+    } else {
+        &["distributed.weights=replicated"]
+    };
     let arguments = [&BASE[..], case.settings, replicated, more].concat();
     let machines = if case.hosts.is_empty() { "1" } else { "2" };
     let ranks = case.ranks.to_string();
-    let plan = ["plan", "--recipe", "r.toml", "--json", "--ranks", &ranks, "--nodes", machines];
+    let plan = [
+        "plan", "--recipe", "r.toml", "--json", "--ranks", &ranks, "--nodes", machines,
+    ];
     let planned = bench.ft(&[&plan[..], &arguments].concat());
     let plan: Value = serde_json::from_slice(&planned.stdout).unwrap_or_else(|e| panic!("{e}: {}", said(&planned)));
     if case.hosts.is_empty() {
@@ -174,7 +180,9 @@ fn sent(bench: &Bench, case: &Case, more: &[&str]) -> (u64, Vec<u64>) {
     let steps = bench.steps("out");
     assert_eq!(steps.len(), 16);
     fs::remove_dir_all(bench.path("out")).unwrap();
-    let sent = steps.iter().map(|step| step["sent_bytes"].as_f64().unwrap_or(0.0) as u64);
+    let sent = steps
+        .iter()
+        .map(|step| step["sent_bytes"].as_f64().unwrap_or(0.0) as u64);
     (plan["sent_bytes"].as_u64().unwrap(), sent.collect())
 }
 

@@ -22,7 +22,10 @@ fn with_disk(bench: &Bench, other: usize, more: &[&str], checkpoint: &str, fault
         format!("FT_DISK_AT={at}"),
         format!("FT_DISK_ERRNO={number}"),
     ];
-    let before: Vec<&str> = ["env"].into_iter().chain(variables.iter().map(String::as_str)).collect();
+    let before: Vec<&str> = ["env"]
+        .into_iter()
+        .chain(variables.iter().map(String::as_str))
+        .collect();
     let arguments = [&LONG[..], &[TIMEOUT], more].concat();
     Some(job::begin(job::mpirun_but(bench, &vec![arguments; 3], other, &before)))
 }
@@ -32,7 +35,9 @@ fn until_saving(bench: &Bench, checkpoint: &str) {
     let begun = Instant::now();
     let is_there = || {
         let names = std::fs::read_dir(bench.path("out")).into_iter().flatten().flatten();
-        names.into_iter().any(|e| e.file_name().to_string_lossy().contains(&format!("{checkpoint}.tmp")))
+        names
+            .into_iter()
+            .any(|e| e.file_name().to_string_lossy().contains(&format!("{checkpoint}.tmp")))
     };
     while !is_there() {
         assert!(begun.elapsed() < Duration::from_secs(60), "no save");

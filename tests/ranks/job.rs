@@ -70,15 +70,12 @@ pub fn mpirun_on(bench: &Bench, ranks: &[Vec<&str>], hosts: &[&str]) -> Command 
 /// All ranks in the directory of the bench.
 fn here<'a>(bench: &Bench, ranks: &[Vec<&'a str>]) -> Vec<(PathBuf, Vec<&'a str>)> {
     let all = ranks.iter().cloned();
-    all.map(|arguments| (bench.dir.path().to_path_buf(), arguments)).collect()
+    all.map(|arguments| (bench.dir.path().to_path_buf(), arguments))
+        .collect()
 }
 
 /// `before`: words before the program of a rank.
-fn start_ranks<'a>(
-    bench: &Bench,
-    ranks: &[(PathBuf, Vec<&str>)],
-    before: &dyn Fn(usize) -> Vec<&'a str>,
-) -> Command {
+fn start_ranks<'a>(bench: &Bench, ranks: &[(PathBuf, Vec<&str>)], before: &dyn Fn(usize) -> Vec<&'a str>) -> Command {
     let mut command = Command::new("mpirun");
     for (rank, (directory, arguments)) in ranks.iter().enumerate() {
         if rank > 0 {

@@ -21,10 +21,17 @@ fn a_step_over_a_slow_connection_takes_the_seconds_of_its_plan() {
     };
     let cases: [(usize, &[&str]); 3] = [
         (2, &["distributed.weights=replicated", "tune.method=full"]),
-        (3, &["distributed.weights=sharded", "tune.method=full", "model.dtype=bf16"]),
+        (
+            3,
+            &["distributed.weights=sharded", "tune.method=full", "model.dtype=bf16"],
+        ),
         (
             2,
-            &["distributed.weights=replicated", "tune.method=block", "tune.block.switch_every=9"],
+            &[
+                "distributed.weights=replicated",
+                "tune.method=block",
+                "tune.block.switch_every=9",
+            ],
         ),
     ];
     for (size, settings) in cases {
@@ -46,7 +53,11 @@ fn a_step_over_a_slow_connection_takes_the_seconds_of_its_plan() {
         // A rate at which the bytes take this long.
         let rate = plan["sent_bytes"].as_f64().unwrap() / SECONDS;
         let link = format!("--link={:.6}MB", rate / 1e6);
-        let over = bench.ft(&[&["plan", "--recipe", "r.toml", "--ranks", &ranks, &link][..], &arguments].concat());
+        let over = bench.ft(&[
+            &["plan", "--recipe", "r.toml", "--ranks", &ranks, &link][..],
+            &arguments,
+        ]
+        .concat());
         let want = seconds_in(&said(&over));
         let mut command = job::mpirun(&bench, &vec![arguments.clone(); size]);
         let rate = rate.to_string();

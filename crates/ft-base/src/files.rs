@@ -274,8 +274,7 @@ pub(crate) fn sync_dir(path: &Path) -> Result<()> {
     } else {
         path
     };
-    watched(path, || File::open(path).and_then(|d| d.sync_all()))
-        .map_err(|e| io("sync the directory", path, e))
+    watched(path, || File::open(path).and_then(|d| d.sync_all())).map_err(|e| io("sync the directory", path, e))
 }
 
 /// Files and directories that are being written under a temporary name.

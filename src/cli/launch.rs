@@ -135,7 +135,10 @@ fn name_in_last_words(place: Place) -> Result<()> {
 /// Prints a panic of a rank of a job; also where another rank speaks. False: there is one rank.
 pub(super) fn say_bug(text: &str) -> bool {
     let Some(name) = NAME.get() else { return false };
-    report::last_words(&format!("error: [{name}] {text}\n{JOB_ENDS}"));
+    // A panic often causes others, at last one that aborts the process.
+    if aborted::begins_to_say() {
+        report::last_words(&format!("error: [{name}] {text}\n{JOB_ENDS}"));
+    }
     true
 }
 

@@ -4,6 +4,7 @@
 use crate::{Error, Result, allocator};
 use signal_hook::consts::SIGABRT;
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 
 /// Texts that end with a line break.
 struct Texts {
@@ -13,6 +14,7 @@ struct Texts {
 }
 
 static TEXTS: OnceLock<Texts> = OnceLock::new();
+static SAID: AtomicBool = AtomicBool::new(false);
 
 /// Sets what the process says on standard error when it is aborted, in place of a trace of the calls. `out_of_memory`: before and
 /// after the number of bytes that the system refused. Only the first call has an effect.
@@ -29,8 +31,15 @@ pub fn say_if_aborted(out_of_memory: [String; 2], other: String) -> Result<()> {
         .map_err(|e| Error::io("cannot install a signal handler").cause(e))
 }
 
+/// The process says why it ends, in words of its own. False: this was called before, and everything is said.
+pub fn begins_to_say() -> bool {
+    !SAID.swap(true, SeqCst)
+}
+
 fn say() {
-    let Some(texts) = TEXTS.get() else { return };
+    let Some(texts) = TEXTS.get().filter(|_| begins_to_say()) else {
+        return;
+    };
     match allocator::refused() {
         0 => write(texts.other.as_bytes()),
         bytes => {

@@ -2,7 +2,7 @@
 
 use crate::bench::{Bench, said};
 use crate::disk;
-use crate::faults::{LONG, assert_once, go_on, until_saved};
+use crate::faults::{LONG, assert_once, go_on_with, until_saved};
 use crate::job::{self, ranks_of, wait};
 use std::fmt::Write;
 use std::fs;
@@ -10,7 +10,7 @@ use std::process::{Command, Output};
 use std::time::{Duration, Instant};
 
 /// The job has ended since `begun`, with this message of rank 1; a resume goes on.
-fn assert_ended(bench: &Bench, begun: Instant, out: &Output, message: &str) {
+fn assert_ended(bench: &Bench, begun: Instant, out: &Output, message: &str, settings: &[&str]) {
     let text = said(out);
     assert!(!out.status.success(), "{text}");
     assert!(
@@ -24,7 +24,7 @@ fn assert_ended(bench: &Bench, begun: Instant, out: &Output, message: &str) {
     assert!(!text.contains("[rank 0") && !text.contains("is saved"), "{text}");
     let verified = bench.ft(&["runs", "verify", "out"]);
     assert!(verified.status.success(), "{}", said(&verified));
-    go_on(bench, 2);
+    go_on_with(bench, 2, settings);
 }
 
 /// The rows become longer and longer, so that each step needs more memory than those before; from a moment on one rank gets none.
@@ -54,7 +54,8 @@ fn a_rank_that_gets_no_more_memory_in_a_step_ends_the_job() {
     let begun = Instant::now();
     let out = wait(job);
     let text = said(&out);
-    assert_ended(&bench, begun, &out, "out of memory: the system refused ");
+    println!("{text}");
+    assert_ended(&bench, begun, &out, "out of memory: the system refused ", &more);
     assert!(
         text.contains("`ft plan --ranks 3`") && text.contains("--resume"),
         "{text}"
@@ -76,7 +77,7 @@ fn a_rank_that_panics_in_a_step_ends_the_job() {
         fs::write(file, "").unwrap();
         let begun = Instant::now();
         let out = wait(job);
-        assert_ended(&bench, begun, &out, "bug in ft");
+        assert_ended(&bench, begun, &out, "bug in ft", &[]);
         if thread == "ft" {
             assert_eq!(out.status.code(), Some(70), "{}", said(&out));
         }

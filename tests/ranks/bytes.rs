@@ -130,7 +130,7 @@ const COLLECTED: [Case; 5] = [
     },
     Case {
         ranks: 4,
-        hosts: &["a", "b", "a", "b"],
+        hosts: &["a", "a", "b", "b"],
         settings: &[
             "tune.method=full",
             "model.dtype=bf16",

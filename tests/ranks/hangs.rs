@@ -9,7 +9,7 @@ use std::process::{Child, Output};
 use std::time::{Duration, Instant};
 
 /// Seconds after which a rank is missed.
-const TIMEOUT: &str = "distributed.timeout=3";
+const TIMEOUT: &str = "distributed.timeout=2";
 
 /// Starts a job in which the disk of a rank is at fault from an operation on this checkpoint on.
 fn with_disk(bench: &Bench, other: usize, more: &[&str], checkpoint: &str, fault: [&str; 3]) -> Option<Child> {
@@ -93,7 +93,7 @@ fn a_process_that_hangs_in_a_save_ends_the_job() {
     let begun = Instant::now();
     let text = assert_ended(&bench, begun, &wait(job));
     assert!(
-        text.contains("rank 1 (host ") && text.contains("no sign of life of rank 0 for 5 s"),
+        text.contains("rank 1 (host ") && text.contains("no sign of life of rank 0 for 4 s"),
         "{text}"
     );
 }
@@ -101,18 +101,20 @@ fn a_process_that_hangs_in_a_save_ends_the_job() {
 /// Each operation of a save takes a while, and the whole save longer than the limit.
 #[test]
 fn a_slow_save_is_no_hang() {
-    for (form, rank) in [("distributed.checkpoint=one", 0), (PARTS, 2)] {
+    // Rank 1 waits for two seconds more than the limit.
+    for (form, rank, pause) in [("distributed.checkpoint=one", 0, "400"), (PARTS, 2, "700")] {
         let bench = Bench::new();
         let more = ["train.max_steps=7", "train.save_total_limit=9", form];
         let begun = Instant::now();
-        let Some(job) = with_disk(&bench, rank, &more, "checkpoint-5", ["slow", "1", "600"]) else {
+        let Some(job) = with_disk(&bench, rank, &more, "checkpoint-5", ["slow", "1", pause]) else {
             return;
         };
         let out = wait(job);
         assert!(out.status.success(), "{}", said(&out));
+        println!("{form}: {:?}", begun.elapsed());
         assert!(
-            begun.elapsed() > Duration::from_secs(2 * 3),
-            "{form}: the save took {:?}",
+            begun.elapsed() > Duration::from_secs(6),
+            "{form}: {:?}",
             begun.elapsed()
         );
     }

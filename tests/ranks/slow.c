@@ -1,7 +1,9 @@
-// A slow network, for LD_PRELOAD: what a process sends over TCP leaves at FT_SLOW_BYTES bytes per second. Compiled by seconds.rs.
+// A slow network, for LD_PRELOAD: what a process sends over TCP leaves at FT_SLOW_BYTES bytes per second. A connection that is busy takes
+// nothing, as one whose buffer is full. Compiled by seconds.rs.
 
 #define _GNU_SOURCE
-#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
 #include <netinet/in.h>
 #include <pthread.h>
 #include <stdlib.h>
@@ -10,6 +12,9 @@
 #include <sys/uio.h>
 #include <time.h>
 #include <unistd.h>
+
+// Seconds of bytes that may leave at once, or later than they could.
+static const double BURST = 0.02;
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static double rate, free_at;
@@ -24,24 +29,45 @@ static double now(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-// The connection is busy until these bytes have left.
-static ssize_t left(int fd, ssize_t bytes) {
+static int is_slow(int fd) {
     struct sockaddr_storage own;
     socklen_t size = sizeof own;
-    if (bytes <= 0 || rate <= 0 || getsockname(fd, (struct sockaddr *)&own, &size) || own.ss_family != AF_INET) return bytes;
-    pthread_mutex_lock(&lock);
-    double begun = now();
-    if (free_at < begun) free_at = begun;
-    free_at += (double)bytes / rate;
-    double pause = free_at - begun;
-    pthread_mutex_unlock(&lock);
-    struct timespec rest = {(time_t)pause, (long)(1e9 * (pause - (double)(time_t)pause))};
-    while (nanosleep(&rest, &rest)) {}
-    return bytes;
+    return rate > 0 && !getsockname(fd, (struct sockaddr *)&own, &size) && own.ss_family == AF_INET && fcntl(fd, F_GETFL) & O_NONBLOCK;
 }
 
-ssize_t writev(int fd, const struct iovec *parts, int n) { return left(fd, syscall(SYS_writev, fd, parts, n)); }
-ssize_t write(int fd, const void *bytes, size_t size) { return left(fd, syscall(SYS_write, fd, bytes, size)); }
+static ssize_t sent(int fd, const struct iovec *parts, int n) {
+    if (!is_slow(fd)) return syscall(SYS_writev, fd, parts, n);
+    pthread_mutex_lock(&lock);
+    double at = now();
+    ssize_t done = -1;
+    if (at < free_at) {
+        errno = EAGAIN;
+    } else {
+        // As much as leaves in a burst.
+        struct iovec some[16];
+        size_t most = (size_t)(rate * BURST) + 1;
+        int count = 0;
+        for (; count < n && count < 16 && most > 0; count++) {
+            some[count] = parts[count];
+            if (some[count].iov_len > most) some[count].iov_len = most;
+            most -= some[count].iov_len;
+        }
+        done = syscall(SYS_writev, fd, some, count);
+        if (free_at < at - BURST) free_at = at - BURST;
+        if (done > 0) free_at += (double)done / rate;
+    }
+    int e = errno;
+    pthread_mutex_unlock(&lock);
+    errno = e;
+    return done;
+}
+
+ssize_t writev(int fd, const struct iovec *parts, int n) { return sent(fd, parts, n); }
+ssize_t write(int fd, const void *bytes, size_t size) {
+    struct iovec part = {(void *)bytes, size};
+    return sent(fd, &part, 1);
+}
 ssize_t send(int fd, const void *bytes, size_t size, int flags) {
-    return left(fd, syscall(SYS_sendto, fd, bytes, size, flags, NULL, 0));
+    struct iovec part = {(void *)bytes, size};
+    return is_slow(fd) ? sent(fd, &part, 1) : syscall(SYS_sendto, fd, bytes, size, flags, NULL, 0);
 }

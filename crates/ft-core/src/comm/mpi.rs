@@ -82,16 +82,18 @@ impl MpiWire {
         let (world, seen) = (&self.world, &mut self.seen);
         scope(|scope| {
             let mut open: Vec<Open<T>> = Vec::new();
-            for (rank, list) in into.iter_mut().filter(|(rank, _)| *rank != self.rank) {
-                let from = world.process_at_rank(*rank as i32);
-                for part in list.chunks_mut(piece) {
-                    open.push((*rank, from.immediate_receive_into_with_tag(scope, part, tag)));
-                }
-            }
+            // What is sent comes first: over TCP a rank that is late asks for the numbers of the other one when it posts a receive. Then
+            // these numbers leave, and what the other one would ask for waits behind them, so that nothing goes the other way.
             for (rank, list) in out.iter().filter(|(rank, _)| *rank != self.rank) {
                 let to = world.process_at_rank(*rank as i32);
                 for part in list.chunks(piece) {
                     open.push((*rank, to.immediate_send_with_tag(scope, part, tag)));
+                }
+            }
+            for (rank, list) in into.iter_mut().filter(|(rank, _)| *rank != self.rank) {
+                let from = world.process_at_rank(*rank as i32);
+                for part in list.chunks_mut(piece) {
+                    open.push((*rank, from.immediate_receive_into_with_tag(scope, part, tag)));
                 }
             }
             let (begun, mut pause) = (Instant::now(), SHORTEST);

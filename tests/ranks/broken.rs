@@ -36,8 +36,8 @@ fn a_rank_that_gets_no_more_memory_in_a_step_ends_the_job() {
     let longer = longer.replace("\"max_position_embeddings\": 512", "\"max_position_embeddings\": 8192");
     fs::write(&config, longer).unwrap();
     let mut rows = String::new();
-    for row in 0..2000 {
-        let text = "a b ".repeat(4 + row / 2);
+    for row in 0..400 {
+        let text = "a b ".repeat(4 + 2 * row);
         writeln!(
             rows,
             "{{\"messages\":[{{\"role\":\"user\",\"content\":\"{text}\"}},{{\"role\":\"assistant\",\"content\":\"{text}\"}}]}}"

@@ -26,7 +26,7 @@ struct Case {
     turn: usize,
 }
 
-const EXCHANGED: [Case; 8] = [
+const EXCHANGED: [Case; 7] = [
     Case {
         ranks: 3,
         hosts: &[],
@@ -37,12 +37,6 @@ const EXCHANGED: [Case; 8] = [
         ranks: 2,
         hosts: &[],
         settings: &["tune.method=full", "model.dtype=bf16", "distributed.reduce=bf16"],
-        turn: 16,
-    },
-    Case {
-        ranks: 4,
-        hosts: &[],
-        settings: &["tune.method=full", "distributed.sum=window"],
         turn: 16,
     },
     // Whole gradients go to every rank.
@@ -88,22 +82,11 @@ const EXCHANGED: [Case; 8] = [
     },
 ];
 
-const COLLECTED: [Case; 5] = [
+const COLLECTED: [Case; 4] = [
     Case {
         ranks: 3,
         hosts: &[],
         settings: &["tune.method=full", "distributed.weights=sharded"],
-        turn: 16,
-    },
-    Case {
-        ranks: 4,
-        hosts: &[],
-        settings: &[
-            "tune.method=full",
-            "model.dtype=bf16",
-            "distributed.weights=sharded",
-            "memory.activations=recompute",
-        ],
         turn: 16,
     },
     Case {

@@ -102,7 +102,7 @@ fn a_process_that_hangs_in_a_save_ends_the_job() {
 #[test]
 fn a_slow_save_is_no_hang() {
     // Rank 1 waits for two seconds more than the limit.
-    for (form, rank, pause) in [("distributed.checkpoint=one", 0, "400"), (PARTS, 2, "700")] {
+    for (form, rank, pause) in [("distributed.checkpoint=one", 0, "200"), (PARTS, 2, "500")] {
         let bench = Bench::new();
         let more = ["train.max_steps=7", "train.save_total_limit=9", form];
         let begun = Instant::now();

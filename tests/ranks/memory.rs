@@ -124,7 +124,7 @@ fn other_ways_to_train_need_the_memory_of_their_plan() {
         (512, 2, vec![replicated, "tune.method=full", bf16]),
         (512, 3, vec![sharded, "tune.method=full", bf16]),
         (512, 2, with(&[replicated, bf16])),
-        (512, 2, with(&[sharded])),
+        (512, 3, with(&[sharded])),
         (768, 2, with(&["distributed.weights=host", bf16])),
     ];
     let mut wrong = Vec::new();

@@ -69,6 +69,10 @@ impl Collective for Threads {
     fn close(&self) {}
 
     fn set_timeout(&self, _: Duration) {}
+
+    fn sent(&self) -> u64 {
+        0
+    }
 }
 
 /// Runs `work` on `size` ranks; a rank that fails says so.
@@ -283,6 +287,10 @@ impl Collective for Moved<'_> {
     fn close(&self) {}
 
     fn set_timeout(&self, _: Duration) {}
+
+    fn sent(&self) -> u64 {
+        0
+    }
 }
 
 #[test]

@@ -1,13 +1,14 @@
 //! Several ranks: finds out whether a launcher (`mpirun`, `srun`, `torchrun`) started this process as one of a job, joins the
 //! job, and shows its failures once.
 
-use crate::base::{Error, Result};
+use crate::base::{Error, Result, aborted, files};
 use crate::comm::{Collective, Fault};
 use crate::recipe;
 use crate::report;
 use crate::train::ranks::Ranks;
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::path::Path;
+use std::sync::{Arc, OnceLock};
 
 /// The place of this process in a job, as the launcher says it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -106,12 +107,49 @@ fn say(line: &str) {
     report::last_words(&recipe::in_program_terms(line));
 }
 
+/// `rank 1 (host b)` in a job of several ranks.
+static NAME: OnceLock<String> = OnceLock::new();
+
+/// What stays true when a rank is gone.
+const JOB_ENDS: &str = "the job ends; the newest checkpoint is valid";
+
+/// A rank that panics or is aborted says its name, because the others may not know why the job ends.
+fn name_in_last_words(place: Place) -> Result<()> {
+    let host = files::read_text(Path::new("/proc/sys/kernel/hostname")).unwrap_or_default();
+    let host = host.split_whitespace().next().unwrap_or("unknown");
+    let name = NAME.get_or_init(|| format!("rank {} (host {host})", place.rank));
+    aborted::say_if_aborted(
+        [
+            format!("error: [{name}] out of memory: the system refused "),
+            format!(
+                " bytes; {JOB_ENDS}\n\
+                 hint: `ft plan --ranks {}` shows the memory of a rank; set `memory.budget` to what is free for one rank, or \
+                 `distributed.weights = \"sharded\"`, then go on with `--resume`\n",
+                place.size
+            ),
+        ],
+        format!("error: [{name}] this process was aborted; {JOB_ENDS}\n"),
+    )
+}
+
+/// Prints a panic of a rank of a job; also where another rank speaks. False: there is one rank.
+pub(super) fn say_bug(text: &str) -> bool {
+    let Some(name) = NAME.get() else { return false };
+    // A panic often causes others, at last one that aborts the process.
+    if aborted::begins_to_say() {
+        report::last_words(&format!("error: [{name}] {text}\n{JOB_ENDS}"));
+    }
+    true
+}
+
 /// Joins the job. Returns its ranks, and the compute threads of this one if the machine is shared.
 pub fn join(launched: Option<Place>) -> Result<(Ranks, Option<usize>)> {
     use crate::comm::Patience;
     let Some(place) = launched else {
         return Ok((Ranks::default(), None));
     };
+    // Before MPI is started, which would print a trace of the calls.
+    name_in_last_words(place)?;
     let ranks = Ranks(match place.by {
         Launcher::Mpi => by_mpi(place)?,
         Launcher::Master => by_master(place)?,

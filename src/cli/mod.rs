@@ -150,11 +150,14 @@ pub fn start(arguments: impl Iterator<Item = OsString>) -> i32 {
         if is_caught() {
             return;
         }
-        report::bug(&format!(
+        let text = format!(
             "bug in ft {}: {info}\nhint: report this bug with this message, the command and the output of `ft doctor`\n\
              code: FT901, see `ft explain FT901`",
             env!("CARGO_PKG_VERSION")
-        ));
+        );
+        if !launch::say_bug(&text) {
+            report::bug(&text);
+        }
     }));
     let ended = std::panic::catch_unwind(|| run(cli, launched));
     if let Some(why) = crate::ops::graph::take_refusal() {

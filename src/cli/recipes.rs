@@ -18,8 +18,10 @@ macro_rules! shipped {
 }
 
 /// Name and text of every shipped recipe.
-pub const SHIPPED: [(&str, &str); 18] = shipped![
+pub const SHIPPED: [(&str, &str); 20] = shipped![
+    "block-llama3-70b-4x80gb",
     "block-llama3-8b-24gb",
+    "block-llama3-8b-2x24gb",
     "block-qwen3-30b-a3b",
     "block-qwen3-4b-16gb",
     "distill-qwen3",
@@ -295,6 +297,7 @@ fn find(name: &str) -> Result<(&'static str, &'static str)> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::plan::gpu_time::GPUS;
 
     /// Row R3.
     #[test]
@@ -329,16 +332,53 @@ mod tests {
         for (name, text) in SHIPPED {
             let recipe = recipe::parse(text, name, &[]).unwrap().recipe;
             assert!(plan::fit(&recipe).unwrap().peak > 0, "{name}");
-            // `-16gb`: the budget is the memory of such a GPU less 1 GB.
-            let size = name.rsplit('-').next().and_then(|last| last.strip_suffix("gb"));
-            let Some(size) = size.and_then(|s| s.parse::<u64>().ok()) else {
+            // `-16gb`: the budget is the memory of such a GPU less 1 GB; `-4x80gb`: of each of four ranks.
+            let Some(size) = name.rsplit('-').next().and_then(|last| last.strip_suffix("gb")) else {
                 continue;
             };
+            let (ranks, size) = size.split_once('x').unwrap_or(("1", size));
+            let ranks: usize = ranks.parse().unwrap();
             let mut recipe = plan::with_shapes(&recipe);
             recipe.model.device = recipe::DeviceRef::Gpu(Some(0));
-            recipe.memory.budget = Some(((size as f64 - 1.0) * 1e9) as u64);
-            let planned = plan::plan(&recipe, None).unwrap();
+            recipe.memory.budget = Some(((size.parse::<f64>().unwrap() - 1.0) * 1e9) as u64);
+            if ranks > 1 {
+                // What the recipe needs of the host, for each rank.
+                let needs = About::of(text).needs.split(", ").nth(1).unwrap();
+                let host: u64 = needs.split(' ').next().unwrap().parse().unwrap();
+                assert!(needs.contains(" GB of host memory"), "{needs}");
+                recipe.memory.host_budget = Some(host * 1_000_000_000 / ranks as u64);
+            }
+            let planned = plan::plan_for(&recipe, None, (ranks, 1)).unwrap();
+            assert!(planned.verdict.fits, "{name}: {}", planned.verdict.text);
             assert!(planned.plan.peak_bytes <= recipe.memory.budget.unwrap(), "{name}");
+            assert_eq!(planned.sent > 0, ranks > 1, "{name}");
+        }
+    }
+
+    /// The commands of docs/distributed.md: 8B on two GPUs of 24 GB, 70B on four of 80 GB, which fewer ranks cannot do.
+    #[test]
+    fn recipes_for_several_ranks_fit_them() {
+        let docs = files::read_text(&Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/distributed.md")).unwrap();
+        for (name, ranks, gpu) in [
+            ("block-llama3-8b-2x24gb", 2, "4090"),
+            ("block-llama3-70b-4x80gb", 4, "a100"),
+        ] {
+            let command = format!("ft plan recipes/{name}.toml --ranks {ranks} --device-like {gpu}");
+            assert!(docs.contains(&command), "{command}");
+            let recipe = recipe::parse(find(name).unwrap().1, name, &[]).unwrap().recipe;
+            let mut recipe = plan::with_shapes(&recipe);
+            // The machine of the table.
+            recipe.memory.host_budget = Some(50_000_000_000);
+            let gpu = GPUS.iter().find(|of| of.name == gpu);
+            let plan = |ranks| plan::plan_for(&recipe, gpu, (ranks, 1)).unwrap();
+            let planned = plan(ranks);
+            assert!(
+                planned.verdict.fits && !planned.refused,
+                "{name}: {}",
+                planned.verdict.text
+            );
+            let row = format!("| {} | {} |", bytes(planned.plan.peak_bytes), bytes(planned.sent));
+            assert!(docs.contains(&row), "{name}: {row}");
         }
     }
 

@@ -437,7 +437,7 @@ pub(super) fn turn_time(model: &Model, recipe: &Recipe, inputs: &Inputs, active:
         Gradients::NormFirst => 2.0,
         _ => 1.0,
     };
-    let times = passes * inputs.micro_batches as f64;
+    let times = passes * inputs.rounds() as f64;
     let trained = model.sum_trained(active, |name| model.elements(name)) as f64;
     let parts = [
         times * (both(products) + gradients(trained_in_layers, mlp_chunks)),
@@ -450,7 +450,7 @@ pub(super) fn turn_time(model: &Model, recipe: &Recipe, inputs: &Inputs, active:
     ];
     let (calls, copies, waits) = (times * calls, times * copies, times * both([waits, 0.0]));
     StepTime {
-        tokens: (inputs.tokens * inputs.micro_batches) as f64,
+        tokens: (inputs.tokens * inputs.sequence.ranks * inputs.micro_batches) as f64,
         parts,
         calls,
         copies,

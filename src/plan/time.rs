@@ -114,12 +114,19 @@ fn cpu_seconds(model: &Model, recipe: &Recipe, inputs: &Inputs, active: &Active)
     let read = bytes_read(model, recipe, inputs, active, lowest) / DISK_RATE;
     let stored = recipe.model.dtype.bytes();
     let collected = super::weights::collected(model, inputs, stored, active, 0) as f64 / RANKS_RATE;
-    let read = read + collected / inputs.micro_batches.max(1) as f64;
+    let read = read + collected / inputs.rounds().max(1) as f64;
     let passes = match inputs.strategy.gradients {
         Gradients::NormFirst => 2.0,
         _ => 1.0,
     };
-    overlapping(work, read) * inputs.micro_batches as f64 * passes
+    overlapping(work, read) * inputs.rounds() as f64 * passes
+}
+
+impl Inputs {
+    /// Micro-batches, or parts of them, that a rank computes in a step.
+    pub(super) fn rounds(&self) -> usize {
+        (self.micro_batches * self.sequence.ranks).div_ceil(self.ranks.max(1))
+    }
 }
 
 /// Bytes read from the disk in one micro-batch: every layer forward, layers of the backward pass again, a chunked head

@@ -275,7 +275,7 @@ pub(super) fn collected(model: &Model, inputs: &Inputs, value_bytes: u64, active
     let counts = collections(
         layers,
         lowest,
-        (inputs.micro_batches * inputs.sequence.ranks).div_ceil(size.max(1)),
+        inputs.rounds(),
         inputs.strategy.placement == Placement::ShardedHost,
         trains,
     );

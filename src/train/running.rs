@@ -24,7 +24,7 @@ use crate::train::ranks::Ranks;
 use crate::train::samples;
 use crate::train::stage::BatchSource;
 use crate::train::state::RunFingerprint;
-use crate::train::step_metrics::{copies, copy_metrics, expert_metrics};
+use crate::train::step_metrics::{copies, copy_metrics, expert_metrics, sent_metrics};
 use candle_core::Device;
 use serde_json::{Map, Value, json};
 use std::path::Path;
@@ -170,6 +170,8 @@ pub struct UnreadStep {
     /// Of a step that is printed: the tokens of each expert, by layer.
     pub loads: Vec<(usize, Vec<u64>)>,
     pub started: Instant,
+    /// Bytes that this rank had sent before this step (`Collective::sent`).
+    pub sent_before: u64,
     pub queued: QueuedStep,
 }
 
@@ -236,6 +238,10 @@ impl Run<'_> {
                 bytes(copied.refused)
             ));
         }
+        let peak = self.ranks.most(peak_memory(&engine.network.device)?, Patience::Step)?;
+        // After an agreement all operations of the step have ended.
+        let sent = self.ranks.0.sent().saturating_sub(unread.sent_before);
+        let sent = self.ranks.most(sent, Patience::Step)?;
         let metrics = StepMetrics {
             step,
             epoch: unread.epoch,
@@ -244,12 +250,13 @@ impl Run<'_> {
             grad_norm: report.grad_norm,
             tokens_per_second: report.totals.tokens as f64 / elapsed.as_secs_f64(),
             trained_tokens,
-            peak_memory_bytes: self.ranks.most(peak_memory(&engine.network.device)?, Patience::Step)?,
+            peak_memory_bytes: peak,
             active_block: unread.label,
             more: [
                 unread.more,
                 copy_metrics(&copied),
                 expert_metrics(engine.store.expert_reads().unwrap_or_default()),
+                sent_metrics(sent),
             ]
             .concat(),
         };

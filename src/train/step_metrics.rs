@@ -36,6 +36,12 @@ pub fn expert_metrics(reads: ExpertReads) -> Vec<(&'static str, f64)> {
     names.into_iter().zip(numbers).collect()
 }
 
+/// On several ranks: the bytes of gradients, new values and weights that the rank with most of them sent in the step.
+pub fn sent_metrics(sent: u64) -> Vec<(&'static str, f64)> {
+    let sent = (sent > 0).then_some(("sent_bytes", sent as f64));
+    sent.into_iter().collect()
+}
+
 /// With a loss scale: the scale that the step had (`before`), and the number of steps that were skipped so far.
 pub fn scale_metrics(before: Option<LossScale>, engine: &Engine) -> Vec<(&'static str, f64)> {
     let used = before.map(|scale| ("loss_scale", f64::from(scale.scale)));

@@ -52,13 +52,18 @@ pub fn until_saved(bench: &Bench, job: &mut Child) {
 
 /// Resumes the run for three steps.
 pub fn go_on(bench: &Bench, size: usize) {
+    go_on_with(bench, size, &[]);
+}
+
+/// As `go_on`, with the settings of the run beside those of `LONG`.
+pub fn go_on_with(bench: &Bench, size: usize, settings: &[&str]) {
     let names = std::fs::read_dir(bench.path("out")).unwrap().flatten();
     let steps = names.filter_map(|e| e.file_name().to_str()?.strip_prefix("checkpoint-")?.parse::<u64>().ok());
     let end = format!("train.max_steps={}", steps.max().unwrap() + 3);
     job::train(
         bench,
         size,
-        &[&LONG[..], &[&end, "train.save_steps=0", "--resume"]].concat(),
+        &[&LONG[..], settings, &[&end, "train.save_steps=0", "--resume"]].concat(),
     );
     assert!(bench.path("out/final").exists());
 }

@@ -27,7 +27,13 @@ pub fn mpirun(bench: &Bench, ranks: &[Vec<&str>]) -> Command {
 
 /// As `mpirun`, with a working directory for each rank.
 pub fn mpirun_in(bench: &Bench, ranks: &[(PathBuf, Vec<&str>)]) -> Command {
-    start_ranks(bench, ranks, &[])
+    start_ranks(bench, ranks, &|_| Vec::new())
+}
+
+/// As `mpirun`, with these words before the program of rank `other`.
+pub fn mpirun_but(bench: &Bench, ranks: &[Vec<&str>], other: usize, before: &[&str]) -> Command {
+    let words = |rank| if rank == other { before.to_vec() } else { Vec::new() };
+    start_ranks(bench, &here(bench, ranks), &words)
 }
 
 /// Gives a rank the name of a machine of its own.
@@ -54,24 +60,30 @@ pub fn can_name_machines() -> bool {
 
 /// As `mpirun`, on machines of these names, which are one machine in truth; none: on this machine.
 pub fn mpirun_on(bench: &Bench, ranks: &[Vec<&str>], hosts: &[&str]) -> Command {
-    let ranks: Vec<_> = ranks
-        .iter()
-        .map(|a| (bench.dir.path().to_path_buf(), a.clone()))
-        .collect();
-    start_ranks(bench, &ranks, hosts)
+    let named = |rank: usize| match hosts.get(rank) {
+        Some(host) => [&NAMED[..], &[host]].concat(),
+        None => Vec::new(),
+    };
+    start_ranks(bench, &here(bench, ranks), &named)
 }
 
-fn start_ranks(bench: &Bench, ranks: &[(PathBuf, Vec<&str>)], hosts: &[&str]) -> Command {
+/// All ranks in the directory of the bench.
+fn here<'a>(bench: &Bench, ranks: &[Vec<&'a str>]) -> Vec<(PathBuf, Vec<&'a str>)> {
+    let all = ranks.iter().cloned();
+    all.map(|arguments| (bench.dir.path().to_path_buf(), arguments))
+        .collect()
+}
+
+/// `before`: words before the program of a rank.
+fn start_ranks<'a>(bench: &Bench, ranks: &[(PathBuf, Vec<&str>)], before: &dyn Fn(usize) -> Vec<&'a str>) -> Command {
     let mut command = Command::new("mpirun");
     for (rank, (directory, arguments)) in ranks.iter().enumerate() {
         if rank > 0 {
             command.arg(":");
         }
         command.args(["-n", "1", "-wdir"]).arg(directory);
-        if let Some(host) = hosts.get(rank) {
-            command.args(NAMED).arg(host);
-        }
         command
+            .args(before(rank))
             .args([
                 env!("CARGO_BIN_EXE_ft"),
                 "--threads",

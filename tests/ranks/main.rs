@@ -3,11 +3,17 @@
 #[path = "../run/bench.rs"]
 #[allow(dead_code, reason = "other tests need more of it")]
 mod bench;
+#[path = "../run/disk.rs"]
+#[allow(dead_code, reason = "other tests need more of it")]
+mod disk;
 #[path = "../run/same.rs"]
 mod same;
 
+mod broken;
+mod bytes;
 mod experts;
 mod faults;
+mod hangs;
 #[cfg(feature = "cuda")]
 mod gpus;
 mod host;
@@ -22,4 +28,5 @@ mod nccl_faults;
 mod outer;
 mod parts;
 mod same_bits;
+mod seconds;
 mod sequence;

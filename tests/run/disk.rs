@@ -9,14 +9,22 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
 
-/// Compiles the library once. Without a C compiler the tests fail; with `FT_TEST_NO_CC=1` they are left out.
-fn library() -> Option<&'static Path> {
-    static BUILT: OnceLock<Option<(tempfile::TempDir, PathBuf)>> = OnceLock::new();
-    let built = BUILT.get_or_init(|| {
+/// A library that was compiled, and the directory that has it.
+pub type Library = OnceLock<Option<(tempfile::TempDir, PathBuf)>>;
+
+/// Compiles the library once.
+pub fn library() -> Option<&'static Path> {
+    static BUILT: Library = OnceLock::new();
+    compiled(&BUILT, "tests/run/disk/disk.c")
+}
+
+/// Compiles a library once. Without a C compiler the tests fail; with `FT_TEST_NO_CC=1` they are left out.
+pub fn compiled(library: &'static Library, source: &str) -> Option<&'static Path> {
+    let built = library.get_or_init(|| {
         let dir = tempfile::tempdir().unwrap();
         let (source, out) = (
-            Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/run/disk/disk.c"),
-            dir.path().join("disk.so"),
+            Path::new(env!("CARGO_MANIFEST_DIR")).join(source),
+            dir.path().join("built.so"),
         );
         let compiler = std::env::var("CC").unwrap_or_else(|_| "cc".into());
         let compiled = Command::new(&compiler)

@@ -505,7 +505,7 @@ panic of a library that ft catches and reports as an error is no failure.
 ";
 
 /// Whether the file has this test; then whether it runs by hand only, and its comment.
-fn found(file: &str, function: &str) -> Option<(bool, String)> {
+pub fn found(file: &str, function: &str) -> Option<(bool, String)> {
     let text = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(file)).unwrap_or_default();
     let parts: Vec<&str> = text.split("#[test]").collect();
     parts.windows(2).find_map(|two| {

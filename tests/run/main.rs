@@ -42,6 +42,7 @@ mod power;
 mod preference;
 mod quickstart;
 mod regularization;
+mod rankfaults;
 mod rehearsal;
 mod resumes;
 mod rl;

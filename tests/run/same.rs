@@ -133,14 +133,15 @@ pub const METHODS: [(&str, &[&str]); 13] = [
     ),
 ];
 
-/// Metrics that depend on time or on the memory of the process.
-const MEASURED: [&str; 6] = [
+/// Metrics that depend on time, on the memory of the process or on the number of ranks.
+const MEASURED: [&str; 7] = [
     "time",
     "rollout_tokens_per_second",
     "tokens_per_second",
     "peak_memory_bytes",
     "copy_ms",
     "copy_hidden",
+    "sent_bytes",
 ];
 
 /// Asserts bit-equal lines of metrics and evaluations, the same samples, and the same files in `final/`.

@@ -5,6 +5,7 @@
 //! `#[global_allocator] static HEAP: CachingAllocator = CachingAllocator;`
 
 use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
 
 /// The allocator. A program may install it as its global allocator; the library works with any other one too.
 pub struct CachingAllocator;
@@ -19,10 +20,10 @@ unsafe impl GlobalAlloc for CachingAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         #[cfg(target_os = "linux")]
         if is_large(layout) {
-            return pool::lock().take(layout.size()).0;
+            return noted(pool::lock().take(layout.size()).0, layout.size());
         }
         // SAFETY: the caller upholds the contract of `alloc`.
-        unsafe { System.alloc(layout) }
+        noted(unsafe { System.alloc(layout) }, layout.size())
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
@@ -33,10 +34,10 @@ unsafe impl GlobalAlloc for CachingAllocator {
                 // SAFETY: a block of at least this size that only this call owns.
                 unsafe { at.write_bytes(0, layout.size()) };
             }
-            return at;
+            return noted(at, layout.size());
         }
         // SAFETY: the caller upholds the contract of `alloc_zeroed`.
-        unsafe { System.alloc_zeroed(layout) }
+        noted(unsafe { System.alloc_zeroed(layout) }, layout.size())
     }
 
     unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
@@ -53,7 +54,7 @@ unsafe impl GlobalAlloc for CachingAllocator {
         let new = unsafe { Layout::from_size_align_unchecked(size, layout.align()) };
         if !is_large(layout) && !is_large(new) {
             // SAFETY: the caller upholds the contract of `realloc`; both sizes belong to the system's allocator.
-            return unsafe { System.realloc(at, layout, size) };
+            return noted(unsafe { System.realloc(at, layout, size) }, size);
         }
         #[cfg(target_os = "linux")]
         if is_large(layout) && is_large(new) {
@@ -72,6 +73,24 @@ unsafe impl GlobalAlloc for CachingAllocator {
             to
         }
     }
+}
+
+thread_local! {
+    /// Size of the last block that the system refused to this thread.
+    static REFUSED: Cell<usize> = const { Cell::new(0) };
+}
+
+/// A block of this size, or null if the system refused it.
+fn noted(block: *mut u8, size: usize) -> *mut u8 {
+    if block.is_null() {
+        REFUSED.set(size);
+    }
+    block
+}
+
+/// Size of the last block that the system refused to this thread; 0: none.
+pub fn refused() -> usize {
+    REFUSED.get()
 }
 
 #[cfg(target_os = "linux")]

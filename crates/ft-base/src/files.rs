@@ -5,6 +5,7 @@
 //! Unless a function says more, it fails with `ErrorKind::NotFound` if a path does not exist, and with `Io` if the
 //! system refuses the operation.
 
+use crate::stalled::{Watched, watched};
 use crate::{Error, ErrorKind, Result, paths};
 use std::collections::BTreeSet;
 use std::fs::{self, File, OpenOptions};
@@ -197,7 +198,7 @@ pub fn remove_file(path: &Path) -> Result<()> {
 /// # Errors
 /// The file cannot be renamed, or its directory cannot be synced.
 pub fn rename(from: &Path, to: &Path) -> Result<()> {
-    fs::rename(from, to).map_err(|e| io("rename to", to, e))?;
+    watched(to, || fs::rename(from, to)).map_err(|e| io("rename to", to, e))?;
     sync_dir(to.parent().unwrap_or(Path::new(".")))
 }
 
@@ -273,9 +274,7 @@ pub(crate) fn sync_dir(path: &Path) -> Result<()> {
     } else {
         path
     };
-    File::open(path)
-        .and_then(|d| d.sync_all())
-        .map_err(|e| io("sync the directory", path, e))
+    watched(path, || File::open(path).and_then(|d| d.sync_all())).map_err(|e| io("sync the directory", path, e))
 }
 
 /// Files and directories that are being written under a temporary name.
@@ -329,6 +328,7 @@ pub struct AtomicFile {
     path: PathBuf,
     written: u64,
     committed: bool,
+    watched: Watched,
 }
 
 impl AtomicFile {
@@ -349,6 +349,7 @@ impl AtomicFile {
         begun(&temporary);
         Ok(Self {
             file: Some(BufWriter::with_capacity(1 << 20, file)),
+            watched: Watched::new(&temporary),
             temporary,
             path: path.to_path_buf(),
             written: 0,
@@ -363,7 +364,8 @@ impl AtomicFile {
     pub fn write(&mut self, bytes: &[u8]) -> Result<()> {
         let path = &self.path;
         if let Some(file) = self.file.as_mut() {
-            file.write_all(bytes).map_err(|e| io("write the file", path, e))?;
+            let wrote = self.watched.run(bytes.len() as u64, || file.write_all(bytes));
+            wrote.map_err(|e| io("write the file", path, e))?;
         }
         self.written += bytes.len() as u64;
         Ok(())
@@ -377,7 +379,8 @@ impl AtomicFile {
     /// Syncs all written bytes to the disk.
     pub(super) fn sync(&mut self) -> Result<()> {
         let Some(file) = self.file.as_mut() else { return Ok(()) };
-        let synced = file.flush().and_then(|()| file.get_ref().sync_data());
+        let synced = || file.flush().and_then(|()| file.get_ref().sync_data());
+        let synced = self.watched.run(self.written, synced);
         synced.map_err(|e| io("sync the file", &self.path, e))
     }
 
@@ -392,10 +395,10 @@ impl AtomicFile {
     /// The file cannot be written or synced; as `rename`.
     pub fn commit(mut self) -> Result<()> {
         if let Some(file) = self.file.take() {
-            let file = file
-                .into_inner()
-                .map_err(|e| io("write the file", &self.path, e.into_error()))?;
-            file.sync_all().map_err(|e| io("sync the file", &self.path, e))?;
+            let file = self.watched.run(0, || file.into_inner());
+            let file = file.map_err(|e| io("write the file", &self.path, e.into_error()))?;
+            let synced = self.watched.run(self.written, || file.sync_all());
+            synced.map_err(|e| io("sync the file", &self.path, e))?;
         }
         rename(&self.temporary, &self.path)?;
         self.committed = true;

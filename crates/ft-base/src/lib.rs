@@ -1,5 +1,5 @@
 //! Errors with hints, caught panics of libraries, atomic files, locks, counter-based random numbers, units, signals,
-//! the allocator, a simulated allocator, memory readings, progress, means for metrics, speed of the machine, confined processes, ends of connections, suggestions for missing paths.
+//! the last words of a process that is aborted, the allocator, a simulated allocator, memory readings, progress, means for metrics, speed of the machine, confined processes, ends of connections, disks that hang, suggestions for missing paths.
 //! Independent of models and recipes. The only module that writes files.
 
 #![warn(missing_docs, unreachable_pub)]
@@ -18,6 +18,7 @@
     )
 )]
 
+pub mod aborted;
 pub mod cache;
 mod catch_panic;
 pub mod error;
@@ -36,6 +37,7 @@ pub mod rng;
 pub mod signal;
 pub mod sockets;
 pub mod speed;
+pub mod stalled;
 pub mod staging;
 pub mod suggest;
 #[cfg(target_os = "linux")]

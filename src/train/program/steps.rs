@@ -79,6 +79,7 @@ pub(super) fn run_steps(run: &mut Run, engine: &mut Engine, cx: &RunContext, sta
             None => learning::rate(recipe, &lr_schedule, schedule, step, engine.skipped_steps()),
         };
         let scale = engine.loss_scale;
+        let sent_before = ranks.0.sent();
         let queued = engine.queue_step(step, &window, &active, lr, true, unread.as_ref().map(|u| &u.queued));
         if let Some(before) = unread.take() {
             run.log_step(engine, before, &mut watch)?;
@@ -109,6 +110,7 @@ pub(super) fn run_steps(run: &mut Run, engine: &mut Engine, cx: &RunContext, sta
             ]
             .concat(),
             started,
+            sent_before,
             queued,
         };
         trained_tokens += this.queued.trained();

@@ -3,7 +3,8 @@
 //
 // FT_DISK_MODE: "kill" (before the operation), "half" (the same; of a write half is done), "once"
 // (this operation fails with FT_DISK_ERRNO), "from" (this and all later writes fail), "stall" (it takes FT_DISK_ERRNO
-// seconds), "record".
+// seconds), "slow" (this and all later ones take FT_DISK_ERRNO milliseconds), "record".
+// FT_DISK_ROOT that ends with "*": all paths that begin with what is before it.
 // FT_DISK_LOG: the record, or the number of operations (a byte each) in the other modes.
 
 #define _GNU_SOURCE
@@ -18,6 +19,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/prctl.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
@@ -59,7 +61,9 @@ static const char *below(int dir, const char *path, char *out) {
         if (fits >= PATH_MAX) return NULL;
     }
     size_t n = strlen(root);
-    return strncmp(out, root, n) == 0 && (out[n] == '/' || !out[n]) && !strstr(out, " (deleted)") ? out : NULL;
+    int begins = n > 0 && root[n - 1] == '*';
+    if (begins) n--;
+    return strncmp(out, root, n) == 0 && (begins || out[n] == '/' || !out[n]) && !strstr(out, " (deleted)") ? out : NULL;
 }
 
 static void put(const void *bytes, size_t size) {
@@ -90,6 +94,10 @@ static int fails_at(int is_write) {
     if (here && (!strcmp(mode, "kill") || (!strcmp(mode, "half") && !is_write))) kill(getpid(), SIGKILL), pause();
     if (here && !strcmp(mode, "stall")) {
         struct timespec left = {error, 0};
+        while (nanosleep(&left, &left)) {}
+    }
+    if (count >= at && !strcmp(mode, "slow")) {
+        struct timespec left = {error / 1000, error % 1000 * 1000000L};
         while (nanosleep(&left, &left)) {}
     }
     if ((here && !strcmp(mode, "once")) || (count >= at && !strcmp(mode, "from"))) {
@@ -281,7 +289,25 @@ long syscall(long number, ...) {
 }
 
 // FT_CLOCK: seconds since 1970 that the clock shows at first; it jumps back and forth by a day with every look.
+// FT_CLOCK_FAILS: THREAD:FILE. From when the file is there, the clock of pauses fails once in each thread of this name, for the program
+// but not for its libraries. The program panics there.
+static int clock_fails(clockid_t clock, void *caller) {
+    static __thread int failed;
+    const char *how = clock == CLOCK_MONOTONIC && !failed ? getenv("FT_CLOCK_FAILS") : NULL;
+    const char *file = how ? strchr(how, ':') : NULL;
+    char name[16] = "";
+    if (!file || prctl(PR_GET_NAME, name) || strlen(name) != (size_t)(file - how) || strncmp(how, name, strlen(name))) return 0;
+    Dl_info from;
+    const char *of = dladdr(caller, &from) && from.dli_fname ? strrchr(from.dli_fname, '/') : NULL;
+    if (!of || strcmp(of, "/ft") || syscall(SYS_faccessat, AT_FDCWD, file + 1, F_OK)) return 0;
+    return failed = 1;
+}
+
 int clock_gettime(clockid_t clock, struct timespec *out) {
+    if (clock_fails(clock, __builtin_return_address(0))) {
+        errno = EINVAL;
+        return -1;
+    }
     int rc = (int)syscall(SYS_clock_gettime, clock, out);
     const char *from = clock == CLOCK_REALTIME ? getenv("FT_CLOCK") : NULL;
     static long looks;

@@ -7,8 +7,9 @@
 use super::collect::own_bytes;
 use super::wire::{Say, Wait, Wire};
 use super::{Collective, Fault, Patience, Pending, Shard, State, Whole, World, closed};
-use crate::base::{Error, Result};
+use crate::base::{Error, Result, stalled};
 use candle_core::Device;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -66,6 +67,8 @@ pub struct RankGroup {
     own_devices: bool,
     /// Milliseconds.
     timeout: Arc<AtomicU64>,
+    /// Bytes of numbers and weights that have left.
+    sent: Arc<AtomicU64>,
 }
 
 impl RankGroup {
@@ -79,6 +82,8 @@ impl RankGroup {
         let (ready, opened) = channel();
         let timeout = Arc::new(AtomicU64::new(600_000));
         let limit = timeout.clone();
+        let sent = Arc::new(AtomicU64::new(0));
+        let counted = sent.clone();
         let work = move || {
             let (wire, world) = match open() {
                 Ok(found) => found,
@@ -92,9 +97,14 @@ impl RankGroup {
                     faults: Vec::new(),
                     own: None,
                     limit,
+                    sent: counted,
                     say,
                 };
-                worker.run(&queue);
+                let ended = catch_unwind(AssertUnwindSafe(|| worker.run(&queue)));
+                if ended.is_err() {
+                    // The others would wait for this rank.
+                    worker.wire.abort(BUG);
+                }
             }
         };
         let thread = std::thread::Builder::new()
@@ -108,6 +118,7 @@ impl RankGroup {
             thread: Mutex::new(Some(thread)),
             own_devices: W::OWN_DEVICES,
             timeout,
+            sent,
         }))
     }
 
@@ -204,6 +215,10 @@ impl Collective for RankGroup {
         self.timeout
             .store(timeout.as_millis().try_into().unwrap_or(u64::MAX), SeqCst);
     }
+
+    fn sent(&self) -> u64 {
+        self.sent.load(SeqCst)
+    }
 }
 
 /// The next operation of a rank.
@@ -248,6 +263,7 @@ struct Worker<W: Wire> {
     /// The failure of this rank.
     own: Option<String>,
     limit: Arc<AtomicU64>,
+    sent: Arc<AtomicU64>,
     say: Say,
 }
 
@@ -259,8 +275,7 @@ impl<W: Wire> Worker<W> {
                 Err(RecvTimeoutError::Disconnected) => return,
                 Err(RecvTimeoutError::Timeout) => {
                     if self.faults.is_empty() {
-                        let wait = self.wait(None);
-                        self.wire.idle(&wait);
+                        self.look();
                     }
                     continue;
                 }
@@ -296,6 +311,17 @@ impl<W: Wire> Worker<W> {
         }
     }
 
+    /// While this rank computes or saves.
+    fn look(&mut self) {
+        let wait = self.wait(None);
+        if let Some((path, lasted)) = stalled::stalled(self.patience()) {
+            let (path, seconds) = (path.display(), lasted.as_secs());
+            wait.ends(&format!("{path}: the disk has not ended an operation in {seconds} s"));
+            self.wire.abort(1);
+        }
+        self.wire.idle(&wait);
+    }
+
     /// The time limit of this rank for numbers.
     fn patience(&self) -> Duration {
         Duration::from_millis(self.limit.load(SeqCst)) + STAGGER * self.world.rank as u32
@@ -304,6 +330,7 @@ impl<W: Wire> Worker<W> {
     fn wait(&self, limit: Option<Duration>) -> Wait {
         Wait {
             limit,
+            silence: self.patience(),
             last: false,
             name: self.world.name(),
             own: self.own.clone(),
@@ -324,7 +351,13 @@ impl<W: Wire> Worker<W> {
         let wait = self.wait(Some(self.patience()));
         let mut views = views(&mut into);
         self.wire.floats(&numbered(out), &mut views, &wait);
+        self.count(out.iter().map(|list| size_of_val(*list)));
         into
+    }
+
+    /// Adds the sizes of lists that have left.
+    fn count(&self, sizes: impl Iterator<Item = usize>) {
+        self.sent.fetch_add(sizes.sum::<usize>() as u64, SeqCst);
     }
 
     /// Exchanges the headers of an operation. Errors: a rank has failed or is at another operation.
@@ -491,6 +524,7 @@ impl<W: Wire> Worker<W> {
         }
         let wait = self.wait(limit);
         self.wire.bytes(&out, &mut into, &wait);
+        self.count(out.iter().map(|(_, list)| list.len()));
         Ok(whole)
     }
 

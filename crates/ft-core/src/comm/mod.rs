@@ -155,6 +155,10 @@ pub trait Collective: Send + Sync {
 
     /// Sets how long a rank waits for the numbers of another one.
     fn set_timeout(&self, timeout: Duration);
+
+    /// Bytes of numbers and of weights that this rank has sent to others so far, by the operations that have ended. Headers, and
+    /// what the ranks say (`bytes`), are not in it.
+    fn sent(&self) -> u64;
 }
 
 /// The name of the machine of each rank. All ranks call it.
@@ -221,6 +225,10 @@ impl Collective for Alone {
     fn close(&self) {}
 
     fn set_timeout(&self, _: Duration) {}
+
+    fn sent(&self) -> u64 {
+        0
+    }
 }
 
 fn closed() -> Error {

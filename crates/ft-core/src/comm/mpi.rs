@@ -1,11 +1,14 @@
 //! The wire over MPI: point-to-point messages that do not block. The thread looks for their end and sleeps in between,
 //! because other ranks and the computation of this one need the processors.
+//!
+//! A rank that computes or works alone sends each other rank a sign of life from time to time, with a tag of its own. So one
+//! that waits without a limit finds a rank whose process hangs.
 
 use super::World;
 use super::wire::{Wait, Wire};
 use crate::base::{Error, Result};
 use ::mpi::environment::Universe;
-use ::mpi::request::{LocalScope, Request, scope};
+use ::mpi::request::{LocalScope, Request, StaticScope, scope};
 use ::mpi::topology::SimpleCommunicator;
 use ::mpi::traits::{Buffer, BufferMut, Communicator, Destination, Equivalence, Source};
 use ::mpi::{Tag, Threading};
@@ -16,11 +19,24 @@ const PIECE: usize = 1 << 30;
 /// Time between two looks at messages under way.
 const SHORTEST: Duration = Duration::from_micros(20);
 const LONGEST: Duration = Duration::from_millis(1);
+/// The same, at signs of life while messages are under way.
+const LOOK: Duration = Duration::from_millis(50);
+/// Most time between two signs of life; less if the limit is short.
+const SELDOM: Duration = Duration::from_secs(10);
+
+const NUMBERS: Tag = 1;
+const LIFE: Tag = 2;
+static SIGN: [u8; 1] = [1];
 
 /// The wire, and the universe that ends with it.
 pub(super) struct MpiWire {
     world: SimpleCommunicator,
     rank: usize,
+    /// When each rank has given the last sign of life.
+    seen: Vec<Instant>,
+    /// When this rank has given one, and what of it is still under way.
+    given: Instant,
+    signs: Vec<Option<Request<'static, [u8], StaticScope>>>,
     _universe: Universe,
 }
 
@@ -38,6 +54,9 @@ pub(super) fn open() -> Result<(MpiWire, World)> {
     let wire = MpiWire {
         world,
         rank,
+        seen: vec![Instant::now(); size],
+        given: Instant::now(),
+        signs: (0..size).map(|_| None).collect(),
         _universe: universe,
     };
     Ok((wire, World { rank, size, host }))
@@ -59,22 +78,26 @@ impl MpiWire {
     where
         [T]: Buffer + BufferMut,
     {
-        let tag: Tag = 1;
+        let tag = NUMBERS;
+        let (world, seen) = (&self.world, &mut self.seen);
         scope(|scope| {
             let mut open: Vec<Open<T>> = Vec::new();
-            for (rank, list) in into.iter_mut().filter(|(rank, _)| *rank != self.rank) {
-                let from = self.world.process_at_rank(*rank as i32);
-                for part in list.chunks_mut(piece) {
-                    open.push((*rank, from.immediate_receive_into_with_tag(scope, part, tag)));
-                }
-            }
+            // What is sent comes first: over TCP a rank that is late asks for the numbers of the other one when it posts a receive. Then
+            // these numbers leave, and what the other one would ask for waits behind them, so that nothing goes the other way.
             for (rank, list) in out.iter().filter(|(rank, _)| *rank != self.rank) {
-                let to = self.world.process_at_rank(*rank as i32);
+                let to = world.process_at_rank(*rank as i32);
                 for part in list.chunks(piece) {
                     open.push((*rank, to.immediate_send_with_tag(scope, part, tag)));
                 }
             }
+            for (rank, list) in into.iter_mut().filter(|(rank, _)| *rank != self.rank) {
+                let from = world.process_at_rank(*rank as i32);
+                for part in list.chunks_mut(piece) {
+                    open.push((*rank, from.immediate_receive_into_with_tag(scope, part, tag)));
+                }
+            }
             let (begun, mut pause) = (Instant::now(), SHORTEST);
+            let mut looked = begun;
             loop {
                 let before = open.len();
                 let still = open.into_iter().filter_map(|(rank, request)| {
@@ -90,16 +113,45 @@ impl MpiWire {
                 } else {
                     (2 * pause).min(LONGEST)
                 };
-                if wait.limit.is_some_and(|limit| begun.elapsed() > limit) {
+                let missing = || {
                     let mut missing: Vec<usize> = open.iter().map(|(rank, _)| *rank).collect();
                     missing.sort_unstable();
                     missing.dedup();
-                    wait.late(&missing);
-                    self.world.abort(1);
+                    missing
+                };
+                if wait.limit.is_some_and(|limit| begun.elapsed() > limit) {
+                    wait.late(&missing());
+                    world.abort(1);
+                }
+                if looked.elapsed() > LOOK {
+                    looked = Instant::now();
+                    receive_signs(world, seen);
+                    let mut silent = missing();
+                    silent.retain(|rank| seen[*rank].max(begun).elapsed() > wait.silence);
+                    if wait.limit.is_none() && !silent.is_empty() {
+                        wait.silent(&silent);
+                        world.abort(1);
+                    }
                 }
                 std::thread::sleep(pause);
             }
         });
+    }
+}
+
+/// Takes the signs of life that have arrived.
+fn receive_signs(world: &SimpleCommunicator, seen: &mut [Instant]) {
+    while let Some(status) = world.any_process().immediate_probe_with_tag(LIFE) {
+        let (from, mut sign) = (status.source_rank(), SIGN);
+        world.process_at_rank(from).receive_into_with_tag(&mut sign[..], LIFE);
+        seen[from as usize] = Instant::now();
+    }
+}
+
+impl Drop for MpiWire {
+    /// Nobody waits for a sign of life any more.
+    fn drop(&mut self) {
+        self.signs.drain(..).flatten().for_each(std::mem::forget);
     }
 }
 
@@ -110,6 +162,24 @@ impl Wire for MpiWire {
 
     fn floats(&mut self, out: &[(usize, &[f32])], into: &mut [(usize, &mut [f32])], wait: &Wait) {
         self.swap(out, into, PIECE / 4, wait);
+    }
+
+    fn idle(&mut self, wait: &Wait) {
+        receive_signs(&self.world, &mut self.seen);
+        if self.given.elapsed() < SELDOM.min(wait.silence / 8) {
+            return;
+        }
+        self.given = Instant::now();
+        for (rank, sign) in self.signs.iter_mut().enumerate().filter(|(rank, _)| *rank != self.rank) {
+            // One sign at a time: a process that hangs takes none.
+            *sign = match sign.take().map(Request::test) {
+                Some(Err(under_way)) => Some(under_way),
+                _ => {
+                    let to = self.world.process_at_rank(rank as i32);
+                    Some(to.immediate_send_with_tag(StaticScope, &SIGN[..], LIFE))
+                }
+            };
+        }
     }
 
     fn abort(&mut self, code: i32) {

@@ -223,6 +223,10 @@ impl Collective for Slowed {
     fn set_timeout(&self, timeout: Duration) {
         self.comm.set_timeout(timeout);
     }
+
+    fn sent(&self) -> u64 {
+        self.comm.sent()
+    }
 }
 
 /// Bytes of the own parts.
@@ -307,5 +311,9 @@ impl Collective for Counting {
 
     fn set_timeout(&self, timeout: Duration) {
         self.comm.set_timeout(timeout);
+    }
+
+    fn sent(&self) -> u64 {
+        self.comm.sent()
     }
 }

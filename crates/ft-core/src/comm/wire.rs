@@ -25,7 +25,8 @@ pub trait Wire {
         Ok(())
     }
 
-    /// Called while this rank computes: a wire that sees that a rank is gone ends the job.
+    /// Called while this rank computes: a wire that sees that a rank is gone ends the job. A wire whose ranks do not see each other
+    /// tells the others that this one lives.
     fn idle(&mut self, _wait: &Wait) {}
 
     /// Ends the whole job.
@@ -34,8 +35,10 @@ pub trait Wire {
 
 /// How long a wire waits, and what it says before it ends the job.
 pub struct Wait {
-    /// `None`: as long as it takes.
+    /// `None`: as long as it takes, if the ranks that are missing live.
     pub limit: Option<Duration>,
+    /// How long a rank may be silent that computes, or works alone.
+    pub silence: Duration,
     /// The others may end when they have what they wait for.
     pub last: bool,
     /// Name of this rank.
@@ -48,14 +51,21 @@ pub struct Wait {
 impl Wait {
     /// Says which ranks are missing at the limit. The wire then ends the job.
     pub fn late(&self, missing: &[usize]) {
-        let missing: Vec<String> = missing.iter().map(usize::to_string).collect();
-        let noun = if missing.len() == 1 { "rank" } else { "ranks" };
         let seconds = self.limit.unwrap_or_default().as_secs();
-        self.say_end(&format!(" has waited {seconds} s for {noun} {}", missing.join(", ")));
+        self.say_end(&format!(" has waited {seconds} s for {}", numbered(missing)));
     }
 
-    /// Says why the wire ends the job.
-    #[cfg(feature = "nccl")]
+    /// Says which ranks give no sign of life. The wire then ends the job.
+    #[cfg(feature = "mpi")]
+    pub fn silent(&self, missing: &[usize]) {
+        let seconds = self.silence.as_secs();
+        let missing = numbered(missing);
+        self.say_end(&format!(
+            ": no sign of life of {missing} for {seconds} s, its process hangs or its machine is lost"
+        ));
+    }
+
+    /// Says why the job ends.
     pub fn ends(&self, why: &str) {
         self.say_end(&format!(": {why}"));
     }
@@ -73,12 +83,20 @@ impl Wait {
     pub fn with_own(&self, own: Option<String>) -> Self {
         Self {
             limit: self.limit,
+            silence: self.silence,
             last: self.last,
             name: self.name.clone(),
             own: own.or_else(|| self.own.clone()),
             say: self.say,
         }
     }
+}
+
+/// `rank 1`, `ranks 1, 2`.
+fn numbered(ranks: &[usize]) -> String {
+    let noun = if ranks.len() == 1 { "rank" } else { "ranks" };
+    let ranks: Vec<String> = ranks.iter().map(usize::to_string).collect();
+    format!("{noun} {}", ranks.join(", "))
 }
 
 /// Prints a line for the user.

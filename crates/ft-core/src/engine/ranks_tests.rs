@@ -5,7 +5,7 @@ use super::step::{Engine, Gradients};
 use super::{Active, Ema, EmaConfig, Exchange, StepStrategy, Updated, corrected_bytes, sent_bytes};
 use crate::base::Result;
 use crate::comm::threads::{self, Counting};
-use crate::comm::{Alone, Collective};
+use crate::comm::{Alone, Collective, Patience};
 use crate::data::{Batch, Example};
 use crate::model::spec::{Mixer, Spec};
 use crate::model::{TrainableNetwork, families, shapes};
@@ -427,7 +427,8 @@ fn a_step_sends_the_bytes_that_the_plan_says() {
                 dtype: if size == 4 { Dtype::Bf16 } else { Dtype::F32 },
                 ..FULL
             };
-            let (mut engine, active) = engine(case, Arc::new(Counting::new(comm, sent.clone(), Arc::default())));
+            let counting = Counting::new(comm.clone(), sent.clone(), Arc::default());
+            let (mut engine, active) = engine(case, Arc::new(counting));
             engine.step(1, &batches(micro_batches, 1), &active, 1e-3).unwrap();
             let bf16 = if case.dtype == Dtype::Bf16 {
                 Updated::Bf16
@@ -439,8 +440,12 @@ fn a_step_sends_the_bytes_that_the_plan_says() {
                 .map(|name| (name, engine.elements(name).unwrap() as u64, bf16));
             let corrected = active.corrected();
             let corrected = corrected.map(|name| (name, engine.elements(name).unwrap() as u64));
-            sent_bytes(sizes, micro_batches.into(), place, engine.is_divided(), exchange, false)
-                + corrected_bytes(corrected, micro_batches.into(), place, exchange)
+            let planned = sent_bytes(sizes, micro_batches.into(), place, engine.is_divided(), exchange, false)
+                + corrected_bytes(corrected, micro_batches.into(), place, exchange);
+            // All operations have ended.
+            comm.bytes(Vec::new(), Patience::Step).unwrap();
+            assert_eq!(comm.sent(), planned, "rank {} of {size}", place.0);
+            planned
         });
         // Of all ranks together, to the byte.
         assert_eq!(4 * sent.load(SeqCst), planned.iter().sum::<u64>(), "{size} ranks");

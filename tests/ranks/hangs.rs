@@ -1,0 +1,121 @@
+//! Ranks that hang in a save, and disks that are slow. A library makes operations on the files of one checkpoint hang, on one rank.
+
+use crate::bench::{Bench, said};
+use crate::disk;
+use crate::faults::{LONG, assert_once, go_on, until_saved};
+use crate::job::{self, ranks_of, signal, wait};
+use crate::parts::PARTS;
+use std::process::{Child, Output};
+use std::time::{Duration, Instant};
+
+/// Seconds after which a rank is missed.
+const TIMEOUT: &str = "distributed.timeout=2";
+
+/// Starts a job in which the disk of a rank is at fault from an operation on this checkpoint on.
+fn with_disk(bench: &Bench, other: usize, more: &[&str], checkpoint: &str, fault: [&str; 3]) -> Option<Child> {
+    let dir = bench.dir.path().canonicalize().unwrap();
+    let [mode, at, number] = fault;
+    let variables = [
+        format!("LD_PRELOAD={}", disk::library()?.display()),
+        format!("FT_DISK_ROOT={}/out/{checkpoint}*", dir.display()),
+        format!("FT_DISK_MODE={mode}"),
+        format!("FT_DISK_AT={at}"),
+        format!("FT_DISK_ERRNO={number}"),
+    ];
+    let before: Vec<&str> = ["env"]
+        .into_iter()
+        .chain(variables.iter().map(String::as_str))
+        .collect();
+    let arguments = [&LONG[..], &[TIMEOUT], more].concat();
+    Some(job::begin(job::mpirun_but(bench, &vec![arguments; 3], other, &before)))
+}
+
+/// Waits until the save of this checkpoint is under way.
+fn until_saving(bench: &Bench, checkpoint: &str) {
+    let begun = Instant::now();
+    let is_there = || {
+        let names = std::fs::read_dir(bench.path("out")).into_iter().flatten().flatten();
+        names
+            .into_iter()
+            .any(|e| e.file_name().to_string_lossy().contains(&format!("{checkpoint}.tmp")))
+    };
+    while !is_there() {
+        assert!(begun.elapsed() < Duration::from_secs(60), "no save");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+fn assert_ended(bench: &Bench, begun: Instant, out: &Output) -> String {
+    let text = said(out);
+    assert!(!out.status.success(), "{text}");
+    assert!(
+        begun.elapsed() < Duration::from_secs(20),
+        "{:?}: {text}",
+        begun.elapsed()
+    );
+    assert!(text.contains("the job ends; the newest checkpoint is valid"), "{text}");
+    let verified = bench.ft(&["runs", "verify", "out"]);
+    assert!(verified.status.success(), "{}", said(&verified));
+    go_on(bench, 2);
+    text
+}
+
+/// Its other threads live, and say which file it is.
+#[test]
+fn a_disk_that_hangs_in_a_save_ends_the_job() {
+    for (form, rank) in [("distributed.checkpoint=one", 0), (PARTS, 1)] {
+        let bench = Bench::new();
+        // After the directory and the first file.
+        let Some(mut job) = with_disk(&bench, rank, &[form], "checkpoint-10", ["stall", "4", "100"]) else {
+            return;
+        };
+        until_saved(&bench, &mut job);
+        let begun = Instant::now();
+        let text = assert_ended(&bench, begun, &wait(job));
+        assert_once(&text, "the disk has not ended an operation in");
+        assert!(
+            text.contains(&format!("rank {rank} (host ")) && text.contains("/checkpoint-10"),
+            "{text}"
+        );
+    }
+}
+
+/// The whole process hangs, as on a machine that is lost; the others wait for it without a limit.
+#[test]
+fn a_process_that_hangs_in_a_save_ends_the_job() {
+    let bench = Bench::new();
+    let Some(mut job) = with_disk(&bench, 0, &[], "checkpoint-10", ["stall", "4", "2"]) else {
+        return;
+    };
+    until_saved(&bench, &mut job);
+    until_saving(&bench, "checkpoint-10");
+    signal(ranks_of(&job)[0], "-STOP");
+    let begun = Instant::now();
+    let text = assert_ended(&bench, begun, &wait(job));
+    assert!(
+        text.contains("rank 1 (host ") && text.contains("no sign of life of rank 0 for 4 s"),
+        "{text}"
+    );
+}
+
+/// Each operation of a save takes a while, and the whole save longer than the limit.
+#[test]
+fn a_slow_save_is_no_hang() {
+    // Rank 1 waits for two seconds more than the limit.
+    for (form, rank, pause) in [("distributed.checkpoint=one", 0, "200"), (PARTS, 2, "500")] {
+        let bench = Bench::new();
+        let more = ["train.max_steps=7", "train.save_total_limit=9", form];
+        let begun = Instant::now();
+        let Some(job) = with_disk(&bench, rank, &more, "checkpoint-5", ["slow", "1", pause]) else {
+            return;
+        };
+        let out = wait(job);
+        assert!(out.status.success(), "{}", said(&out));
+        println!("{form}: {:?}", begun.elapsed());
+        assert!(
+            begun.elapsed() > Duration::from_secs(6),
+            "{form}: {:?}",
+            begun.elapsed()
+        );
+    }
+}

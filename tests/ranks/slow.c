@@ -1,0 +1,73 @@
+// A slow network, for LD_PRELOAD: what a process sends over TCP leaves at FT_SLOW_BYTES bytes per second. A connection that is busy takes
+// nothing, as one whose buffer is full. Compiled by seconds.rs.
+
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <netinet/in.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <sys/uio.h>
+#include <time.h>
+#include <unistd.h>
+
+// Seconds of bytes that may leave at once, or later than they could.
+static const double BURST = 0.02;
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static double rate, free_at;
+
+__attribute__((constructor)) static void begin(void) {
+    if (getenv("FT_SLOW_BYTES")) rate = atof(getenv("FT_SLOW_BYTES"));
+}
+
+static double now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+static int is_slow(int fd) {
+    struct sockaddr_storage own;
+    socklen_t size = sizeof own;
+    return rate > 0 && !getsockname(fd, (struct sockaddr *)&own, &size) && own.ss_family == AF_INET && fcntl(fd, F_GETFL) & O_NONBLOCK;
+}
+
+static ssize_t sent(int fd, const struct iovec *parts, int n) {
+    if (!is_slow(fd)) return syscall(SYS_writev, fd, parts, n);
+    pthread_mutex_lock(&lock);
+    double at = now();
+    ssize_t done = -1;
+    if (at < free_at) {
+        errno = EAGAIN;
+    } else {
+        // As much as leaves in a burst.
+        struct iovec some[16];
+        size_t most = (size_t)(rate * BURST) + 1;
+        int count = 0;
+        for (; count < n && count < 16 && most > 0; count++) {
+            some[count] = parts[count];
+            if (some[count].iov_len > most) some[count].iov_len = most;
+            most -= some[count].iov_len;
+        }
+        done = syscall(SYS_writev, fd, some, count);
+        if (free_at < at - BURST) free_at = at - BURST;
+        if (done > 0) free_at += (double)done / rate;
+    }
+    int e = errno;
+    pthread_mutex_unlock(&lock);
+    errno = e;
+    return done;
+}
+
+ssize_t writev(int fd, const struct iovec *parts, int n) { return sent(fd, parts, n); }
+ssize_t write(int fd, const void *bytes, size_t size) {
+    struct iovec part = {(void *)bytes, size};
+    return sent(fd, &part, 1);
+}
+ssize_t send(int fd, const void *bytes, size_t size, int flags) {
+    struct iovec part = {(void *)bytes, size};
+    return is_slow(fd) ? sent(fd, &part, 1) : syscall(SYS_sendto, fd, bytes, size, flags, NULL, 0);
+}

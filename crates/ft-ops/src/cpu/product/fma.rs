@@ -46,7 +46,7 @@ macro_rules! kernels {
     ($module:ident, $features:literal, $vector:ty, $lanes:literal, $rows:literal, [$($row:literal)*], $zero:ident, $broadcast:ident, $load:ident, $store:ident, $fma:ident, $add:ident) => {
         #[cfg(target_arch = "x86_64")]
         pub(crate) mod $module {
-            use super::{CInit, Kernel, MicroTile};
+            use super::{CInit, MicroKernel, MicroTile};
             use std::arch::x86_64::*;
 
             pub(crate) const LANES: usize = $lanes;

@@ -10,7 +10,7 @@ use std::fs;
 use std::sync::OnceLock;
 
 /// Seconds of the bytes of a step.
-const SECONDS: f64 = 2.5;
+const SECONDS: f64 = 3.0;
 const STEPS: usize = 4;
 
 #[test]

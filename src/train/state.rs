@@ -448,7 +448,7 @@ pub fn of_run(
     }
     // A program whose file cannot be read is not compared.
     let mut made_by: BTreeMap<String, String> = of_program().unwrap_or_default().into_iter().collect();
-    made_by.insert("processor".into(), report::cpu().name.into());
+    made_by.insert("processor".into(), report::cpu().name);
     made_by.insert("device".into(), device.into());
     RunFingerprint {
         recipe,

@@ -10,7 +10,7 @@ use std::fs;
 use std::sync::OnceLock;
 
 /// Seconds of the bytes of a step.
-const SECONDS: f64 = 2.5;
+const SECONDS: f64 = 3.0;
 const STEPS: usize = 4;
 
 #[test]
@@ -51,28 +51,37 @@ fn a_step_over_a_slow_connection_takes_the_seconds_of_its_plan() {
         ]
         .concat());
         let want = seconds_in(&said(&over));
-        let mut command = job::mpirun(&bench, &vec![arguments.clone(); size]);
         let rate = rate.to_string();
-        command
-            .env("OMPI_MCA_btl", "self,tcp")
-            .env("OMPI_MCA_btl_tcp_if_include", "lo")
-            .env("LD_PRELOAD", library)
-            .env("FT_SLOW_BYTES", &rate);
-        let out = job::wait(job::begin(command));
-        assert!(out.status.success(), "{}", said(&out));
-        let steps = bench.steps("out");
-        assert_eq!(steps.len(), STEPS);
-        // The first step begins with other layers. What else runs on the machine makes steps longer.
-        let times = steps.iter().map(|step| step["time"].as_f64().unwrap());
-        let times: Vec<f64> = times.collect();
-        let found = times[1..]
-            .windows(2)
-            .map(|two| two[1] - two[0])
-            .fold(f64::MAX, f64::min);
+        let step = || {
+            let mut command = job::mpirun(&bench, &vec![arguments.clone(); size]);
+            command
+                .env("OMPI_MCA_btl", "self,tcp")
+                .env("OMPI_MCA_btl_tcp_if_include", "lo")
+                .env("LD_PRELOAD", library)
+                .env("FT_SLOW_BYTES", &rate);
+            let out = job::wait(job::begin(command));
+            assert!(out.status.success(), "{}", said(&out));
+            let steps = bench.steps("out");
+            assert_eq!(steps.len(), STEPS);
+            fs::remove_dir_all(bench.path("out")).unwrap();
+            // The first step begins with other layers.
+            let times = steps.iter().map(|step| step["time"].as_f64().unwrap());
+            let times: Vec<f64> = times.collect();
+            times[1..]
+                .windows(2)
+                .map(|two| two[1] - two[0])
+                .fold(f64::MAX, f64::min)
+        };
+        // What else runs on the machine makes steps longer, never shorter.
+        let mut found = step();
+        for _ in 0..2 {
+            if found > 1.1 * want {
+                found = found.min(step());
+            }
+        }
         println!("{size} ranks, {settings:?}: {found:.3} s a step, {want:.3} s planned");
         let ratio = found / want;
         assert!((0.95..1.1).contains(&ratio), "{size} ranks, {settings:?}: {ratio:.3}");
-        fs::remove_dir_all(bench.path("out")).unwrap();
     }
 }
 

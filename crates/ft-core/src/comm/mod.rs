@@ -111,7 +111,7 @@ impl<T> PendingNumbers<T> {
 pub enum Patience {
     /// As for numbers (`Collective::set_timeout`): all ranks do the same work.
     Step,
-    /// Without a limit: one rank saves, or reads rows.
+    /// As long as it takes, with signs of life if the wire has them: one rank saves, or reads rows.
     Long,
 }
 

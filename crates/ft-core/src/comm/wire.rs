@@ -26,7 +26,7 @@ pub trait Wire {
     }
 
     /// Called while this rank computes: a wire that sees that a rank is gone ends the job. A wire whose ranks do not see each other
-    /// tells the others that this one lives.
+    /// gives the others a sign of life.
     fn idle(&mut self, _wait: &WaitLimit) {}
 
     /// Ends the whole job.

@@ -348,7 +348,7 @@ mod tests {
                 assert!(needs.contains(" GB of host memory"), "{needs}");
                 recipe.memory.host_budget = Some(host * 1_000_000_000 / ranks as u64);
             }
-            let planned = plan::plan_for(&recipe, None, (ranks, 1)).unwrap();
+            let planned = plan::plan_for(&recipe, None, ranks, 1).unwrap();
             assert!(planned.verdict.fits, "{name}: {}", planned.verdict.text);
             assert!(planned.plan.peak_bytes <= recipe.memory.budget.unwrap(), "{name}");
             assert_eq!(planned.sent > 0, ranks > 1, "{name}");
@@ -370,7 +370,7 @@ mod tests {
             // The machine of the table.
             recipe.memory.host_budget = Some(50_000_000_000);
             let gpu = GPUS.iter().find(|of| of.name == gpu);
-            let plan = |ranks| plan::plan_for(&recipe, gpu, (ranks, 1)).unwrap();
+            let plan = |ranks| plan::plan_for(&recipe, gpu, ranks, 1).unwrap();
             let planned = plan(ranks);
             assert!(
                 planned.verdict.fits && !planned.refused,

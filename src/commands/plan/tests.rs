@@ -77,7 +77,7 @@ fn a_step_takes_the_time_of_the_rounds() {
     let mut recipe = of_step("qwen2.5-0.5b", "method = \"lora\"", 8, "tier = \"device\"");
     recipe.train.gradient_accumulation_steps = 4;
     let seconds = |ranks| {
-        let planned = plan_for(&recipe, Some(&GPUS[0]), (ranks, 1)).unwrap();
+        let planned = plan_for(&recipe, Some(&GPUS[0]), ranks, 1).unwrap();
         planned.time.unwrap().time.unwrap().seconds()
     };
     let (one, two, three) = (seconds(1), seconds(2), seconds(3));

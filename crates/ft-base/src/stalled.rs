@@ -66,13 +66,12 @@ pub(crate) fn watched<T>(path: &Path, operation: impl FnOnce() -> T) -> T {
 /// duration.
 pub fn stalled(limit: Duration) -> Option<(PathBuf, Duration)> {
     let now = now();
-    let found = all().iter().find_map(|state| {
+    all().iter().find_map(|state| {
         let (since, bytes) = (state.since.load(SeqCst), state.bytes.load(SeqCst));
         let lasted = Duration::from_millis(now.saturating_sub(since));
         let allowed = limit + Duration::from_secs(bytes / SLOWEST);
         (since > 0 && lasted > allowed).then(|| (state.path.clone(), lasted))
-    });
-    found
+    })
 }
 
 #[cfg(test)]

@@ -5,12 +5,14 @@
 
 use clap::Parser;
 use ft::formats::config::Config;
-use ft::generate::{Formats, GenerateSettings, KvDtype, Limits, QuantizedCopy, Request, SampledModel, Speed, answer};
+use ft::generate::{
+    CopyFormats, GenerateLimits, GenerateSettings, GenerateStats, KvDtype, QuantizedCopy, Request, SampledModel, answer,
+};
 use ft::model::{Network, families, shapes};
 use ft::ops::{self, CpuBackend};
 use ft::quant::Format;
 use ft::recipe::Dtype;
-use ft::source::Resident;
+use ft::source::ResidentWeights;
 use std::path::Path;
 use std::time::Instant;
 
@@ -95,7 +97,7 @@ fn main() {
     let spec = families::read(&config).expect("a model");
     let dtype = Dtype::parse(&o.dtype).expect("f32 or bf16");
     let device = ops::device::open(&o.device).expect("the device").device;
-    let source = Resident::random(spec.params(), 1, 0.02, 1.0, dtype, &device).expect("weights");
+    let source = ResidentWeights::random(spec.params(), 1, 0.02, 1.0, dtype, &device).expect("weights");
     let vocab = spec.vocab;
     let network = Network::new(spec, std::sync::Arc::new(source), device.clone());
     let format = match o.weights.as_str() {
@@ -105,7 +107,7 @@ fn main() {
         other => panic!("no weights `{other}`"),
     };
     let started = Instant::now();
-    let copy = format.map(|f| QuantizedCopy::new(&network, Formats::of(f)).expect("quantized weights"));
+    let copy = format.map(|f| QuantizedCopy::new(&network, CopyFormats::of(f)).expect("quantized weights"));
     let coding = started.elapsed().as_secs_f64();
     let kv_cache = match o.kv_cache.as_str() {
         "f32" => KvDtype::F32,
@@ -128,12 +130,12 @@ fn main() {
         temperature: 1.0,
         // With random weights each id is about as likely.
         stop_ids: (0..o.ends_after.map_or(0, |tokens| vocab as u32 / tokens)).collect(),
-        limits: Limits {
+        limits: GenerateLimits {
             kv_cache: Some(kv_cache),
             same_bits: o.same_bits,
-            graphs_after: Limits::default().graphs_after.filter(|_| !o.no_graphs),
-            prefill_tokens: o.prefill_tokens.unwrap_or(Limits::default().prefill_tokens),
-            ..Limits::default()
+            graphs_after: GenerateLimits::default().graphs_after.filter(|_| !o.no_graphs),
+            prefill_tokens: o.prefill_tokens.unwrap_or(GenerateLimits::default().prefill_tokens),
+            ..GenerateLimits::default()
         },
         ..GenerateSettings::default()
     };
@@ -143,7 +145,7 @@ fn main() {
         ..settings.clone()
     };
     answer(policy(), &requests[..1], &short, &mut |_, _| Ok(())).expect("warm up");
-    let (mut s, mut cpu, mut runs) = (Speed::default(), 0.0, Vec::new());
+    let (mut s, mut cpu, mut runs) = (GenerateStats::default(), 0.0, Vec::new());
     for _ in 0..o.repeat.max(1) {
         let before = cpu_seconds();
         (_, s) = answer(policy(), &requests, &settings, &mut |_, _| Ok(())).expect("answers");

@@ -7,7 +7,7 @@ use candle_core::{DType, Device, Tensor};
 use clap::Parser;
 use ft::base::allocator;
 use ft::base::rng::{Rng, Stream};
-use ft::ops::prepacked::{Dense, Orders, Prepacked};
+use ft::ops::prepacked::{DenseWeight, PrepackedProducts, PrepackedTensor};
 use ft::ops::routing::{RouterSpec, Score};
 use ft::ops::{CpuBackend, linear};
 use std::hint::black_box;
@@ -77,11 +77,11 @@ fn main() {
         let (x, dy) = (random(n, i, 1), random(n, out, 2));
         let w = random(out, i, 3).to_dtype(DType::BF16).expect("a tensor");
         let copy = if o.packed {
-            Prepacked::new(&w, Orders::Both, 0).expect("packed")
+            PrepackedTensor::new(&w, PrepackedProducts::Both, 0).expect("packed")
         } else {
             None
         };
-        let weight = || copy.as_ref().map_or(Dense::from(&w), Dense::from);
+        let weight = || copy.as_ref().map_or(DenseWeight::from(&w), DenseWeight::from);
         let forms: [(&str, &dyn Fn() -> Tensor); 3] = [
             ("x·Wᵀ", &|| linear::forward(&x, weight(), None).expect("y")),
             ("dy·W", &|| linear::backward_input(&dy, weight()).expect("dx")),

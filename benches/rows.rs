@@ -8,7 +8,7 @@
 
 use ft::base::memory::peak_resident;
 use ft::base::rng::{Rng, Stream};
-use ft::data::order::{BatchStream, Length, StreamSpec};
+use ft::data::order::{BatchStream, RunLength, StreamSpec};
 use ft::data::{Dataset, DatasetSpec, Source, TokenCache};
 use ft::formats::Tokenizer;
 use std::fs;
@@ -94,7 +94,7 @@ fn main() {
     let (second, rows) = load();
     let started = Instant::now();
     let order = StreamSpec {
-        length: Length::Epochs(1.0),
+        length: RunLength::Epochs(1.0),
         ..StreamSpec::default()
     };
     let stream = BatchStream::new(&rows, order).unwrap();

@@ -8,16 +8,16 @@ use clap::Parser;
 use ft::base::rng::{Rng, Stream};
 use ft::base::{allocator, memory};
 use ft::data::{Batch, Example};
-use ft::engine::{Active, Engine, Gradients, QueuedStep, StepStrategy};
+use ft::engine::{ActiveSet, Engine, GradientStorage, QueuedStep, StepStrategy};
 use ft::formats::config::Config;
 use ft::model::{Adapters, Spec, TrainableNetwork, families, shapes};
-use ft::ops::prepacked::Orders;
+use ft::ops::prepacked::PrepackedProducts;
 use ft::ops::{self, CpuBackend};
 use ft::optim::Optimizer;
-use ft::peft::{Adapter, Lora, Mask, lora};
+use ft::peft::{Adapter, DropoutMask, Lora, lora};
 use ft::recipe::{self, Dtype};
 use ft::sft::CausalLm;
-use ft::source::{PackedCopies, Resident};
+use ft::source::{PackedCopies, ResidentWeights};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
@@ -87,7 +87,7 @@ fn adapters(spec: &Spec, rank: usize, device: &Device) -> Adapters {
     sites
         .map(|(i, site)| {
             let (a, b) = lora::fresh(rank, site.input, site.output, false, 1, i as u64).expect("an adapter");
-            let pair = Lora::new(&site.module, (a, b), 2.0, Mask::default());
+            let pair = Lora::new(&site.module, (a, b), 2.0, DropoutMask::default());
             let adapter = Adapter::Lora(pair).on(device).expect("an adapter");
             (site.module, Arc::new(adapter))
         })
@@ -120,7 +120,7 @@ fn main() {
     let spec = spec(&o.size, o.layers);
     let dtype = if o.dtype == "f32" { Dtype::F32 } else { Dtype::Bf16 };
     let device = ops::device::open(&o.device).expect("the device").device;
-    let source = Resident::random(spec.params(), 3, 0.02, 1.0, dtype, &device).expect("weights");
+    let source = ResidentWeights::random(spec.params(), 3, 0.02, 1.0, dtype, &device).expect("weights");
     let mut model = TrainableNetwork::new(spec.clone(), Arc::new(source), device.clone());
     let network = &mut model.network;
     if o.method == "lora" {
@@ -130,14 +130,14 @@ fn main() {
     let named = |prefix: &str| {
         let params = spec.params();
         let names: Vec<String> = params.iter().map(|p| p.name.to_string()).collect();
-        Active::new(names.into_iter().filter(|n| n.starts_with(prefix)))
+        ActiveSet::new(names.into_iter().filter(|n| n.starts_with(prefix)))
     };
-    let sets: Vec<Active> = match o.method.as_str() {
+    let sets: Vec<ActiveSet> = match o.method.as_str() {
         "full" => vec![named("")],
         "block" => [0, layers / 2, layers - 1]
             .map(|l| named(&format!("model.layers.{l}.")))
             .into(),
-        _ => vec![Active::new(
+        _ => vec![ActiveSet::new(
             network
                 .adapters
                 .values()
@@ -147,9 +147,9 @@ fn main() {
     };
     let packed_copies = o.packed.as_ref().map(|passes| PackedCopies {
         orders: if passes == "both" {
-            Orders::Both
+            PrepackedProducts::Both
         } else {
-            Orders::Forward
+            PrepackedProducts::Forward
         },
         head: Some(spec.head_name().to_string()),
         ranks: Arc::new(
@@ -163,9 +163,9 @@ fn main() {
     let optimizer = recipe::parse(text, "bench", &o.set).expect("a recipe").recipe.optimizer;
     let strategy = StepStrategy {
         gradients: if o.method == "full" {
-            Gradients::Fused
+            GradientStorage::Fused
         } else {
-            Gradients::Keep
+            GradientStorage::Keep
         },
         saved_layers: o.keep.unwrap_or(layers),
         packed_copies,

@@ -4,9 +4,9 @@
 use candle_core::{Device, Tensor};
 use ft::base::Result;
 use ft::data::{Batch, Example};
-use ft::engine::{Active, Engine, StepStrategy};
+use ft::engine::{ActiveSet, Engine, StepStrategy};
 use ft::hf;
-use ft::model::{Head, LossGradients, Need, Objective};
+use ft::model::{Head, LossGradients, Objective, ObjectiveNeeds};
 use ft::ops::{Dtype, step_stats::StepStats};
 use ft::optim::{Optimizer, OptimizerConfig};
 use ft::sft::CausalLm;
@@ -19,7 +19,14 @@ struct Regularized {
 }
 
 impl Objective for Regularized {
-    fn evaluate(&self, h: &Tensor, head: &Head, batch: &Batch, need: Need, stats: &StepStats) -> Result<LossGradients> {
+    fn evaluate(
+        &self,
+        h: &Tensor,
+        head: &Head,
+        batch: &Batch,
+        need: ObjectiveNeeds,
+        stats: &StepStats,
+    ) -> Result<LossGradients> {
         let mut gradients = self.cross_entropy.evaluate(h, head, batch, need, stats)?;
         if let Some(dh) = gradients.dh {
             let width = h.dim(1)? as f64;
@@ -40,7 +47,7 @@ fn main() -> Result<()> {
 
     let last = format!("model.layers.{}.", opened.model.network.layers() - 1);
     let names = opened.model.network.source.params().iter().map(|p| p.name.to_string());
-    let active = Active::new(names.filter(|name| name.starts_with(&last)));
+    let active = ActiveSet::new(names.filter(|name| name.starts_with(&last)));
     let objective = Regularized {
         cross_entropy: CausalLm::new(opened.model.network.spec.vocab),
         penalty: 0.01,

@@ -4,9 +4,9 @@
 
 use candle_core::Device;
 use ft::base::Result;
-use ft::data::order::{BatchStream, Length, StreamSpec};
+use ft::data::order::{BatchStream, RunLength, StreamSpec};
 use ft::data::{self, ChatRender, Dataset, Source};
-use ft::engine::{Active, Engine, StepStrategy};
+use ft::engine::{ActiveSet, Engine, StepStrategy};
 use ft::optim::{Optimizer, OptimizerConfig, Schedule, ScheduleConfig};
 use ft::{hf, ops::Dtype, peft::LoraConfig, sft::CausalLm};
 use std::path::Path;
@@ -31,7 +31,7 @@ fn main() -> Result<()> {
     };
     let mut adapters = hf::new_adapters(&lora, &network.spec, Some(base.display().to_string()), 0)?;
     adapters.attach(network)?;
-    let active = Active::new(adapters.trained());
+    let active = ActiveSet::new(adapters.trained());
 
     let objective = Box::new(CausalLm::new(network.spec.vocab));
     let optimizer = Optimizer::new(OptimizerConfig::default());
@@ -42,7 +42,7 @@ fn main() -> Result<()> {
         accumulation: 1,
         packing: false,
         seed: 0,
-        length: Length::Steps(20),
+        length: RunLength::Steps(20),
         ..StreamSpec::default()
     };
     let stream = BatchStream::new(&rows, order)?;

@@ -8,7 +8,7 @@
 //! use candle_core::Device;
 //! use ft::base::Result;
 //! use ft::data::{self, Batch, Dataset};
-//! use ft::engine::{Active, Engine, StepStrategy};
+//! use ft::engine::{ActiveSet, Engine, StepStrategy};
 //! use ft::generate::{GenerateSettings, generate};
 //! use ft::optim::{Optimizer, OptimizerConfig, Schedule, ScheduleConfig};
 //! use ft::{hf, ops::Dtype, peft::LoraConfig, sft::CausalLm};
@@ -34,7 +34,7 @@
 //! let lora = LoraConfig { r: 8, lora_alpha: 16.0, ..LoraConfig::default() };
 //! let mut adapters = hf::new_adapters(&lora, &network.spec, None, 0)?;
 //! adapters.attach(network)?;
-//! let active = Active::new(adapters.trained());
+//! let active = ActiveSet::new(adapters.trained());
 //!
 //! // The loss is the cross-entropy of the next token; AdamW updates the weights.
 //! let objective = CausalLm::new(network.spec.vocab);

@@ -16,7 +16,7 @@ fn main() {
     {
         std::process::exit(ft::formats::template::serve());
     }
-    worker::set_program(worker::Program {
+    worker::set_program(worker::WorkerCommand {
         path: own_path(),
         variables: ["TZ", "LD_LIBRARY_PATH"]
             .into_iter()

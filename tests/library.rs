@@ -5,11 +5,11 @@
 use candle_core::{DType, Device, Tensor};
 use ft::base::{ErrorKind, Result, files};
 use ft::data::{Batch, Example};
-use ft::engine::{Active, Engine, StepStrategy};
+use ft::engine::{ActiveSet, Engine, StepStrategy};
 use ft::formats::{StoredDtype, TensorPlan, Values, Weights, writer};
 use ft::generate::{GenerateSettings, generate};
 use ft::hf::{self, OpenModel};
-use ft::model::{Head, LossGradients, Need, Objective};
+use ft::model::{Head, LossGradients, Objective, ObjectiveNeeds};
 use ft::ops::{Dtype, rms_norm, step_stats::StepStats};
 use ft::optim::{Optimizer, OptimizerConfig};
 use ft::sft::CausalLm;
@@ -43,14 +43,14 @@ fn copy() -> TempDir {
 }
 
 /// A batch with one document, and an engine that trains the last layer.
-fn engine(objective: impl FnOnce(usize) -> Box<dyn Objective>) -> (Engine, Active, Batch) {
+fn engine(objective: impl FnOnce(usize) -> Box<dyn Objective>) -> (Engine, ActiveSet, Batch) {
     let opened = open(Path::new(TINY)).unwrap();
     let network = &opened.model.network;
     let ids = opened.tokenizer.encode("Two plus three is five.", true).unwrap();
     let trained = vec![true; ids.len()];
     let last = format!("model.layers.{}.", network.layers() - 1);
     let names = network.source.params().iter().map(|p| p.name.to_string());
-    let active = Active::new(names.filter(|name| name.starts_with(&last)));
+    let active = ActiveSet::new(names.filter(|name| name.starts_with(&last)));
     let objective = objective(network.spec.vocab);
     let optimizer = Optimizer::new(OptimizerConfig::default());
     let strategy = StepStrategy::new(Dtype::F32);
@@ -96,7 +96,14 @@ fn a_step_and_a_generation_need_no_preparation() {
 struct Nan(CausalLm);
 
 impl Objective for Nan {
-    fn evaluate(&self, h: &Tensor, head: &Head, batch: &Batch, need: Need, stats: &StepStats) -> Result<LossGradients> {
+    fn evaluate(
+        &self,
+        h: &Tensor,
+        head: &Head,
+        batch: &Batch,
+        need: ObjectiveNeeds,
+        stats: &StepStats,
+    ) -> Result<LossGradients> {
         let h = (h * f64::NAN)?;
         self.0.evaluate(&h, head, batch, need, stats)
     }
@@ -177,9 +184,10 @@ fn a_hub_has_kinds_of_errors() {
     assert_eq!(kind(resolve_with(&settings, "a/b", "main")), ErrorKind::NotFound);
 }
 
-/// Files of gpt-oss with experts in MXFP4: as codes, which only adapters train on, or decoded, so that every parameter trains.
+/// Files of gpt-oss with experts in MXFP4: as codes, which only adapters train on, or
+/// dequantized, so that every parameter trains.
 #[test]
-fn quantized_files_open_as_codes_or_decoded() {
+fn quantized_files_open_as_codes_or_dequantized() {
     let dir = tempfile::tempdir().unwrap();
     let goldens = Path::new("tests/parity/goldens");
     for from in [goldens.join("mxfp4"), goldens.join("tokenizers/small")] {
@@ -190,10 +198,10 @@ fn quantized_files_open_as_codes_or_decoded() {
     }
     let name = "model.layers.0.mlp.experts.1.down_proj.weight";
     let codes = hf::open(dir.path(), Dtype::F32, &Device::Cpu).unwrap();
-    let decoded = hf::open_dequantized(dir.path(), Dtype::F32, &Device::Cpu).unwrap();
+    let dequantized = hf::open_dequantized(dir.path(), Dtype::F32, &Device::Cpu).unwrap();
     assert!(codes.model.network.param(name).is_err(), "codes have no tensor");
-    assert_eq!(decoded.model.network.param(name).unwrap().tensor.dims().len(), 2);
-    let ids = decoded.tokenizer.encode("the mill by the river", true).unwrap();
+    assert_eq!(dequantized.model.network.param(name).unwrap().tensor.dims().len(), 2);
+    let ids = dequantized.tokenizer.encode("the mill by the river", true).unwrap();
     let trained = vec![true; ids.len()];
     let batch = Batch::from_examples(&[Example { ids, trained }]);
     let hidden = |opened: &OpenModel| {
@@ -201,19 +209,19 @@ fn quantized_files_open_as_codes_or_decoded() {
         let ctx = network.context(&batch.positions, &batch.documents, None).unwrap();
         network.hidden_states(&batch.ids, &ctx).unwrap()
     };
-    let (a, b) = (hidden(&codes), hidden(&decoded));
+    let (a, b) = (hidden(&codes), hidden(&dequantized));
     let away = (&a - &b).unwrap().abs().unwrap().max_all().unwrap();
     let most = a.abs().unwrap().max_all().unwrap();
     let [away, most] = [away, most].map(|x| x.to_scalar::<f32>().unwrap());
     assert!(away < 1e-5 * most, "{away} of {most}");
-    let active = Active::new([name.to_string()]);
-    let vocab = decoded.model.network.spec.vocab;
+    let active = ActiveSet::new([name.to_string()]);
+    let vocab = dequantized.model.network.spec.vocab;
     let (objective, optimizer) = (
         Box::new(CausalLm::new(vocab)),
         Optimizer::new(OptimizerConfig::default()),
     );
     let strategy = StepStrategy::new(Dtype::F32);
-    let mut engine = Engine::new(decoded.model, objective, optimizer, strategy, &active).unwrap();
+    let mut engine = Engine::new(dequantized.model, objective, optimizer, strategy, &active).unwrap();
     let before = engine.network.param(name).unwrap().tensor.copy().unwrap();
     engine.step(1, std::slice::from_ref(&batch), &active, 1e-2).unwrap();
     let changed = (before - engine.network.param(name).unwrap().tensor).unwrap();

@@ -245,7 +245,7 @@ fn arrow(bytes: &[u8]) {
 /// A file that can be read is written again and read again.
 fn gguf(bytes: &[u8]) {
     let path = put("one.gguf", bytes);
-    let Some(first) = said(ggufs::Reader::open(&path)) else {
+    let Some(first) = said(ggufs::GgufReader::open(&path)) else {
         return;
     };
     let names: BTreeSet<&str> = first.tensors.iter().map(|t| t.name.as_str()).collect();
@@ -263,7 +263,7 @@ fn gguf(bytes: &[u8]) {
     let mut data = read.iter();
     let written = ggufs::write(&again, &keys, &first.tensors, |_, put| put(data.next().unwrap()));
     if said(written).is_some() {
-        let second = ggufs::Reader::open(&again).unwrap();
+        let second = ggufs::GgufReader::open(&again).unwrap();
         assert_eq!(format!("{:?}", second.keys), format!("{:?}", first.keys));
         assert_eq!(second.tensors, first.tensors);
         let same = |(t, bytes): (&ggufs::TensorEntry, &Vec<u8>)| second.bytes(&t.name).unwrap() == *bytes;
@@ -320,7 +320,7 @@ fn run_with(name: &str, bytes: &[u8]) {
         put(&format!("run/{file}"), good.as_bytes());
     }
     let path = put(&format!("run/{name}"), bytes);
-    if let Some(run) = said(history::Record::read(path.parent().unwrap())) {
+    if let Some(run) = said(history::RunRecord::read(path.parent().unwrap())) {
         for name in run.curves.names() {
             if let Some(curve) = run.curves.get(name) {
                 curve.recent(3);
@@ -364,13 +364,13 @@ fn metrics(bytes: &[u8]) {
             &dir().join("out"),
         ))
     };
-    if let Some(files) = write(history::Form::TensorBoard) {
+    if let Some(files) = write(history::ExportFormat::TensorBoard) {
         let written = events::read(&fs::read(&files[0]).unwrap());
         let wanted: Vec<events::Event> = bytes.split(|b| *b == b'\n').filter_map(numbers).collect();
         assert_eq!(format!("{written:?}"), format!("{wanted:?}"));
     }
-    write(history::Form::Csv);
-    if let Some(files) = write(history::Form::Wandb) {
+    write(history::ExportFormat::Csv);
+    if let Some(files) = write(history::ExportFormat::Wandb) {
         let text = fs::read_to_string(&files[0]).unwrap();
         assert!(text.lines().all(|line| serde_json::from_str::<Value>(line).is_ok()));
     }

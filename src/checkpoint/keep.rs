@@ -2,7 +2,7 @@
 
 use super::STATE;
 use super::manifest::{self, verify};
-use crate::base::staging::{self, Cleaned, Owner};
+use crate::base::staging::{self, CleanupReport, LeftoverOwner};
 use crate::base::{Result, files};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -50,7 +50,7 @@ pub fn is_ours(path: &Path) -> bool {
 
 /// The result of a rotation.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub struct Rotated {
+pub struct RotationReport {
     pub deleted: Vec<PathBuf>,
     /// Checkpoints that stay: they contain other files, or are links.
     pub kept: Vec<PathBuf>,
@@ -61,8 +61,8 @@ pub struct Rotated {
 /// checkpoint of step `best` stays in addition.
 ///
 /// Errors: the newest checkpoint does not verify (then nothing is deleted).
-pub fn rotate(run_dir: &Path, keep: usize, best: Option<u64>) -> Result<Rotated> {
-    let mut out = Rotated::default();
+pub fn rotate(run_dir: &Path, keep: usize, best: Option<u64>) -> Result<RotationReport> {
+    let mut out = RotationReport::default();
     let all = list(run_dir)?;
     if keep == 0 || all.len() <= keep {
         return Ok(out);
@@ -95,8 +95,12 @@ pub fn remove(path: &Path) -> Result<bool> {
 ///
 /// Requires the lock of the run; call it before `latest`. It also repairs a save that was interrupted while it replaced
 /// a checkpoint of the same step.
-pub fn clean_leftovers(run_dir: &Path, processes: &BTreeSet<u32>, is_name: &dyn Fn(&str) -> bool) -> Result<Cleaned> {
-    let owner = Owner {
+pub fn clean_leftovers(
+    run_dir: &Path,
+    processes: &BTreeSet<u32>,
+    is_name: &dyn Fn(&str) -> bool,
+) -> Result<CleanupReport> {
+    let owner = LeftoverOwner {
         processes,
         is_name: &|name| step_of(Path::new(name)).is_some() || is_name(name),
         is_ours: &is_ours,

@@ -15,33 +15,33 @@ const FORMAT: u64 = 1;
 const LIMIT: u64 = 16 << 20;
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Manifest {
+pub struct CheckpointManifest {
     /// Version of the format.
     pub format: u64,
     /// Version of ft that wrote the manifest.
     pub ft: String,
     pub step: u64,
-    pub files: Vec<Entry>,
+    pub files: Vec<ManifestEntry>,
     /// Hash of the fields above; detects a damaged manifest.
     seal: String,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Entry {
+pub struct ManifestEntry {
     pub name: String,
     /// Bytes.
     pub size: u64,
     pub blake3: String,
 }
 
-impl Manifest {
+impl CheckpointManifest {
     /// Lists files of `dir` with their current size and hash.
     pub(super) fn of(dir: &Path, step: u64, names: &[&str]) -> Result<Self> {
         let entries = names.iter().map(|name| entry(dir, name)).collect::<Result<_>>()?;
         Ok(Self::new(step, entries))
     }
 
-    pub(super) fn new(step: u64, entries: Vec<Entry>) -> Self {
+    pub(super) fn new(step: u64, entries: Vec<ManifestEntry>) -> Self {
         let mut out = Self {
             format: FORMAT,
             ft: env!("CARGO_PKG_VERSION").to_string(),
@@ -119,9 +119,9 @@ impl Manifest {
 }
 
 /// A file of `dir` with its current size and hash.
-pub(super) fn entry(dir: &Path, name: &str) -> Result<Entry> {
+pub(super) fn entry(dir: &Path, name: &str) -> Result<ManifestEntry> {
     let (size, blake3) = hash(&dir.join(name))?;
-    Ok(Entry {
+    Ok(ManifestEntry {
         name: name.to_string(),
         size,
         blake3,
@@ -130,7 +130,7 @@ pub(super) fn entry(dir: &Path, name: &str) -> Result<Entry> {
 
 /// The files in a valid manifest in `dir`; `None` if there is no valid manifest.
 pub(super) fn files_of(dir: &Path) -> Option<Vec<String>> {
-    let manifest = Manifest::read(dir).ok()?;
+    let manifest = CheckpointManifest::read(dir).ok()?;
     Some(manifest.files.into_iter().map(|f| f.name).collect())
 }
 
@@ -177,8 +177,8 @@ pub fn hash(path: &Path) -> Result<(u64, String)> {
 ///
 /// Errors name the file: no manifest, a damaged manifest, another format version, a missing file, a different size,
 /// different contents.
-pub fn verify(dir: &Path) -> Result<Manifest> {
-    let manifest = Manifest::read(dir)?;
+pub fn verify(dir: &Path) -> Result<CheckpointManifest> {
+    let manifest = CheckpointManifest::read(dir)?;
     for entry in &manifest.files {
         let path = dir.join(&entry.name);
         if !path.is_file() {

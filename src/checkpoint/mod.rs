@@ -18,11 +18,11 @@ mod parts;
 mod save;
 
 pub use crate::formats::writer::{TensorPlan, Values};
-pub use keep::{Rotated, clean_leftovers, is_ours, list, remove, rotate, set_aside_later};
+pub use keep::{RotationReport, clean_leftovers, is_ours, list, remove, rotate, set_aside_later};
 pub use load::{LoadedState, latest, latest_whole, load};
-pub use manifest::{Entry, Manifest, hash, verify};
+pub use manifest::{CheckpointManifest, ManifestEntry, hash, verify};
 pub use parts::{DividedFile, check_shared, save_parts};
-pub use save::{Files, Sink, check_space, save, space_needed};
+pub use save::{CheckpointFile, TensorSink, check_space, save, space_needed};
 
 /// Name of the JSON file.
 pub const STATE: &str = "state.json";

@@ -8,9 +8,9 @@
 //!   manifest.json                            from rank 0, when all ranks have written; it lists the files of all
 //! ```
 
-use super::manifest::{self, Entry, Manifest};
+use super::manifest::{self, CheckpointManifest, ManifestEntry};
 use super::save::{check_names, write_state};
-use super::{Files, STATE, Sink, TensorPlan, check_space, is_ours, keep, space_needed};
+use super::{CheckpointFile, STATE, TensorPlan, TensorSink, check_space, is_ours, keep, space_needed};
 use crate::base::staging::{self, Staging};
 use crate::base::{Error, Result, files};
 use crate::comm::{Collective, Patience};
@@ -26,7 +26,7 @@ use std::path::{Path, PathBuf};
 #[derive(Debug, Clone)]
 pub struct DividedFile<'a> {
     /// The whole tensors, and the name of the file that would have them.
-    pub whole: Files<'a>,
+    pub whole: CheckpointFile<'a>,
     /// The elements of each tensor that this rank writes. Those of all ranks are the whole tensor, without overlap.
     pub own: Vec<Range<usize>>,
 }
@@ -63,14 +63,14 @@ pub fn save_parts(
     run_dir: &Path,
     step: u64,
     state: &Value,
-    whole: &[Files],
+    whole: &[CheckpointFile],
     divided: &[DividedFile],
-    fill: &mut dyn FnMut(&str, &TensorPlan, &mut Sink) -> Result<()>,
+    fill: &mut dyn FnMut(&str, &TensorPlan, &mut TensorSink) -> Result<()>,
 ) -> Result<PathBuf> {
     let (rank, size) = (comm.world().rank, comm.world().size);
     let target = run_dir.join(keep::name_of(step));
     let (staging, directory) = share(comm, || {
-        let all: Vec<Files> = whole.iter().copied().chain(divided.iter().map(|d| d.whole)).collect();
+        let all: Vec<CheckpointFile> = whole.iter().copied().chain(divided.iter().map(|d| d.whole)).collect();
         check_names(all.iter().map(|file| file.name).chain([STATE]))?;
         let headers: usize = all
             .iter()
@@ -113,7 +113,7 @@ pub fn save_parts(
                 .hint(SHARED));
         }
     }
-    Manifest::new(step, entries).write(staging.path())?;
+    CheckpointManifest::new(step, entries).write(staging.path())?;
     staging.commit_over(&is_ours)
 }
 
@@ -167,7 +167,7 @@ fn write_part(
     path: &Path,
     file: &DividedFile,
     rank: usize,
-    fill: &mut dyn FnMut(&str, &TensorPlan, &mut Sink) -> Result<()>,
+    fill: &mut dyn FnMut(&str, &TensorPlan, &mut TensorSink) -> Result<()>,
 ) -> Result<()> {
     let mut pieces = Vec::new();
     let mut wholes = Vec::new();
@@ -196,7 +196,7 @@ fn write_part(
 /// The files that all ranks wrote. Every rank calls it with its own files or its error.
 ///
 /// Errors: `own`; that of another rank.
-fn agree(comm: &dyn Collective, own: Result<Vec<Entry>>) -> Result<Vec<Entry>> {
+fn agree(comm: &dyn Collective, own: Result<Vec<ManifestEntry>>) -> Result<Vec<ManifestEntry>> {
     let fault = || Error::internal("the files of a rank are not a list");
     let text = match &own {
         Ok(entries) => serde_json::to_vec(entries).map_err(|e| fault().cause(e))?,
@@ -213,7 +213,7 @@ fn agree(comm: &dyn Collective, own: Result<Vec<Entry>>) -> Result<Vec<Entry>> {
     }
     let mut entries = Vec::new();
     for text in all {
-        let of_rank: Vec<Entry> = serde_json::from_slice(&text).map_err(|e| fault().cause(e))?;
+        let of_rank: Vec<ManifestEntry> = serde_json::from_slice(&text).map_err(|e| fault().cause(e))?;
         entries.extend(of_rank);
     }
     Ok(entries)

@@ -5,7 +5,7 @@ use super::parts::parts_of;
 use super::tests::{OPTIMIZER, WEIGHTS, plan, values};
 use super::*;
 use crate::base::{Error, Result};
-use crate::comm::{Collective, Fault, Patience, Pending, Shard, Whole, World};
+use crate::comm::{Collective, Patience, PendingNumbers, RankFault, Shard, WholeList, World};
 use candle_core::Device;
 use serde_json::json;
 use std::ops::Range;
@@ -26,15 +26,15 @@ impl Collective for Threads {
         &self.world
     }
 
-    fn exchange(&self, _: u64, _: Vec<Vec<f32>>, _: Vec<usize>) -> Pending {
+    fn exchange(&self, _: u64, _: Vec<Vec<f32>>, _: Vec<usize>) -> PendingNumbers {
         unreachable!("no numbers travel")
     }
 
-    fn gather(&self, _: u64, _: Vec<f32>, _: Vec<usize>) -> Pending {
+    fn gather(&self, _: u64, _: Vec<f32>, _: Vec<usize>) -> PendingNumbers {
         unreachable!("no numbers travel")
     }
 
-    fn collect(&self, _: u64, _: Vec<Shard>, _: Vec<usize>) -> Pending<Whole> {
+    fn collect(&self, _: u64, _: Vec<Shard>, _: Vec<usize>) -> PendingNumbers<WholeList> {
         unreachable!("no numbers travel")
     }
 
@@ -59,7 +59,7 @@ impl Collective for Threads {
         false
     }
 
-    fn fail(&self, _: i32, _: String) -> Vec<Fault> {
+    fn fail(&self, _: i32, _: String) -> Vec<RankFault> {
         for to in &self.to {
             let _ = to.send(None);
         }
@@ -133,11 +133,11 @@ fn save_on(comm: &dyn Collective, dir: &Path, step: u64, broken: Option<usize>) 
     let plans = plans();
     let own = own(&plans, rank, size);
     let divided = [WEIGHTS, OPTIMIZER].map(|name| DividedFile {
-        whole: Files { name, tensors: &plans },
+        whole: CheckpointFile { name, tensors: &plans },
         own: own.clone(),
     });
     let small = [plan("scores", &[5])];
-    let whole = [Files {
+    let whole = [CheckpointFile {
         name: "ranks.safetensors",
         tensors: &small,
     }];
@@ -252,15 +252,15 @@ impl Collective for Moved<'_> {
         self.comm.world()
     }
 
-    fn exchange(&self, key: u64, parts: Vec<Vec<f32>>, lengths: Vec<usize>) -> Pending {
+    fn exchange(&self, key: u64, parts: Vec<Vec<f32>>, lengths: Vec<usize>) -> PendingNumbers {
         self.comm.exchange(key, parts, lengths)
     }
 
-    fn gather(&self, key: u64, own: Vec<f32>, lengths: Vec<usize>) -> Pending {
+    fn gather(&self, key: u64, own: Vec<f32>, lengths: Vec<usize>) -> PendingNumbers {
         self.comm.gather(key, own, lengths)
     }
 
-    fn collect(&self, key: u64, shards: Vec<Shard>, to: Vec<usize>) -> Pending<Whole> {
+    fn collect(&self, key: u64, shards: Vec<Shard>, to: Vec<usize>) -> PendingNumbers<WholeList> {
         self.comm.collect(key, shards, to)
     }
 
@@ -280,7 +280,7 @@ impl Collective for Moved<'_> {
         self.comm.own_devices()
     }
 
-    fn fail(&self, code: i32, text: String) -> Vec<Fault> {
+    fn fail(&self, code: i32, text: String) -> Vec<RankFault> {
         self.comm.fail(code, text)
     }
 

@@ -1,7 +1,7 @@
 //! Saves a training state, and checks the disk space for it.
 
 use super::keep::{is_ours, name_of};
-use super::manifest::{self, Manifest};
+use super::manifest::{self, CheckpointManifest};
 use super::{STATE, TensorPlan, Values};
 use crate::base::staging::Staging;
 use crate::base::{Error, Result, files, units};
@@ -11,14 +11,14 @@ use std::path::{Path, PathBuf};
 
 /// The named tensors of one file.
 #[derive(Debug, Clone, Copy)]
-pub struct Files<'a> {
+pub struct CheckpointFile<'a> {
     /// A plain file name, e.g. `weights.safetensors`.
     pub name: &'a str,
     pub tensors: &'a [TensorPlan],
 }
 
 /// Receives the values of one tensor, at once or in pieces.
-pub type Sink<'a> = dyn FnMut(Values) -> Result<()> + 'a;
+pub type TensorSink<'a> = dyn FnMut(Values) -> Result<()> + 'a;
 
 /// Writes `run_dir/checkpoint-<step>/`: syncs every file, writes the manifest last, then renames the directory. Calls
 /// `fill` once for each tensor of each file, in order. An existing checkpoint of this step is replaced when the new one
@@ -30,8 +30,8 @@ pub fn save(
     run_dir: &Path,
     step: u64,
     state: &Value,
-    files: &[Files],
-    fill: &mut dyn FnMut(&str, &TensorPlan, &mut Sink) -> Result<()>,
+    files: &[CheckpointFile],
+    fill: &mut dyn FnMut(&str, &TensorPlan, &mut TensorSink) -> Result<()>,
 ) -> Result<PathBuf> {
     let names = check_names(files.iter().map(|f| f.name).chain([STATE]))?;
     check_space(run_dir, space_needed(files, 1))?;
@@ -42,7 +42,7 @@ pub fn save(
         writer::write_file(&path, file.tensors, &[], |plan, sink| fill(file.name, plan, sink))?;
     }
     write_state(&staging.path().join(STATE), state)?;
-    Manifest::of(staging.path(), step, &names)?.write(staging.path())?;
+    CheckpointManifest::of(staging.path(), step, &names)?.write(staging.path())?;
     staging.commit_over(&is_ours)
 }
 
@@ -70,7 +70,7 @@ pub(super) fn write_state(path: &Path, state: &Value) -> Result<()> {
 /// Disk space of `checkpoints` states with these files in bytes: tensors, headers, and a margin for `state.json` and
 /// the manifest. A run that keeps N checkpoints needs space for N + 1: the oldest is deleted after the newest is
 /// complete.
-pub fn space_needed(files: &[Files], checkpoints: u64) -> u64 {
+pub fn space_needed(files: &[CheckpointFile], checkpoints: u64) -> u64 {
     let one = files
         .iter()
         .flat_map(|f| f.tensors)

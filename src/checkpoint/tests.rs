@@ -27,11 +27,11 @@ pub(super) fn values(step: u64, file: &str, plan: &TensorPlan) -> Vec<f32> {
 
 pub(super) fn save_step(run: &Path, step: u64, plans: &[TensorPlan], state: &Value) -> Result<PathBuf> {
     let files = [
-        Files {
+        CheckpointFile {
             name: WEIGHTS,
             tensors: plans,
         },
-        Files {
+        CheckpointFile {
             name: OPTIMIZER,
             tensors: plans,
         },
@@ -87,7 +87,7 @@ fn a_state_comes_back_bit_for_bit() {
     let state = json!({"loss": [0.1 + 0.2, 9.999999974752427e-7, 5e-324, f64::MAX, -0.0, 1.7976931348623155e300],
         "tokens": u64::MAX, "offset": i64::MIN, "name": "\u{1f600}\n\u{0}", "none": null, "list": [[], {}]});
     let plans = [plan("odd", &[2, 4])];
-    let files = [Files {
+    let files = [CheckpointFile {
         name: WEIGHTS,
         tensors: &plans,
     }];
@@ -125,11 +125,11 @@ fn a_failed_save_leaves_the_old_state_and_nothing_else() {
     let dir = tempfile::tempdir().unwrap();
     save_small(dir.path(), 1);
     let plans = plans();
-    let files = [Files {
+    let files = [CheckpointFile {
         name: WEIGHTS,
         tensors: &plans,
     }];
-    type Fill = Box<dyn FnMut(&str, &TensorPlan, &mut Sink) -> Result<()>>;
+    type Fill = Box<dyn FnMut(&str, &TensorPlan, &mut TensorSink) -> Result<()>>;
     let faults: [(&str, Fill); 4] = [
         ("not finite", Box::new(|_, _, sink| sink(Values::F32(&[f32::NAN])))),
         (
@@ -156,7 +156,7 @@ fn a_failed_save_leaves_the_old_state_and_nothing_else() {
     }
     assert_eq!(latest(dir.path()).unwrap().unwrap().state, json!({"step": 1}));
     for bad in ["manifest.json", "state.json", "a/b", "..", ""] {
-        let files = [Files {
+        let files = [CheckpointFile {
             name: bad,
             tensors: &[],
         }];
@@ -249,7 +249,7 @@ fn a_manifest_cannot_point_outside() {
     let dir = tempfile::tempdir().unwrap();
     let path = save_small(dir.path(), 4);
     std::fs::copy(path.join(WEIGHTS), dir.path().join("outside.safetensors")).unwrap();
-    let manifest = manifest::Manifest::of(&path, 4, &["../outside.safetensors", STATE]).unwrap();
+    let manifest = manifest::CheckpointManifest::of(&path, 4, &["../outside.safetensors", STATE]).unwrap();
     manifest.write(&path).unwrap();
     let e = load(&path).unwrap_err().to_string();
     assert!(e.contains("../outside.safetensors"), "{e}");
@@ -328,8 +328,12 @@ fn rotation_keeps_the_newest_and_deletes_only_when_it_verifies() {
     for step in [1, 2, 10] {
         save_small(dir.path(), step);
     }
-    assert_eq!(rotate(dir.path(), 0, None).unwrap(), Rotated::default(), "0 keeps all");
-    assert_eq!(rotate(dir.path(), 3, None).unwrap(), Rotated::default());
+    assert_eq!(
+        rotate(dir.path(), 0, None).unwrap(),
+        RotationReport::default(),
+        "0 keeps all"
+    );
+    assert_eq!(rotate(dir.path(), 3, None).unwrap(), RotationReport::default());
     let newest = dir.path().join("checkpoint-10").join(WEIGHTS);
     flip(&newest, 100, 0);
     assert!(
@@ -400,7 +404,7 @@ fn room_is_counted_before_anything_is_written() {
     let dir = tempfile::tempdir().unwrap();
     let small = plans();
     let one = space_needed(
-        &[Files {
+        &[CheckpointFile {
             name: WEIGHTS,
             tensors: &small,
         }],
@@ -412,7 +416,7 @@ fn room_is_counted_before_anything_is_written() {
     assert!(one >= written && one < written + (2 << 20));
     assert_eq!(
         space_needed(
-            &[Files {
+            &[CheckpointFile {
                 name: WEIGHTS,
                 tensors: &small
             }],
@@ -424,7 +428,7 @@ fn room_is_counted_before_anything_is_written() {
     let e = check_space(dir.path(), u64::MAX).unwrap_err().to_string();
     assert!(e.contains("free") && e.contains(&u64::MAX.to_string()), "{e}");
     let huge = [plan("huge", &[1 << 40, 1 << 20])];
-    let files = [Files {
+    let files = [CheckpointFile {
         name: WEIGHTS,
         tensors: &huge,
     }];

@@ -16,11 +16,11 @@ use std::path::PathBuf;
   ft adapter combine skill habit=-1 --rank 16 --out changed")]
 pub struct Args {
     #[command(subcommand)]
-    action: Action,
+    action: AdapterAction,
 }
 
 #[derive(Debug, Subcommand)]
-enum Action {
+enum AdapterAction {
     /// Show the trained modules, the size and the base model of an adapter
     Show {
         /// PEFT adapter: directory, run, or hub id
@@ -55,7 +55,7 @@ enum Action {
 
 pub fn run(args: Args) -> Result<i32> {
     match args.action {
-        Action::Show { dir, json } => {
+        AdapterAction::Show { dir, json } => {
             let shown = tools::show(&tools::find(&dir)?)?;
             if json {
                 out(shown.json())?;
@@ -81,7 +81,7 @@ pub fn run(args: Args) -> Result<i32> {
                 out(format!("  {line}"))?;
             }
         }
-        Action::Diff { a, b, json } => {
+        AdapterAction::Diff { a, b, json } => {
             let found = tools::diff(&tools::find(&a)?, &tools::find(&b)?)?;
             if json {
                 out(found.json())?;
@@ -94,7 +94,7 @@ pub fn run(args: Args) -> Result<i32> {
                 out(line)?;
             }
         }
-        Action::Combine {
+        AdapterAction::Combine {
             adapters,
             out: to,
             rank,

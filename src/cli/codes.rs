@@ -12,7 +12,7 @@ use ErrorKind::{
 
 /// The meaning of a code.
 #[derive(Debug)]
-pub struct Code {
+pub struct ErrorCode {
     pub code: &'static str,
     /// The fault in a few words.
     pub title: &'static str,
@@ -26,14 +26,14 @@ pub struct Code {
 
 macro_rules! codes {
     ($($code:literal $class:expr, $title:literal, [$($part:literal),*], $cause:literal, $remedy:literal;)+) => {
-        &[$(Code {
+        &[$(ErrorCode {
             code: $code, title: $title, cause: $cause, remedy: $remedy, class: $class, parts: &[$($part),*],
         }),+]
     };
 }
 
 /// All codes, in their order: the first row that fits an error is its code.
-pub const CODES: &[Code] = codes! {
+pub const CODES: &[ErrorCode] = codes! {
     "FT101" Usage, "several errors in a recipe", ["the recipe has "],
         "The recipe, or the `key=value` arguments, have more than one mistake. All are listed, in the order of the file.",
         "Correct them one after the other: each has its line and a hint. `ft plan RECIPE` checks again and trains nothing.";
@@ -256,22 +256,22 @@ pub const CODES: &[Code] = codes! {
 };
 
 /// The code of an error.
-pub fn of(error: &Error) -> &'static Code {
-    let alike = |code: &Code| match (code.class, error.kind()) {
+pub fn of(error: &Error) -> &'static ErrorCode {
+    let alike = |code: &ErrorCode| match (code.class, error.kind()) {
         (Signal(_), Signal(_)) => true,
         (class, kind) => class == kind,
     };
     // The message of several errors is a list of messages.
     let first = error.what().lines().next().unwrap_or_default();
-    let fits = |code: &&Code| alike(code) && code.parts.iter().any(|part| first.contains(part));
-    let rest = |code: &&Code| alike(code) && code.parts.is_empty();
+    let fits = |code: &&ErrorCode| alike(code) && code.parts.iter().any(|part| first.contains(part));
+    let rest = |code: &&ErrorCode| alike(code) && code.parts.is_empty();
     let found = CODES.iter().find(fits).or_else(|| CODES.iter().find(rest));
     // Every class has a row without parts; a test looks.
     found.unwrap_or(&CODES[CODES.len() - 1])
 }
 
 /// The code of arguments that clap refuses.
-pub fn of_arguments(error: &clap::Error) -> &'static Code {
+pub fn of_arguments(error: &clap::Error) -> &'static ErrorCode {
     let message = match error.kind() {
         clap::error::ErrorKind::UnknownArgument => "the command has no flag `",
         _ => "",
@@ -280,7 +280,7 @@ pub fn of_arguments(error: &clap::Error) -> &'static Code {
 }
 
 /// The row of a code as the user types it: `FT102`, `ft102`, `102`.
-pub fn find(typed: &str) -> Option<&'static Code> {
+pub fn find(typed: &str) -> Option<&'static ErrorCode> {
     let typed = typed.trim().to_uppercase();
     CODES
         .iter()

@@ -8,7 +8,7 @@ use super::recipes::SHIPPED;
 use crate::base::{Error, Result};
 use crate::history;
 use crate::recipe::ValueKind;
-use crate::recipe::table::{self, Key};
+use crate::recipe::table::{self, RecipeKey};
 use clap::ValueEnum;
 use clap_complete::CompletionCandidate as Candidate;
 use clap_complete::engine::{ArgValueCompleter, PathCompleter, ValueCompleter};
@@ -176,7 +176,8 @@ fn has_recipe() -> bool {
 /// The keys that begin with `typed`, each with its description.
 fn keys(typed: &str) -> Vec<Candidate> {
     let found = table::keys().filter(|key| key.path.0.starts_with(typed));
-    let candidate = |key: &Key| Candidate::new(format!("{}=", key.path)).help(Some(first_sentence(key.doc).into()));
+    let candidate =
+        |key: &RecipeKey| Candidate::new(format!("{}=", key.path)).help(Some(first_sentence(key.doc).into()));
     found.map(candidate).collect()
 }
 

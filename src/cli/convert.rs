@@ -3,7 +3,7 @@
 use super::out::out;
 use crate::base::units::count;
 use crate::base::{Error, Result};
-use crate::commands::convert::{Origin, Report, Request, convert, smile};
+use crate::commands::convert::{ConvertReport, ConvertRequest, ExpertOrigin, convert, smile};
 use crate::commands::named;
 use std::path::{Path, PathBuf};
 
@@ -85,7 +85,7 @@ fn only(kind: &str, given: [(&str, bool); 3]) -> Result<()> {
     }
 }
 
-fn to_smile(args: &Args, model: &Path) -> Result<Report> {
+fn to_smile(args: &Args, model: &Path) -> Result<ConvertReport> {
     only(
         "smile",
         [
@@ -94,7 +94,7 @@ fn to_smile(args: &Args, model: &Path) -> Result<Report> {
             ("--split", args.split.is_some()),
         ],
     )?;
-    smile::convert(&smile::Request {
+    smile::convert(&smile::SmileRequest {
         model,
         out: &args.out,
         groups: args.groups.unwrap_or(1) as usize,
@@ -102,7 +102,7 @@ fn to_smile(args: &Args, model: &Path) -> Result<Report> {
     })
 }
 
-fn to_moe(args: &Args, model: &Path) -> Result<Report> {
+fn to_moe(args: &Args, model: &Path) -> Result<ConvertReport> {
     only(
         "moe",
         [
@@ -111,14 +111,14 @@ fn to_moe(args: &Args, model: &Path) -> Result<Report> {
             ("", false),
         ],
     )?;
-    convert(&Request {
+    convert(&ConvertRequest {
         model,
         out: &args.out,
         experts: args.experts.unwrap_or(2) as usize,
         top_k: args.top_k.unwrap_or(2) as usize,
         origin: match &args.split {
-            Some(data) => Origin::Split(data, args.calibration_tokens as usize),
-            None => Origin::Copy,
+            Some(data) => ExpertOrigin::Split(data, args.calibration_tokens as usize),
+            None => ExpertOrigin::Copy,
         },
         seed: args.seed,
     })

@@ -18,20 +18,20 @@ The teacher runs once over all training rows; training then does not run the tea
 call can be repeated: it continues from the stored outputs.")]
 pub struct Args {
     #[command(subcommand)]
-    command: Command,
+    command: DistillCommand,
 }
 
 #[derive(Debug, clap::Subcommand)]
-enum Command {
+enum DistillCommand {
     /// Store the log-probabilities of the most likely ids for each trained token
-    Cache(Cache),
+    Cache(CacheArgs),
 }
 
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   ft distill cache --recipe distill.toml --out teacher-outputs
   ft distill cache --recipe distill.toml distill.top_k=128 --out teacher-outputs-128")]
-struct Cache {
+struct CacheArgs {
     #[command(flatten)]
     recipe: RecipeArgs,
     /// Directory for the outputs; outputs of an earlier call in it are reused
@@ -43,7 +43,7 @@ struct Cache {
 }
 
 pub fn run(args: Args) -> Result<i32> {
-    let Command::Cache(mut args) = args.command;
+    let DistillCommand::Cache(mut args) = args.command;
     let loaded = args.recipe.load_and_warn()?;
     let report = teacher_cache::cache(&loaded.recipe, &args.out, &mut |line| super::note(line))?;
     if args.json {

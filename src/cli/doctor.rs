@@ -25,25 +25,25 @@ pub struct Args {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Level {
+enum CheckLevel {
     Ok,
     Warn,
     Fail,
 }
 
-impl Level {
+impl CheckLevel {
     fn name(self) -> &'static str {
         match self {
-            Level::Ok => "ok",
-            Level::Warn => "warn",
-            Level::Fail => "fail",
+            CheckLevel::Ok => "ok",
+            CheckLevel::Warn => "warn",
+            CheckLevel::Fail => "fail",
         }
     }
 }
 
 #[derive(Debug)]
-struct Line {
-    level: Level,
+struct CheckLine {
+    level: CheckLevel,
     name: &'static str,
     value: String,
     fix: Option<String>,
@@ -51,16 +51,16 @@ struct Line {
     data: Value,
 }
 
-impl Line {
+impl CheckLine {
     fn data(mut self, data: Value) -> Self {
         self.data = data;
         self
     }
 }
 
-fn ok(name: &'static str, value: impl Into<String>) -> Line {
-    Line {
-        level: Level::Ok,
+fn ok(name: &'static str, value: impl Into<String>) -> CheckLine {
+    CheckLine {
+        level: CheckLevel::Ok,
         name,
         value: value.into(),
         fix: None,
@@ -68,8 +68,8 @@ fn ok(name: &'static str, value: impl Into<String>) -> Line {
     }
 }
 
-fn not_ok(level: Level, name: &'static str, value: impl Into<String>, fix: &str) -> Line {
-    Line {
+fn not_ok(level: CheckLevel, name: &'static str, value: impl Into<String>, fix: &str) -> CheckLine {
+    CheckLine {
         level,
         name,
         value: value.into(),
@@ -89,10 +89,10 @@ pub fn run(args: Args) -> Result<i32> {
     })?;
     let verdict = verdict(&lines);
     show(&verdict, args.json)?;
-    Ok(i32::from(verdict.level == Level::Fail))
+    Ok(i32::from(verdict.level == CheckLevel::Fail))
 }
 
-fn show(line: &Line, as_json: bool) -> Result<()> {
+fn show(line: &CheckLine, as_json: bool) -> Result<()> {
     if as_json {
         let mut object = json!({"level": line.level.name(), "name": line.name, "value": line.value, "fix": line.fix});
         if !line.data.is_null() {
@@ -116,7 +116,7 @@ fn show(line: &Line, as_json: bool) -> Result<()> {
 }
 
 /// Passes every line to `tell` as soon as it is known.
-fn examine(settings: &HubSettings, tell: &mut dyn FnMut(Line) -> Result<()>) -> Result<()> {
+fn examine(settings: &HubSettings, tell: &mut dyn FnMut(CheckLine) -> Result<()>) -> Result<()> {
     let report::Cpu { name, cores, features } = report::cpu();
     let environment = report::environment();
     tell(ok("version", version(&environment)))?;
@@ -145,27 +145,29 @@ fn examine(settings: &HubSettings, tell: &mut dyn FnMut(Line) -> Result<()>) -> 
 }
 
 /// Summarizes the lines.
-fn verdict(lines: &[Line]) -> Line {
+fn verdict(lines: &[CheckLine]) -> CheckLine {
     let named = |level| {
         let mut names: Vec<&str> = lines.iter().filter(|l| l.level == level).map(|l| l.name).collect();
         names.dedup();
         names.join(", ")
     };
-    let device = lines.iter().filter(|l| l.name == "device" && l.level != Level::Fail);
+    let device = lines
+        .iter()
+        .filter(|l| l.name == "device" && l.level != CheckLevel::Fail);
     let place = match device.filter(|l| l.value.starts_with("cuda:")).count() {
         0 => "on the CPU".to_string(),
         1 => "on the GPU".to_string(),
         n => format!("on one of {n} GPUs"),
     };
-    match (named(Level::Fail), named(Level::Warn)) {
+    match (named(CheckLevel::Fail), named(CheckLevel::Warn)) {
         (fails, _) if !fails.is_empty() => not_ok(
-            Level::Fail,
+            CheckLevel::Fail,
             "verdict",
             format!("not ready: fix {fails} first"),
             "see the hints above",
         ),
         (_, warns) if !warns.is_empty() => not_ok(
-            Level::Warn,
+            CheckLevel::Warn,
             "verdict",
             format!("ready to train {place}; check {warns}"),
             "see the hints above; `ft recipes` lists recipes to start from",
@@ -178,7 +180,7 @@ fn verdict(lines: &[Line]) -> Line {
 }
 
 /// Whether a run can be divided over several ranks.
-fn ranks() -> Line {
+fn ranks() -> CheckLine {
     #[cfg(feature = "mpi")]
     let mpi = Some(crate::comm::mpi_version());
     #[cfg(not(feature = "mpi"))]
@@ -212,7 +214,7 @@ fn ranks() -> Line {
     ok("ranks", ways.join("; ")).data(json!({ "mpi": mpi, "nccl": nccl }))
 }
 
-fn bandwidth() -> Line {
+fn bandwidth() -> CheckLine {
     let phase = progress::phase("measuring memory", 0, "");
     let threads = rayon::current_num_threads();
     let speed = speed::memory(threads, memory::available().unwrap_or(1 << 30));
@@ -229,7 +231,7 @@ fn version(environment: &Value) -> String {
     format!("ft {} ({})", env!("CARGO_PKG_VERSION"), features.join(", "))
 }
 
-fn features_line(features: &[&str]) -> Line {
+fn features_line(features: &[&str]) -> CheckLine {
     let list = match features {
         [] => "none that ft uses".to_string(),
         some => some.join(" "),
@@ -238,17 +240,22 @@ fn features_line(features: &[&str]) -> Line {
     if vector {
         ok("features", list)
     } else {
-        not_ok(Level::Warn, "features", list, "training will be slow on this processor")
+        not_ok(
+            CheckLevel::Warn,
+            "features",
+            list,
+            "training will be slow on this processor",
+        )
     }
 }
 
 /// One line for each GPU that this build can use, or the reason for computing on the CPU.
-fn devices() -> Vec<Line> {
+fn devices() -> Vec<CheckLine> {
     let driver = installed_driver();
     if !device::HAS_CUDA {
         return vec![match driver {
             Some(driver) => not_ok(
-                Level::Warn,
+                CheckLevel::Warn,
                 "device",
                 format!("cpu (the NVIDIA driver {driver} is installed, but this build does not use it)"),
                 &match device::cuda_of(&driver).map(device::version) {
@@ -261,7 +268,7 @@ fn devices() -> Vec<Line> {
             None => ok("device", "cpu"),
         }];
     }
-    let mut lines: Vec<Line> = device::toolkit()
+    let mut lines: Vec<CheckLine> = device::toolkit()
         .map(|cuda| cuda_line(cuda, driver))
         .into_iter()
         .collect();
@@ -270,7 +277,7 @@ fn devices() -> Vec<Line> {
 }
 
 /// The CUDA version of this build, and the driver that it needs.
-fn cuda_line(cuda: i32, driver: Option<String>) -> Line {
+fn cuda_line(cuda: i32, driver: Option<String>) -> CheckLine {
     let needed = device::driver_of(cuda).map_or(String::new(), |first| format!(": needs driver {first} or newer"));
     let here = driver.map_or(String::new(), |driver| format!("; driver {driver} is installed"));
     ok(
@@ -291,16 +298,16 @@ fn driver_in(text: &str) -> Option<String> {
 }
 
 /// The GPUs, or why there are none.
-fn gpus() -> Vec<Line> {
+fn gpus() -> Vec<CheckLine> {
     match device::gpus() {
         Err(e) => vec![not_ok(
-            Level::Warn,
+            CheckLevel::Warn,
             "device",
             format!("cpu ({e})"),
             "check `nvidia-smi`",
         )],
         Ok(gpus) if gpus.is_empty() => vec![not_ok(
-            Level::Warn,
+            CheckLevel::Warn,
             "device",
             "cpu (no GPU found)",
             "check `nvidia-smi`",
@@ -309,7 +316,7 @@ fn gpus() -> Vec<Line> {
     }
 }
 
-fn gpu_lines(ordinal: usize, gpu: &GpuProperties) -> Vec<Line> {
+fn gpu_lines(ordinal: usize, gpu: &GpuProperties) -> Vec<CheckLine> {
     let mut lines = vec![ok(
         "device",
         format!(
@@ -327,15 +334,15 @@ fn gpu_lines(ordinal: usize, gpu: &GpuProperties) -> Vec<Line> {
     lines.extend(
         problems
             .iter()
-            .map(|p| not_ok(Level::Fail, "device", format!("cuda:{ordinal}"), p)),
+            .map(|p| not_ok(CheckLevel::Fail, "device", format!("cuda:{ordinal}"), p)),
     );
     lines
 }
 
-fn memory_line(available: Option<u64>, total: Option<u64>) -> Line {
+fn memory_line(available: Option<u64>, total: Option<u64>) -> CheckLine {
     let (Some(available), Some(total)) = (available, total) else {
         return not_ok(
-            Level::Warn,
+            CheckLevel::Warn,
             "memory",
             "unknown on this system",
             "set `memory.budget` in the recipe",
@@ -343,24 +350,24 @@ fn memory_line(available: Option<u64>, total: Option<u64>) -> Line {
     };
     let value = format!("{} of {} available", units::bytes(available), units::bytes(total));
     match available {
-        0..GIB => not_ok(Level::Warn, "memory", value, "close other programs before a run"),
+        0..GIB => not_ok(CheckLevel::Warn, "memory", value, "close other programs before a run"),
         _ => ok("memory", value),
     }
 }
 
-fn disk(directory: &Path) -> Vec<Line> {
+fn disk(directory: &Path) -> Vec<CheckLine> {
     let shown = std::path::absolute(directory).unwrap_or_else(|_| directory.to_path_buf());
     let shown = shown.display();
     let space = match files::free_space(directory) {
         Some(free @ ..GIB) => not_ok(
-            Level::Warn,
+            CheckLevel::Warn,
             "disk",
             format!("{} free at {shown}", units::bytes(free)),
             "free some space, or set `train.output_dir` to another disk",
         ),
         Some(free) => ok("disk", format!("{} free at {shown}", units::bytes(free))),
         None => not_ok(
-            Level::Warn,
+            CheckLevel::Warn,
             "disk",
             format!("free space at {shown} is unknown"),
             "check it with `df`",
@@ -382,7 +389,7 @@ fn disk(directory: &Path) -> Vec<Line> {
             });
             if speed.write < SLOW {
                 not_ok(
-                    Level::Warn,
+                    CheckLevel::Warn,
                     "writable",
                     value,
                     "saving will be slow: set `train.output_dir` to a faster disk",
@@ -393,7 +400,7 @@ fn disk(directory: &Path) -> Vec<Line> {
             .data(data)
         }
         Err(e) => not_ok(
-            Level::Fail,
+            CheckLevel::Fail,
             "writable",
             format!("cannot write at {shown}: {}", e.what()),
             "change to a writable directory, or set `train.output_dir` to one",
@@ -406,7 +413,7 @@ fn disk(directory: &Path) -> Vec<Line> {
 const SLOW: f64 = 20e6;
 
 /// A sharded model has hundreds of files at most; a few hundred handles are enough.
-fn open_files() -> Line {
+fn open_files() -> CheckLine {
     let limits = files::read_text(Path::new("/proc/self/limits")).unwrap_or_default();
     let soft = limits
         .lines()
@@ -415,7 +422,7 @@ fn open_files() -> Line {
     match soft {
         None => ok("handles", "unknown on this system"),
         Some(n) if n.parse::<u64>().is_ok_and(|n| n < 256) => not_ok(
-            Level::Warn,
+            CheckLevel::Warn,
             "handles",
             format!("{n} open files"),
             "raise the limit with `ulimit -n 4096`",
@@ -424,7 +431,7 @@ fn open_files() -> Line {
     }
 }
 
-fn cache(settings: &HubSettings) -> Line {
+fn cache(settings: &HubSettings) -> CheckLine {
     let directory = &settings.cache;
     let models = files::list(directory).unwrap_or_default();
     let models = models
@@ -444,7 +451,7 @@ fn cache(settings: &HubSettings) -> Line {
 /// Timeout for the answer of the hub.
 const PATIENCE: Duration = Duration::from_secs(3);
 
-fn hub(settings: &HubSettings) -> Line {
+fn hub(settings: &HubSettings) -> CheckLine {
     if !cfg!(feature = "hub") {
         return ok("hub", "not in this build: only local model directories");
     }
@@ -471,13 +478,13 @@ fn hub(settings: &HubSettings) -> Line {
         )
         .data(json!({"seconds": time.as_secs_f64()})),
         HubStatus::Refused => not_ok(
-            Level::Warn,
+            CheckLevel::Warn,
             "hub",
             format!("rejects the token{endpoint}"),
             "check HF_TOKEN, or unset it for public models",
         ),
         HubStatus::Failed(why) => not_ok(
-            Level::Warn,
+            CheckLevel::Warn,
             "hub",
             format!("cannot be reached: {why}; {token}{endpoint}"),
             "check the network and HF_ENDPOINT; local model directories work without it",
@@ -532,17 +539,17 @@ mod tests {
         lines.push(features_line(&[]));
         lines.push(memory_line(None, None));
         lines.push(memory_line(Some(1), Some(2)));
-        assert!(lines.iter().all(|l| (l.level == Level::Ok) == l.fix.is_none()));
-        assert_eq!(lines.iter().filter(|l| l.level == Level::Fail).count(), 1);
+        assert!(lines.iter().all(|l| (l.level == CheckLevel::Ok) == l.fix.is_none()));
+        assert_eq!(lines.iter().filter(|l| l.level == CheckLevel::Fail).count(), 1);
         let unreachable = lines.iter().find(|l| l.value.contains("cannot be reached"));
-        assert!(unreachable.is_some_and(|l| l.level == Level::Warn), "{lines:#?}");
-        assert_eq!(verdict(&lines).level, Level::Fail);
-        lines.retain(|l| l.level != Level::Fail);
-        assert_eq!(verdict(&lines).level, Level::Warn);
-        lines.retain(|l| l.level == Level::Ok);
+        assert!(unreachable.is_some_and(|l| l.level == CheckLevel::Warn), "{lines:#?}");
+        assert_eq!(verdict(&lines).level, CheckLevel::Fail);
+        lines.retain(|l| l.level != CheckLevel::Fail);
+        assert_eq!(verdict(&lines).level, CheckLevel::Warn);
+        lines.retain(|l| l.level == CheckLevel::Ok);
         let verdict = verdict(&lines);
         assert!(
-            verdict.level == Level::Ok && verdict.value.starts_with("ready"),
+            verdict.level == CheckLevel::Ok && verdict.value.starts_with("ready"),
             "{verdict:?}"
         );
         assert!(files::list(dir.path()).unwrap().is_empty(), "the check leaves nothing");

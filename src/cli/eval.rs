@@ -3,7 +3,7 @@
 use super::out::{out, out_text};
 use super::recipe_args::RecipeArgs;
 use crate::base::{Error, Result};
-use crate::commands::evaluate::{Request, evaluate};
+use crate::commands::evaluate::{EvaluateRequest, evaluate};
 use crate::recipe::{self, Auto, DeviceRef, Dtype, Render, RowFormat, TrainOn};
 use std::path::PathBuf;
 
@@ -146,7 +146,7 @@ pub fn run(mut args: Args) -> Result<i32> {
         .template_kwargs
         .extend(super::template_kwargs(&args.template_kwarg)?);
     let device = args.device.as_deref().map(DeviceRef::new);
-    let report = evaluate(&Request {
+    let report = evaluate(&EvaluateRequest {
         model: &model,
         adapter: args.adapter.as_deref(),
         reference: args.reference.as_deref(),

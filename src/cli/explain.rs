@@ -1,6 +1,6 @@
 //! `ft explain`: the cause and the remedy of an error, by its code.
 
-use super::codes::{self, CODES, Code};
+use super::codes::{self, CODES, ErrorCode};
 use super::out::{out, out_text};
 use crate::base::{Error, Result};
 use crate::recipe::suggest;
@@ -24,12 +24,12 @@ pub struct Args {
 }
 
 pub fn run(args: Args) -> Result<i32> {
-    let shown: Vec<&Code> = match &args.code {
+    let shown: Vec<&ErrorCode> = match &args.code {
         Some(typed) => vec![codes::find(typed).ok_or_else(|| unknown(typed))?],
         None => CODES.iter().collect(),
     };
     for code in shown {
-        let Code {
+        let ErrorCode {
             code,
             title,
             cause,

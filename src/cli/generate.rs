@@ -2,7 +2,7 @@
 
 use super::out::{out, out_answer};
 use crate::base::{Error, Result, signal};
-use crate::commands::generate::{GeneratedText, Holding, SamplingSettings, Writer};
+use crate::commands::generate::{ChatWriter, GeneratedText, LoadSettings, SamplingSettings};
 use crate::generate::KvDtype;
 use crate::quant::Format;
 use crate::recipe::Dtype;
@@ -117,7 +117,7 @@ pub fn run(args: Args) -> Result<i32> {
         top_p: args.top_p.map(|p| p as f32),
         seed: args.seed,
     };
-    let holding = Holding {
+    let holding = LoadSettings {
         device: args.device.clone(),
         dtype: args.dtype,
         weights: args.weights,
@@ -126,7 +126,7 @@ pub fn run(args: Args) -> Result<i32> {
     let model = args.model.to_string_lossy();
     let template = args.chat_template.as_deref();
     let kwargs = super::template_kwargs(&args.template_kwarg)?;
-    let mut writer = Writer::open(&model, args.adapter.as_deref(), template, kwargs, &holding, choice)?;
+    let mut writer = ChatWriter::open(&model, args.adapter.as_deref(), template, kwargs, &holding, choice)?;
     writer.notes.iter().for_each(|line| super::note(line));
     if !args.chat {
         return end(&writer.complete(args.prompt.as_deref().unwrap_or_default(), &mut out_answer)?);
@@ -149,7 +149,7 @@ fn end(written: &GeneratedText) -> Result<i32> {
 
 /// The meaning of a line in a chat.
 #[derive(Debug, PartialEq)]
-enum Line<'a> {
+enum ChatLine<'a> {
     Nothing,
     Exit,
     Help,
@@ -159,21 +159,21 @@ enum Line<'a> {
     Message(&'a str),
 }
 
-impl<'a> Line<'a> {
+impl<'a> ChatLine<'a> {
     fn read(line: &'a str) -> Self {
         let word = line.trim();
         match word.to_ascii_lowercase().as_str() {
-            "" => Line::Nothing,
-            "exit" | "quit" | "/exit" | "/quit" | "/bye" | "/q" => Line::Exit,
-            "/help" | "/?" => Line::Help,
-            "/clear" | "/new" | "/reset" => Line::Clear,
-            "/speed" => Line::Speed,
+            "" => ChatLine::Nothing,
+            "exit" | "quit" | "/exit" | "/quit" | "/bye" | "/q" => ChatLine::Exit,
+            "/help" | "/?" => ChatLine::Help,
+            "/clear" | "/new" | "/reset" => ChatLine::Clear,
+            "/speed" => ChatLine::Speed,
             // A path, or a line that starts with two slashes, is not a command.
-            _ if word.starts_with("//") => Line::Message(&word[1..]),
+            _ if word.starts_with("//") => ChatLine::Message(&word[1..]),
             command if command.starts_with('/') && command[1..].chars().all(|c| c.is_ascii_alphabetic()) => {
-                Line::Unknown(word)
+                ChatLine::Unknown(word)
             }
-            _ => Line::Message(line),
+            _ => ChatLine::Message(line),
         }
     }
 }
@@ -185,7 +185,7 @@ const CHAT_HELP: &str = "One line is one message.
 Ctrl-C stops an answer. If a message starts with a slash, write two slashes.";
 
 /// Runs a chat. Each line is a turn, from a terminal or from a pipe; the end of the input ends the conversation.
-fn chat(writer: &mut Writer) -> Result<i32> {
+fn chat(writer: &mut ChatWriter) -> Result<i32> {
     let person = std::io::stdin().is_terminal();
     if person {
         super::note("One line is one message. Ctrl-C stops an answer, `/help` shows commands, `/exit` exits.");
@@ -200,30 +200,30 @@ fn chat(writer: &mut Writer) -> Result<i32> {
         let line = line.map_err(|e| Error::new("cannot read standard input").cause(e))?;
         // Restarts the progress timer: the wait was for the user.
         report::clear();
-        let message = match Line::read(&line) {
-            Line::Nothing => continue,
-            Line::Exit => break,
-            Line::Help => {
+        let message = match ChatLine::read(&line) {
+            ChatLine::Nothing => continue,
+            ChatLine::Exit => break,
+            ChatLine::Help => {
                 super::note(CHAT_HELP);
                 continue;
             }
-            Line::Clear => {
+            ChatLine::Clear => {
                 writer.forget();
                 super::note("new conversation");
                 continue;
             }
-            Line::Speed => {
+            ChatLine::Speed => {
                 speed = !speed;
                 super::note(if speed { "speed display on" } else { "speed display off" });
                 continue;
             }
-            Line::Unknown(command) => {
+            ChatLine::Unknown(command) => {
                 report::warn(&format!(
                     "unknown command `{command}`; `/help` lists the commands, `//` starts a message with a slash"
                 ));
                 continue;
             }
-            Line::Message(message) => message,
+            ChatLine::Message(message) => message,
         };
         match writer.reply(message, &mut out_answer) {
             Ok(written) => {
@@ -250,15 +250,15 @@ mod tests {
     #[test]
     fn commands_are_told_from_messages() {
         for line in ["exit", " Quit ", "/exit", "/quit", "/bye"] {
-            assert_eq!(Line::read(line), Line::Exit, "{line}");
+            assert_eq!(ChatLine::read(line), ChatLine::Exit, "{line}");
         }
-        assert_eq!(Line::read("  "), Line::Nothing);
-        assert_eq!(Line::read("/help"), Line::Help);
-        assert_eq!(Line::read("/clear"), Line::Clear);
-        assert_eq!(Line::read("/nothing"), Line::Unknown("/nothing"));
+        assert_eq!(ChatLine::read("  "), ChatLine::Nothing);
+        assert_eq!(ChatLine::read("/help"), ChatLine::Help);
+        assert_eq!(ChatLine::read("/clear"), ChatLine::Clear);
+        assert_eq!(ChatLine::read("/nothing"), ChatLine::Unknown("/nothing"));
         for message in ["exit the building", "/usr/bin is a directory", "quit?", " two "] {
-            assert_eq!(Line::read(message), Line::Message(message));
+            assert_eq!(ChatLine::read(message), ChatLine::Message(message));
         }
-        assert_eq!(Line::read("//help"), Line::Message("/help"));
+        assert_eq!(ChatLine::read("//help"), ChatLine::Message("/help"));
     }
 }

@@ -2,17 +2,17 @@
 //! job, and shows its failures once.
 
 use crate::base::{Error, Result, aborted, files};
-use crate::comm::{Collective, Fault};
+use crate::comm::{Collective, RankFault};
 use crate::recipe;
 use crate::report;
-use crate::train::ranks::Ranks;
+use crate::train::ranks::RunRanks;
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
 
 /// The place of this process in a job, as the launcher says it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Place {
+pub struct JobPlace {
     pub rank: usize,
     pub size: usize,
     by: Launcher,
@@ -42,17 +42,17 @@ pub(super) const JOB: &str = "FT_JOB";
 /// The place in a job of several processes. MPI is started only if there is one: alone it would start a server.
 ///
 /// Errors: variables of a launcher that make no sense together. Each process would train alone, into one directory.
-pub fn launched() -> Result<Option<Place>> {
+pub fn launched() -> Result<Option<JobPlace>> {
     place_in(&|name| std::env::var(name).ok())
 }
 
-fn place_in(variable: &dyn Fn(&str) -> Option<String>) -> Result<Option<Place>> {
+fn place_in(variable: &dyn Fn(&str) -> Option<String>) -> Result<Option<JobPlace>> {
     let text = |name: &str| variable(name).filter(|text| !text.is_empty());
     let number = |name: &str| text(name)?.parse().ok();
     let of_mpi = |(rank, size): (&str, &str)| {
         let (rank, size) = (number(rank)?, number(size)?);
         let by = Launcher::Mpi;
-        (size > 1 && rank < size).then_some(Place { rank, size, by })
+        (size > 1 && rank < size).then_some(JobPlace { rank, size, by })
     };
     let of_mpi = || VARIABLES.into_iter().find_map(of_mpi);
     // A script for `srun` often sets the variables of `torchrun` too, and the ranks of a `torchrun` that `srun` or `mpirun` has
@@ -68,7 +68,7 @@ fn place_in(variable: &dyn Fn(&str) -> Option<String>) -> Result<Option<Place>> 
 }
 
 /// The place by the variables of `torchrun`. Without an address they may be those of another program.
-fn of_master(text: &dyn Fn(&str) -> Option<String>) -> Result<Option<Place>> {
+fn of_master(text: &dyn Fn(&str) -> Option<String>) -> Result<Option<JobPlace>> {
     let (rank, size) = (text("RANK"), text("WORLD_SIZE"));
     if text("MASTER_ADDR").is_none() || (rank.is_none() && size.is_none()) {
         return Ok(None);
@@ -94,7 +94,7 @@ fn of_master(text: &dyn Fn(&str) -> Option<String>) -> Result<Option<Place>> {
     }
     let rank = read("RANK", rank, "the number of this process, from 0")?;
     let by = Launcher::Master;
-    Ok(Some(Place { rank, size, by }))
+    Ok(Some(JobPlace { rank, size, by }))
 }
 
 fn wrong(name: &str, found: &str) -> Error {
@@ -114,7 +114,7 @@ static NAME: OnceLock<String> = OnceLock::new();
 const JOB_ENDS: &str = "the job ends; the newest checkpoint is valid";
 
 /// A rank that panics or is aborted says its name, because the others may not know why the job ends.
-fn name_in_last_words(place: Place) -> Result<()> {
+fn name_in_last_words(place: JobPlace) -> Result<()> {
     let host = files::read_text(Path::new("/proc/sys/kernel/hostname")).unwrap_or_default();
     let host = host.split_whitespace().next().unwrap_or("unknown");
     let name = NAME.get_or_init(|| format!("rank {} (host {host})", place.rank));
@@ -143,14 +143,14 @@ pub(super) fn say_bug(text: &str) -> bool {
 }
 
 /// Joins the job. Returns its ranks, and the compute threads of this one if the machine is shared.
-pub fn join(launched: Option<Place>) -> Result<(Ranks, Option<usize>)> {
+pub fn join(launched: Option<JobPlace>) -> Result<(RunRanks, Option<usize>)> {
     use crate::comm::Patience;
     let Some(place) = launched else {
-        return Ok((Ranks::default(), None));
+        return Ok((RunRanks::default(), None));
     };
     // Before MPI is started, which would print a trace of the calls.
     name_in_last_words(place)?;
-    let ranks = Ranks(match place.by {
+    let ranks = RunRanks(match place.by {
         Launcher::Mpi => by_mpi(place)?,
         Launcher::Master => by_master(place)?,
     });
@@ -162,7 +162,7 @@ pub fn join(launched: Option<Place>) -> Result<(Ranks, Option<usize>)> {
 }
 
 #[cfg(not(all(feature = "mpi", feature = "nccl")))]
-fn refused(place: Place, without: &str, features: &str) -> Error {
+fn refused(place: JobPlace, without: &str, features: &str) -> Error {
     Error::usage("this program cannot train on several ranks")
         .found(format!(
             "rank {} of {}, and a build without {without}",
@@ -174,12 +174,12 @@ fn refused(place: Place, without: &str, features: &str) -> Error {
 }
 
 #[cfg(not(feature = "mpi"))]
-fn by_mpi(place: Place) -> Result<Arc<dyn Collective>> {
+fn by_mpi(place: JobPlace) -> Result<Arc<dyn Collective>> {
     Err(refused(place, "MPI", "mpi"))
 }
 
 #[cfg(feature = "mpi")]
-fn by_mpi(place: Place) -> Result<Arc<dyn Collective>> {
+fn by_mpi(place: JobPlace) -> Result<Arc<dyn Collective>> {
     let group = crate::comm::RankGroup::mpi(say)?;
     let found = group.world().size;
     if found != place.size {
@@ -191,7 +191,7 @@ fn by_mpi(place: Place) -> Result<Arc<dyn Collective>> {
 }
 
 #[cfg(not(feature = "nccl"))]
-fn by_master(place: Place) -> Result<Arc<dyn Collective>> {
+fn by_master(place: JobPlace) -> Result<Arc<dyn Collective>> {
     Err(refused(place, "NCCL", "cuda,nccl"))
 }
 
@@ -203,7 +203,7 @@ const JOIN_SECONDS: u64 = 300;
 const MOST_JOIN_SECONDS: u64 = 86_400;
 
 #[cfg(feature = "nccl")]
-fn by_master(place: Place) -> Result<Arc<dyn Collective>> {
+fn by_master(place: JobPlace) -> Result<Arc<dyn Collective>> {
     rendezvous(place).inspect_err(|error| {
         // Rank 0 cannot speak for a rank that it does not know.
         if place.rank > 0 {
@@ -213,10 +213,10 @@ fn by_master(place: Place) -> Result<Arc<dyn Collective>> {
 }
 
 #[cfg(feature = "nccl")]
-fn rendezvous(place: Place) -> Result<Arc<dyn Collective>> {
+fn rendezvous(place: JobPlace) -> Result<Arc<dyn Collective>> {
     let variable = |name: &str| std::env::var(name).unwrap_or_default();
     let wrong = |name: &str, expected: &str| wrong(name, &variable(name)).expected(expected);
-    let Place { rank, size, .. } = place;
+    let JobPlace { rank, size, .. } = place;
     if rank >= size {
         return Err(wrong("RANK", &format!("less than `WORLD_SIZE`, which is {size}")));
     }
@@ -266,7 +266,7 @@ fn threads(own: usize, online: usize, local: usize) -> usize {
 }
 
 /// Ends the job with the result of this rank: the exit code. Rank 0 shows what failed.
-pub fn finish(ranks: &Ranks, result: Result<i32>) -> Result<i32> {
+pub fn finish(ranks: &RunRanks, result: Result<i32>) -> Result<i32> {
     if !ranks.several() {
         return result;
     }
@@ -287,7 +287,7 @@ pub fn finish(ranks: &Ranks, result: Result<i32>) -> Result<i32> {
 }
 
 /// One text for each different failure, with the ranks that have it unless all have it.
-fn texts(faults: &[Fault], size: usize) -> Vec<String> {
+fn texts(faults: &[RankFault], size: usize) -> Vec<String> {
     let mut ranks: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
     for fault in faults {
         ranks.entry(&fault.text).or_default().push(&fault.rank);
@@ -317,7 +317,7 @@ mod tests {
         assert_eq!(place(&[]), None);
         assert_eq!(place(&[("OMPI_COMM_WORLD_RANK", 0), ("OMPI_COMM_WORLD_SIZE", 1)]), None);
         let by = Launcher::Mpi;
-        let want = Some(Place { rank: 2, size: 4, by });
+        let want = Some(JobPlace { rank: 2, size: 4, by });
         assert_eq!(place(&[("OMPI_COMM_WORLD_RANK", 2), ("OMPI_COMM_WORLD_SIZE", 4)]), want);
         assert_eq!(place(&[("PMI_RANK", 2), ("PMI_SIZE", 4)]), want);
         // A batch script without `srun` has the size only.
@@ -329,14 +329,14 @@ mod tests {
             ("MASTER_PORT", 29500),
         ];
         let by = Launcher::Master;
-        assert_eq!(place(&of_torchrun), Some(Place { rank: 2, size: 4, by }));
+        assert_eq!(place(&of_torchrun), Some(JobPlace { rank: 2, size: 4, by }));
         assert_eq!(place(&of_torchrun[..2]), None, "other programs use such names too");
         assert_eq!(place(&[("RANK", 0), ("WORLD_SIZE", 1), ("MASTER_ADDR", 0)]), None);
         let both = [&of_torchrun[..], &[("PMI_RANK", 2), ("PMI_SIZE", 4)]].concat();
         if cfg!(feature = "mpi") || !cfg!(feature = "nccl") {
             assert_eq!(
                 place(&both),
-                Some(Place {
+                Some(JobPlace {
                     rank: 2,
                     size: 4,
                     by: Launcher::Mpi
@@ -349,7 +349,7 @@ mod tests {
             &of_torchrun[..],
         ]
         .concat();
-        assert_eq!(place(&started_by_srun), Some(Place { rank: 2, size: 4, by }));
+        assert_eq!(place(&started_by_srun), Some(JobPlace { rank: 2, size: 4, by }));
     }
 
     #[test]
@@ -397,7 +397,7 @@ mod tests {
 
     #[test]
     fn equal_failures_are_one_text() {
-        let fault = |rank: &str, text: &str| Fault {
+        let fault = |rank: &str, text: &str| RankFault {
             rank: rank.into(),
             code: 1,
             text: text.into(),

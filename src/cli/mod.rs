@@ -36,7 +36,7 @@ mod train;
 mod tune_lr;
 mod watch;
 
-pub use codes::{CODES, Code};
+pub use codes::{CODES, ErrorCode};
 pub use out::{out, out_raw, out_text};
 pub use recipes::SHIPPED;
 
@@ -44,7 +44,7 @@ use crate::base::paths::shell_word;
 use crate::base::{Error, Result, allocator, cache, is_caught, signal};
 use crate::ops::CpuBackend;
 use crate::recipe;
-use crate::report::{self, Style};
+use crate::report::{self, OutputStyle};
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use std::ffi::OsString;
 use std::io::{IsTerminal, Write};
@@ -133,7 +133,7 @@ pub fn start(arguments: impl Iterator<Item = OsString>) -> i32 {
     };
     let trains = matches!(cli.command, Command::Train(_));
     let launched = if trains { launch::launched() } else { Ok(None) };
-    report::start(Style {
+    report::start(OutputStyle {
         quiet: cli.quiet,
         // Rank 0 speaks for all.
         silent: matches!(launched, Ok(Some(place)) if place.rank > 0),
@@ -196,7 +196,7 @@ fn cache_directory() -> Option<std::path::PathBuf> {
     }
 }
 
-fn run(cli: Cli, launched: Option<launch::Place>) -> Result<i32> {
+fn run(cli: Cli, launched: Option<launch::JobPlace>) -> Result<i32> {
     signal::install()?;
     allocator::retain_freed();
     if let Some(directory) = cache_directory() {
@@ -276,7 +276,7 @@ fn see(code: &str) -> String {
 }
 
 /// With `--json` the last line of an error is for a program.
-fn show_json(code: &Code, text: &str) {
+fn show_json(code: &ErrorCode, text: &str) {
     let line = serde_json::json!({"code": code.code, "title": code.title, "error": text});
     let _ = writeln!(std::io::stderr(), "{line}");
 }
@@ -303,7 +303,7 @@ fn next(dir: &Path, commands: &[&str]) {
 }
 
 /// The style of the output. Information never depends on color.
-fn style_of_terminal() -> Style {
+fn style_of_terminal() -> OutputStyle {
     let set = |name: &str| std::env::var_os(name).is_some_and(|v| !v.is_empty());
     let terminal = std::io::stderr().is_terminal();
     let dumb = std::env::var("TERM").is_ok_and(|t| t == "dumb");
@@ -312,7 +312,7 @@ fn style_of_terminal() -> Style {
         .find_map(|n| std::env::var(n).ok().filter(|v| !v.is_empty()))
         .unwrap_or_default()
         .to_lowercase();
-    Style {
+    OutputStyle {
         bar: terminal && !dumb && !set("FT_NO_PROGRESS"),
         color: terminal && !dumb && !set("NO_COLOR"),
         unicode: locale.contains("utf-8") || locale.contains("utf8"),

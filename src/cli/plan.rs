@@ -5,7 +5,7 @@ use super::recipe_args::RecipeArgs;
 use crate::base::Result;
 use crate::commands::plan::plan_for;
 use crate::plan::gpu_time::{GPUS, GpuRates};
-use crate::plan::link::Link;
+use crate::plan::link::RankLink;
 use crate::report;
 
 /// Forecast the memory of a recipe; allocates nothing
@@ -49,7 +49,7 @@ pub fn run(mut args: Args) -> Result<i32> {
         .device_like
         .as_ref()
         .and_then(|name| GPUS.iter().find(|gpu| gpu.name == name));
-    let link = args.link.as_deref().map(Link::parse).transpose()?;
+    let link = args.link.as_deref().map(RankLink::parse).transpose()?;
     let planned = plan_for(&loaded.recipe, like, args.ranks.into(), args.nodes.into())?;
     planned.notes.iter().for_each(|line| super::note(line));
     if let (Some(text), true) = (&args.link, args.nodes > 1) {

@@ -3,7 +3,7 @@
 use super::out::{out, out_raw};
 use crate::base::Result;
 use crate::base::units::bytes;
-use crate::commands::push::{self, Request};
+use crate::commands::push::{self, PushRequest};
 use crate::hub::{self, HubSettings, Upload};
 use serde_json::json;
 use std::path::PathBuf;
@@ -50,7 +50,7 @@ pub struct Args {
 
 pub fn run(args: Args) -> Result<i32> {
     hub::check_target(&args.repository, &args.revision)?;
-    let prepared = push::prepare(&Request {
+    let prepared = push::prepare(&PushRequest {
         from: &args.from,
         id: &args.repository,
         license: args.license.as_deref(),

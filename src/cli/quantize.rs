@@ -4,7 +4,7 @@ use super::out::out;
 use crate::base::units::bytes;
 use crate::base::{Error, Result};
 use crate::commands::named;
-use crate::commands::quantize::{Request, quantize};
+use crate::commands::quantize::{QuantizeRequest, quantize};
 use crate::quant::Format;
 use std::path::PathBuf;
 
@@ -49,7 +49,7 @@ pub fn run(args: Args) -> Result<i32> {
     let budget = args.budget.zip(args.data.as_deref());
     let named = named::directories(Some(&args.model), &[])?;
     named.found.notes.iter().for_each(|line| super::note(line));
-    let report = quantize(&Request {
+    let report = quantize(&QuantizeRequest {
         model: &named.model,
         out: &args.out,
         to,

@@ -5,7 +5,7 @@ mod assets;
 use super::out::{out, out_raw, out_text};
 use crate::base::units::bytes;
 use crate::base::{Error, Result, files, progress};
-use crate::commands::plan::{self, Fit};
+use crate::commands::plan::{self, MemoryFit};
 use crate::recipe::{self, ModelRef, Recipe, suggest};
 use assets::ASSETS;
 use serde_json::json;
@@ -54,14 +54,14 @@ The list shows whether a recipe fits the free memory of this machine: `fits`, `t
 weights on the disk or quantized weights) or `no`. The forecast assumes that every row has `data.max_length` tokens.")]
 pub struct Args {
     #[command(subcommand)]
-    action: Option<Action>,
+    action: Option<RecipesAction>,
     /// Print the list as JSON, one object per line
     #[arg(long, global = true)]
     json: bool,
 }
 
 #[derive(Debug, clap::Subcommand)]
-enum Action {
+enum RecipesAction {
     /// List names, methods, and whether each recipe fits this machine
     List,
     /// Print a recipe
@@ -102,18 +102,18 @@ Paths in a recipe are relative to the current directory; --with-data writes the 
 }
 
 pub fn run(args: Args) -> Result<i32> {
-    match args.action.unwrap_or(Action::List) {
-        Action::List => list(args.json)?,
-        Action::Show { name } => out_raw(find(&name)?.1)?,
-        Action::Schema => out_raw(&format!("{:#}\n", recipe::schema()))?,
-        Action::Copy { name, to, with_data } => copy(&name, to, with_data)?,
+    match args.action.unwrap_or(RecipesAction::List) {
+        RecipesAction::List => list(args.json)?,
+        RecipesAction::Show { name } => out_raw(find(&name)?.1)?,
+        RecipesAction::Schema => out_raw(&format!("{:#}\n", recipe::schema()))?,
+        RecipesAction::Copy { name, to, with_data } => copy(&name, to, with_data)?,
     }
     Ok(0)
 }
 
 /// The comment at the start of a recipe.
 #[derive(Debug, Default, PartialEq)]
-struct About {
+struct RecipeComment {
     what: &'static str,
     needs: &'static str,
     gives: &'static str,
@@ -121,7 +121,7 @@ struct About {
     first: Vec<&'static str>,
 }
 
-impl About {
+impl RecipeComment {
     fn of(text: &'static str) -> Self {
         let mut about = Self::default();
         for line in portable(text).lines().map_while(|l| l.strip_prefix("# ")) {
@@ -167,7 +167,7 @@ fn list(as_json: bool) -> Result<()> {
     let width = SHIPPED.iter().map(|(n, _)| n.len()).max().unwrap_or(0);
     for (name, text) in SHIPPED {
         let recipe = recipe::parse(text, name, &[])?.recipe;
-        let about = About::of(text);
+        let about = RecipeComment::of(text);
         // A mixture of experts takes a second.
         let fitted = {
             let _phase = progress::phase(format!("planning {name}"), 0, "");
@@ -175,9 +175,9 @@ fn list(as_json: bool) -> Result<()> {
         };
         let method = format!("{} {}", recipe.train.stage.name(), recipe.tune.method.name());
         let fit = match fitted.fit {
-            Fit::Fits => "fits",
-            Fit::Tight => "tight",
-            Fit::No => "no",
+            MemoryFit::Fits => "fits",
+            MemoryFit::Tight => "tight",
+            MemoryFit::No => "no",
         };
         if as_json {
             out(json!({
@@ -249,7 +249,7 @@ fn copy(name: &str, to: Option<PathBuf>, with_data: bool) -> Result<()> {
 
 /// Prints the requirements of the recipe and the next command.
 fn tell(name: &str, to: &str, text: &'static str, recipe: &Recipe, with_data: bool) {
-    let about = About::of(text);
+    let about = RecipeComment::of(text);
     let mut lines = vec![format!("needs: {}", about.needs)];
     if !with_data && assets_of(recipe).iter().any(|(path, _)| !Path::new(path).exists()) {
         let to = if to == format!("{name}.toml") {
@@ -312,7 +312,7 @@ mod tests {
             assert_eq!(loaded.warnings, Vec::<String>::new(), "{name}");
             let again = recipe::parse(&loaded.resolved, name, &[]).unwrap();
             assert_eq!(loaded.values, again.values, "{name}");
-            let about = About::of(text);
+            let about = RecipeComment::of(text);
             for said in [about.what, about.needs, about.gives] {
                 assert!(
                     said.ends_with('.'),
@@ -343,7 +343,7 @@ mod tests {
             recipe.memory.budget = Some(((size.parse::<f64>().unwrap() - 1.0) * 1e9) as u64);
             if ranks > 1 {
                 // What the recipe needs of the host, for each rank.
-                let needs = About::of(text).needs.split(", ").nth(1).unwrap();
+                let needs = RecipeComment::of(text).needs.split(", ").nth(1).unwrap();
                 let host: u64 = needs.split(' ').next().unwrap().parse().unwrap();
                 assert!(needs.contains(" GB of host memory"), "{needs}");
                 recipe.memory.host_budget = Some(host * 1_000_000_000 / ranks as u64);
@@ -384,14 +384,14 @@ mod tests {
 
     #[test]
     fn what_a_recipe_needs_is_in_its_first_lines() {
-        let about = About::of(find("ppo-tiny").unwrap().1);
+        let about = RecipeComment::of(find("ppo-tiny").unwrap().1);
         let commands = about.commands();
         assert_eq!(
             commands[0],
             "ft recipes copy grpo-start-tiny --with-data && ft train grpo-start-tiny.toml"
         );
         assert_eq!(commands.len(), 2);
-        let about = About::of(find("distill-tiny").unwrap().1);
+        let about = RecipeComment::of(find("distill-tiny").unwrap().1);
         assert!(about.commands()[0].contains("cargo run --release --example tiny_world"));
         for (name, text) in SHIPPED {
             let recipe = recipe::parse(text, name, &[]).unwrap().recipe;
@@ -402,7 +402,7 @@ mod tests {
             let reads_a_run = [&recipe.model.path.to_string(), &recipe.data.train[0]]
                 .iter()
                 .any(|p| p.starts_with("runs/"));
-            assert_eq!(About::of(text).first.is_empty(), !reads_a_run, "{name}");
+            assert_eq!(RecipeComment::of(text).first.is_empty(), !reads_a_run, "{name}");
         }
     }
 

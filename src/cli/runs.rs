@@ -4,7 +4,7 @@ use super::completions;
 use super::out::{out, out_raw, out_text};
 use crate::base::units::{bytes, count, duration};
 use crate::base::{Error, Result, files};
-use crate::history::{self, Curve, Record};
+use crate::history::{self, Curve, RunRecord};
 use crate::report;
 use crate::train::verify;
 use serde_json::{Value, json};
@@ -27,14 +27,14 @@ use std::time::Duration;
 A run writes `curves.svg` to its directory when it saves.")]
 pub struct Args {
     #[command(subcommand)]
-    action: Option<Action>,
+    action: Option<RunsAction>,
     /// Print JSON, one object per line
     #[arg(long, global = true)]
     json: bool,
 }
 
 #[derive(Debug, clap::Subcommand)]
-enum Action {
+enum RunsAction {
     /// List the runs in directories [default: runs]
     List {
         /// Run directories, or directories with runs
@@ -90,7 +90,7 @@ enum Action {
         places: Vec<PathBuf>,
         /// The form: event files; a table with step and timestamp; rows with `_step` and `_timestamp`
         #[arg(long, value_enum)]
-        to: To,
+        to: ExportTarget,
         /// The directory; a folder for each run is made in it
         #[arg(long, value_name = "DIR")]
         out: PathBuf,
@@ -98,7 +98,7 @@ enum Action {
 }
 
 #[derive(Debug, Clone, Copy, clap::ValueEnum)]
-enum To {
+enum ExportTarget {
     Tensorboard,
     Csv,
     Wandb,
@@ -109,19 +109,19 @@ const RECENT: usize = 10;
 
 pub fn run(args: Args) -> Result<i32> {
     let json = args.json;
-    match args.action.unwrap_or(Action::List { places: Vec::new() }) {
-        Action::List { places } => list(&places, json)?,
-        Action::Show { run } => show(&Record::read(&run)?, json)?,
-        Action::Diff { a, b } => diff(&Record::read(&a)?, &Record::read(&b)?, json)?,
-        Action::Compare { places } => compare(&read(&places)?, json)?,
-        Action::Plot {
+    match args.action.unwrap_or(RunsAction::List { places: Vec::new() }) {
+        RunsAction::List { places } => list(&places, json)?,
+        RunsAction::Show { run } => show(&RunRecord::read(&run)?, json)?,
+        RunsAction::Diff { a, b } => diff(&RunRecord::read(&a)?, &RunRecord::read(&b)?, json)?,
+        RunsAction::Compare { places } => compare(&read(&places)?, json)?,
+        RunsAction::Plot {
             places,
             metric,
             raw,
             svg,
         } => plot(&read(&places)?, &metric, raw, svg.as_deref(), json)?,
-        Action::Verify { places } => return verify(&places, json),
-        Action::Export { places, to, out } => export(&places, to, &out)?,
+        RunsAction::Verify { places } => return verify(&places, json),
+        RunsAction::Export { places, to, out } => export(&places, to, &out)?,
     }
     Ok(0)
 }
@@ -158,7 +158,7 @@ fn verify(places: &[PathBuf], json: bool) -> Result<i32> {
 }
 
 /// Errors: there is no run.
-fn read(places: &[PathBuf]) -> Result<Vec<Record>> {
+fn read(places: &[PathBuf]) -> Result<Vec<RunRecord>> {
     let found = history::find(places)?;
     if found.is_empty() {
         let names: Vec<String> = places.iter().map(|p| p.display().to_string()).collect();
@@ -166,18 +166,18 @@ fn read(places: &[PathBuf]) -> Result<Vec<Record>> {
             .at(names.join(", "))
             .hint("`ft train` writes a run to `train.output_dir`"));
     }
-    found.iter().map(|path| Record::read(path)).collect()
+    found.iter().map(|path| RunRecord::read(path)).collect()
 }
 
-fn export(places: &[PathBuf], to: To, folder: &Path) -> Result<()> {
+fn export(places: &[PathBuf], to: ExportTarget, folder: &Path) -> Result<()> {
     let form = match to {
-        To::Tensorboard => history::Form::TensorBoard,
-        To::Csv => history::Form::Csv,
-        To::Wandb => history::Form::Wandb,
+        ExportTarget::Tensorboard => history::ExportFormat::TensorBoard,
+        ExportTarget::Csv => history::ExportFormat::Csv,
+        ExportTarget::Wandb => history::ExportFormat::Wandb,
     };
     let mut names = BTreeSet::new();
     for run in history::find(places)? {
-        let record = Record::read_at_most(&run, 0)?;
+        let record = RunRecord::read_at_most(&run, 0)?;
         // `runs/a` and `old/a` have the same last name.
         let last = run
             .file_name()
@@ -196,7 +196,7 @@ fn export(places: &[PathBuf], to: To, folder: &Path) -> Result<()> {
     Ok(())
 }
 
-fn steps(run: &Record) -> String {
+fn steps(run: &RunRecord) -> String {
     match run.total_steps {
         Some(total) => format!("{} of {} steps", count(run.curves.steps), count(total)),
         None => "no step yet".to_string(),
@@ -204,7 +204,7 @@ fn steps(run: &Record) -> String {
 }
 
 /// The numbers of a run: their names in the JSON output, and as text.
-fn results(run: &Record) -> Vec<(&'static str, Value, String)> {
+fn results(run: &RunRecord) -> Vec<(&'static str, Value, String)> {
     let recent = |name: &str| run.curves.get(name).and_then(|c| c.recent(RECENT));
     let last = |name: &str| run.curves.get(name).and_then(Curve::last);
     let lowest = run
@@ -235,7 +235,7 @@ fn results(run: &Record) -> Vec<(&'static str, Value, String)> {
     all
 }
 
-fn as_json(run: &Record) -> Value {
+fn as_json(run: &RunRecord) -> Value {
     let numbers: serde_json::Map<_, _> = results(run)
         .into_iter()
         .map(|(name, x, _)| (name.to_string(), x))
@@ -293,7 +293,7 @@ fn short(name: &str) -> &str {
     }
 }
 
-fn show(run: &Record, json: bool) -> Result<()> {
+fn show(run: &RunRecord, json: bool) -> Result<()> {
     if json {
         return out(as_json(run));
     }
@@ -327,7 +327,7 @@ fn show(run: &Record, json: bool) -> Result<()> {
 }
 
 /// Keys that the recipe or the command line set.
-fn chosen(run: &Record) -> Result<Vec<(String, String)>> {
+fn chosen(run: &RunRecord) -> Result<Vec<(String, String)>> {
     let text = files::read_text(&run.path.join("resolved.toml"))?;
     let (mut table, mut all) = (String::new(), Vec::new());
     for line in text.lines() {
@@ -343,9 +343,9 @@ fn chosen(run: &Record) -> Result<Vec<(String, String)>> {
 }
 
 /// Settings that are not the same in all runs: their values by key, one for each run.
-fn different(runs: &[&Record]) -> BTreeMap<String, Vec<String>> {
+fn different(runs: &[&RunRecord]) -> BTreeMap<String, Vec<String>> {
     let keys: BTreeSet<&String> = runs.iter().flat_map(|run| run.settings.keys()).collect();
-    let value = |run: &&Record, key: &str| run.settings.get(key).map_or("-", String::as_str).to_string();
+    let value = |run: &&RunRecord, key: &str| run.settings.get(key).map_or("-", String::as_str).to_string();
     let row = |key: &&String| -> (String, Vec<String>) {
         (key.to_string(), runs.iter().map(|run| value(run, key)).collect())
     };
@@ -354,7 +354,7 @@ fn different(runs: &[&Record]) -> BTreeMap<String, Vec<String>> {
         .collect()
 }
 
-fn diff(a: &Record, b: &Record, json: bool) -> Result<()> {
+fn diff(a: &RunRecord, b: &RunRecord, json: bool) -> Result<()> {
     let rows = different(&[a, b]);
     if rows.is_empty() && !json {
         return out_text("the settings are the same");
@@ -369,11 +369,11 @@ fn diff(a: &Record, b: &Record, json: bool) -> Result<()> {
     Ok(())
 }
 
-fn compare(runs: &[Record], json: bool) -> Result<()> {
+fn compare(runs: &[RunRecord], json: bool) -> Result<()> {
     if json {
         return runs.iter().try_for_each(|run| out(as_json(run)));
     }
-    let all: Vec<&Record> = runs.iter().collect();
+    let all: Vec<&RunRecord> = runs.iter().collect();
     let mut rows: Vec<(String, Vec<String>)> = vec![
         (
             "run".into(),
@@ -416,7 +416,7 @@ fn compare(runs: &[Record], json: bool) -> Result<()> {
     Ok(())
 }
 
-fn plot(runs: &[Record], metric: &str, raw: bool, svg: Option<&Path>, json: bool) -> Result<()> {
+fn plot(runs: &[RunRecord], metric: &str, raw: bool, svg: Option<&Path>, json: bool) -> Result<()> {
     if let Some(file) = svg {
         let [run] = runs else {
             return Err(Error::usage("`--svg` draws one run")
@@ -428,7 +428,7 @@ fn plot(runs: &[Record], metric: &str, raw: bool, svg: Option<&Path>, json: bool
         files::write_atomic(file, text.as_bytes())?;
         return out(file.display());
     }
-    let found: Vec<(&Record, &Curve)> = runs
+    let found: Vec<(&RunRecord, &Curve)> = runs
         .iter()
         .filter_map(|run| Some((run, run.curves.get(metric)?)))
         .collect();

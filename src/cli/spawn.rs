@@ -2,7 +2,7 @@
 //! It turns Ctrl-C and SIGTERM into a signal that lets the run save its state.
 
 use super::launch;
-use crate::base::signal::{Conduct, Stop};
+use crate::base::signal::{SignalReaction, Stop};
 use crate::base::{Error, Result, signal};
 use crate::report;
 use std::ffi::OsString;
@@ -26,7 +26,7 @@ pub struct Args {
     n: u16,
     /// The connection of the ranks; without this option `mpi`, if this build has it
     #[arg(long, value_enum)]
-    engine: Option<Engine>,
+    engine: Option<RankConnection>,
     /// `train` and its arguments
     #[arg(
         required = true,
@@ -39,7 +39,7 @@ pub struct Args {
 
 /// The connection of the ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-enum Engine {
+enum RankConnection {
     /// Any ranks; they are started by `mpirun`
     Mpi,
     /// Ranks with a GPU each
@@ -65,16 +65,16 @@ pub fn run(args: Args, own: &[OsString]) -> Result<i32> {
     };
     let engine = match args.engine {
         Some(engine) => engine,
-        None if cfg!(feature = "nccl") && !cfg!(feature = "mpi") => Engine::Nccl,
-        None => Engine::Mpi,
+        None if cfg!(feature = "nccl") && !cfg!(feature = "mpi") => RankConnection::Nccl,
+        None => RankConnection::Mpi,
     };
     match engine {
-        Engine::Mpi if !cfg!(feature = "mpi") => return Err(refused("MPI", "mpi`, or `--features cuda,nccl")),
-        Engine::Nccl if !cfg!(feature = "nccl") => return Err(refused("NCCL", "cuda,nccl")),
+        RankConnection::Mpi if !cfg!(feature = "mpi") => return Err(refused("MPI", "mpi`, or `--features cuda,nccl")),
+        RankConnection::Nccl if !cfg!(feature = "nccl") => return Err(refused("NCCL", "cuda,nccl")),
         _ => {}
     }
     let program = std::env::current_exe().map_err(|e| Error::io("cannot find this program").cause(e))?;
-    signal::conduct(Conduct::Stop(Stop {
+    signal::conduct(SignalReaction::Stop(Stop {
         what: "stopping all ranks after this step".into(),
         then: "; Ctrl-C again stops now, without saving".into(),
         lost: "what was not saved is lost".into(),
@@ -82,8 +82,8 @@ pub fn run(args: Args, own: &[OsString]) -> Result<i32> {
     }));
     let arguments: Vec<OsString> = own.iter().chain(&args.command).cloned().collect();
     let ended = match engine {
-        Engine::Mpi => wait(mpirun(args.n, &program, &arguments)?)?,
-        Engine::Nccl => of_ranks(start(args.n, &program, &arguments)?)?,
+        RankConnection::Mpi => wait(mpirun(args.n, &program, &arguments)?)?,
+        RankConnection::Nccl => of_ranks(start(args.n, &program, &arguments)?)?,
     };
     Ok(ended.code().unwrap_or(128 + ended.signal().unwrap_or(0)))
 }

@@ -5,8 +5,8 @@ use super::recipe_args::RecipeArgs;
 use crate::base::Result;
 use crate::base::paths::shell_word;
 use crate::base::units::bytes;
-use crate::train::ranks::Ranks;
-use crate::train::{self, Options, Resume};
+use crate::train::ranks::RunRanks;
+use crate::train::{self, Resume, TrainOptions};
 use serde_json::{Value, json};
 use std::path::Path;
 
@@ -75,10 +75,10 @@ impl Args {
     }
 }
 
-pub fn run(mut args: Args, ranks: &Ranks) -> Result<i32> {
+pub fn run(mut args: Args, ranks: &RunRanks) -> Result<i32> {
     let resume = args.settle_resume();
     let loaded = args.recipe.load()?;
-    let options = Options {
+    let options = TrainOptions {
         resume,
         allow_older: args.allow_older,
         overwrite: args.overwrite,

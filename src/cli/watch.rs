@@ -1,7 +1,7 @@
 //! `ft watch`: a run on the whole terminal.
 
 use crate::base::{Error, Result, signal};
-use crate::look::{Look, Watched, newest};
+use crate::look::{FrameStyle, WatchedRun, newest};
 use crate::report::{self, FullScreen};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -29,7 +29,7 @@ pub fn run(args: Args) -> Result<i32> {
             .at_path(&place)
             .hint("`ft train` writes a run to `train.output_dir`")
     })?;
-    let mut watched = Watched::open(&run)?;
+    let mut watched = WatchedRun::open(&run)?;
     signal::quit("");
     let mut screen = FullScreen::enter().map_err(|e| {
         e.hint("`ft runs show RUN` and `ft runs plot RUN` print the same numbers, `ft dash` shows a page")
@@ -38,7 +38,7 @@ pub fn run(args: Args) -> Result<i32> {
     let mut seen = Instant::now();
     loop {
         let (width, height) = screen.size();
-        let look = Look {
+        let look = FrameStyle {
             width,
             height,
             color: style.color,

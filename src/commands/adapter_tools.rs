@@ -2,13 +2,13 @@
 
 use crate::base::{Error, Result};
 use crate::commands::merge::refuse_existing;
-use crate::formats::adapter::{self, AdapterConfig, AdapterKind, Key, Targets};
+use crate::formats::adapter::{self, AdapterConfig, AdapterKey, AdapterKind, Targets};
 use crate::formats::weights::Weights;
 use crate::hf::{self, BaseHashes};
 use crate::model::Adapters;
 use crate::peft::lora::scaling;
 use crate::peft::start::algebra::{self, CompressedPair};
-use crate::peft::{Adapter, Lora, Mask};
+use crate::peft::{Adapter, DropoutMask, Lora};
 use crate::setup::locate;
 use candle_core::{Device, Tensor};
 use serde_json::{Value, json};
@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// The output of `ft adapter show`.
-pub struct Shown {
+pub struct AdapterSummary {
     pub kind: &'static str,
     pub elements: u64,
     pub bytes: u64,
@@ -29,7 +29,7 @@ pub struct Shown {
     pub modules: Vec<String>,
 }
 
-impl Shown {
+impl AdapterSummary {
     pub fn json(&self) -> Value {
         json!({
             "kind": self.kind,
@@ -61,7 +61,7 @@ fn open(dir: &Path) -> Result<(AdapterConfig, Weights)> {
 }
 
 /// Errors: an invalid adapter directory.
-pub fn show(dir: &Path) -> Result<Shown> {
+pub fn show(dir: &Path) -> Result<AdapterSummary> {
     let (config, weights) = open(dir)?;
     let mut elements = 0u64;
     let mut counted: BTreeMap<String, (usize, String)> = BTreeMap::new();
@@ -72,12 +72,12 @@ pub fn show(dir: &Path) -> Result<Shown> {
         }
         elements += info.count() as u64;
         let line = match adapter::parse(name, &config.kind, config.use_dora) {
-            Some(Key::Of(module, below)) => {
+            Some(AdapterKey::Of(module, below)) => {
                 let last = module.rsplit('.').next().unwrap_or(&module).to_string();
                 format!("{last}.{below}")
             }
-            Some(Key::Rows(module)) => format!("rows of {module}"),
-            Some(Key::Whole(parameter)) => format!("{parameter} (full)"),
+            Some(AdapterKey::Rows(module)) => format!("rows of {module}"),
+            Some(AdapterKey::Whole(parameter)) => format!("{parameter} (full)"),
             None => format!("{name} (unknown to ft)"),
         };
         let entry = counted.entry(line).or_insert((0, format!("{:?}", info.shape)));
@@ -112,7 +112,7 @@ pub fn show(dir: &Path) -> Result<Shown> {
     if !config.target_parameters.is_empty() {
         say("parameters", config.target_parameters.join(", "));
     }
-    Ok(Shown {
+    Ok(AdapterSummary {
         kind: config.name(),
         elements,
         bytes: weights.total_bytes(),
@@ -127,7 +127,7 @@ pub fn show(dir: &Path) -> Result<Shown> {
 }
 
 /// The output of `ft adapter diff`.
-pub struct Difference {
+pub struct AdapterDifference {
     /// Keys of the configs with both values.
     pub settings: Vec<(String, String, String)>,
     pub only_a: Vec<String>,
@@ -138,7 +138,7 @@ pub struct Difference {
     pub relative: f64,
 }
 
-impl Difference {
+impl AdapterDifference {
     pub fn same(&self) -> bool {
         self.settings.is_empty() && self.only_a.is_empty() && self.only_b.is_empty() && self.tensors.is_empty()
     }
@@ -174,7 +174,7 @@ impl Difference {
 }
 
 /// Errors: one of the directories is invalid.
-pub fn diff(a: &Path, b: &Path) -> Result<Difference> {
+pub fn diff(a: &Path, b: &Path) -> Result<AdapterDifference> {
     let ((config_a, weights_a), (config_b, weights_b)) = (open(a)?, open(b)?);
     let (json_a, json_b) = (config_a.to_json(), config_b.to_json());
     let keys: BTreeSet<&String> = [&json_a, &json_b]
@@ -219,7 +219,7 @@ pub fn diff(a: &Path, b: &Path) -> Result<Difference> {
             ));
         }
     }
-    Ok(Difference {
+    Ok(AdapterDifference {
         settings,
         only_a: only(&weights_a, &weights_b),
         only_b: only(&weights_b, &weights_a),
@@ -278,7 +278,7 @@ pub fn combine(adapters: &[(PathBuf, f32)], out: &Path, rank: Option<usize>) -> 
             }
         }
         for name in weights.names() {
-            let Some(Key::Of(module, below)) = adapter::parse(name, &config.kind, false) else {
+            let Some(AdapterKey::Of(module, below)) = adapter::parse(name, &config.kind, false) else {
                 return Err(Error::new("not a tensor of a LoRA adapter").at(name));
             };
             let Some(info) = weights.info(name) else { continue };
@@ -317,14 +317,14 @@ pub fn combine(adapters: &[(PathBuf, f32)], out: &Path, rank: Option<usize>) -> 
         if a.dim(0)? != b.dim(1)? {
             return Err(Error::new("a linear layer has only one LoRA factor").at(&module));
         }
-        let mut lora = Lora::new(&module, (a, b), 1.0, Mask::default());
+        let mut lora = Lora::new(&module, (a, b), 1.0, DropoutMask::default());
         if let Some(r) = rank {
             let CompressedPair { a, b, error } = algebra::compressed(&lora, r, 1.0)?;
             let pair = (
                 Tensor::from_vec(a, (r, lora.a.dim(1)?), &Device::Cpu)?,
                 Tensor::from_vec(b, (lora.b.dim(0)?, r), &Device::Cpu)?,
             );
-            lora = Lora::new(&module, pair, 1.0, Mask::default());
+            lora = Lora::new(&module, pair, 1.0, DropoutMask::default());
             most = Some(error.max(most.unwrap_or(0.0)));
         }
         ranks.insert(module.clone(), lora.rank());

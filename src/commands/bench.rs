@@ -5,7 +5,7 @@ use crate::base::{Error, Result, files};
 use crate::history::each_line;
 use crate::recipe::{self, LoadedRecipe};
 use crate::report::{Cpu, cpu, environment, warn};
-use crate::train::{self, Options};
+use crate::train::{self, TrainOptions};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 
@@ -29,7 +29,7 @@ const STEPS_ONLY: [&str; 9] = [
 
 /// A measurement of some steps.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Measured {
+pub struct BenchMeasurement {
     /// All values, as they are saved.
     pub json: Value,
 }
@@ -65,10 +65,10 @@ pub fn place(recipe: &LoadedRecipe, name: &str) -> PathBuf {
 /// The measurement that `--save NAME` wrote.
 ///
 /// Errors: there is none with this name; the file is no measurement.
-pub fn saved(recipe: &LoadedRecipe, name: &str) -> Result<Measured> {
+pub fn saved(recipe: &LoadedRecipe, name: &str) -> Result<BenchMeasurement> {
     let path = place(recipe, name);
     if path.exists() {
-        return Measured::read(&path);
+        return BenchMeasurement::read(&path);
     }
     let others = files::list(&folder(recipe)).unwrap_or_default();
     let others: Vec<String> = others
@@ -89,7 +89,7 @@ pub fn refuse_strangers(path: &Path) -> Result<()> {
     if path.symlink_metadata().is_err() {
         return Ok(());
     }
-    Measured::read(path).map(drop).map_err(|_| {
+    BenchMeasurement::read(path).map(drop).map_err(|_| {
         Error::usage("another file has the name of the measurement")
             .at_path(path)
             .hint("give another name with `--save`; a measurement is replaced, other files are not")
@@ -128,13 +128,13 @@ pub(super) fn steps_only(overrides: &[String], steps: u64, run: &Path) -> Vec<St
 /// Makes the first `steps` steps of a recipe, after one that is not counted, in a directory that is removed.
 ///
 /// Errors: those of the run.
-pub fn measure(file: &Path, overrides: &[String], steps: u64) -> Result<Measured> {
+pub fn measure(file: &Path, overrides: &[String], steps: u64) -> Result<BenchMeasurement> {
     let place = folder(&recipe::load(file, overrides)?);
     let run = place.join(format!("run-{}", std::process::id()));
     let loaded = recipe::load(file, &steps_only(overrides, steps + 1, &run))?;
-    let options = Options {
+    let options = TrainOptions {
         only_steps: true,
-        ..Options::default()
+        ..TrainOptions::default()
     };
     let (load, before) = (load(), processor());
     let trained = train::train(&loaded, &options);
@@ -150,7 +150,7 @@ pub fn measure(file: &Path, overrides: &[String], steps: u64) -> Result<Measured
     rates.sort_by(f64::total_cmp);
     let Cpu { name, cores, .. } = cpu();
     let threads = rayon::current_num_threads();
-    Ok(Measured {
+    Ok(BenchMeasurement {
         json: json!({
             "format": "ft bench 1", "recipe": file.display().to_string(), "overrides": overrides, "steps": seconds.len(),
             "seconds_median": median, "seconds_min": seconds[0], "seconds_max": seconds[seconds.len() - 1],
@@ -163,7 +163,7 @@ pub fn measure(file: &Path, overrides: &[String], steps: u64) -> Result<Measured
     })
 }
 
-struct Numbers {
+struct BenchNumbers {
     seconds: Vec<f64>,
     tokens_per_second: Vec<f64>,
     peak: f64,
@@ -172,7 +172,7 @@ struct Numbers {
 }
 
 /// The steps of a run after the first one. A step lasts from the line before it to its own.
-fn numbers(run: &Path) -> Result<Numbers> {
+fn numbers(run: &Path) -> Result<BenchNumbers> {
     let (mut times, mut rates, mut peak, mut loss) = (Vec::new(), Vec::new(), 0f64, None);
     each_line(&run.join("metrics.jsonl"), |line| {
         let Ok(line) = serde_json::from_slice::<Value>(line) else {
@@ -187,7 +187,7 @@ fn numbers(run: &Path) -> Result<Numbers> {
         Ok(())
     })?;
     let seconds: Vec<f64> = times.windows(2).map(|pair| pair[1] - pair[0]).collect();
-    Ok(Numbers {
+    Ok(BenchNumbers {
         wall: seconds.iter().sum(),
         seconds,
         tokens_per_second: rates.split_off(rates.len().min(1)),
@@ -207,7 +207,7 @@ fn middle(sorted: &[f64]) -> Option<f64> {
     })
 }
 
-impl Measured {
+impl BenchMeasurement {
     /// Errors: the file cannot be read, or is not a measurement.
     pub fn read(path: &Path) -> Result<Self> {
         let wrong = |e: Error| e.at_path(path).expected("a file that `ft bench --save` wrote");
@@ -335,21 +335,21 @@ mod tests {
         assert_eq!(middle(&[0.25, 0.5, 1.0]), Some(0.5));
         assert_eq!(middle(&[1.0, 2.0]), Some(1.5));
         assert_eq!(middle(&[]), None);
-        let made = |min: f64, busy: bool| Measured {
+        let made = |min: f64, busy: bool| BenchMeasurement {
             json: json!({
                 "format": "ft bench 1", "seconds_median": 1.0, "seconds_min": min, "busy": busy, "cpu": "x", "threads": 2,
             }),
         };
-        let last = |a: &Measured, b: &Measured| a.lines(Some(b)).pop().unwrap();
+        let last = |a: &BenchMeasurement, b: &BenchMeasurement| a.lines(Some(b)).pop().unwrap();
         assert!(last(&made(1.0, false), &made(0.5, false)).starts_with("slower than the baseline"));
         assert!(last(&made(0.5, false), &made(1.0, false)).contains("(-50.0 %"));
         assert!(last(&made(1.0, false), &made(1.01, false)).starts_with("as fast as"));
         assert!(made(1.0, true).lines(None).iter().any(|l| l.contains("was busy")));
         let path = dir.path().join("a/b.json");
         made(1.0, false).write(&path).unwrap();
-        assert_eq!(Measured::read(&path).unwrap(), made(1.0, false));
+        assert_eq!(BenchMeasurement::read(&path).unwrap(), made(1.0, false));
         std::fs::write(&path, "{}").unwrap();
-        assert!(Measured::read(&path).is_err());
+        assert!(BenchMeasurement::read(&path).is_err());
         // A tick is 1/100 s.
         let end = std::time::Instant::now() + std::time::Duration::from_secs(60);
         while processor() == 0.0 {

@@ -21,7 +21,7 @@ use crate::formats::StoredDtype;
 use crate::formats::config::Config;
 use crate::formats::weights::Weights;
 use crate::formats::writer::{self, TensorPlan, Values};
-use crate::hf::Directory;
+use crate::hf::OutputModel;
 use crate::model::spec::ExpertsSpec;
 use crate::model::{Spec, families};
 use crate::setup::locate;
@@ -31,7 +31,7 @@ use std::path::{Path, PathBuf};
 
 /// Where the experts come from.
 #[derive(Debug, Clone, Copy)]
-pub enum Origin<'a> {
+pub enum ExpertOrigin<'a> {
     /// Each expert is the whole MLP.
     Copy,
     /// The experts share the neurons of the MLP, by their activations on rows of this file, at most this number of tokens.
@@ -39,21 +39,21 @@ pub enum Origin<'a> {
 }
 
 #[derive(Debug, Clone, Copy)]
-pub struct Request<'a> {
+pub struct ConvertRequest<'a> {
     pub model: &'a Path,
     pub out: &'a Path,
     /// N
     pub experts: usize,
     /// Experts of a token.
     pub top_k: usize,
-    pub origin: Origin<'a>,
+    pub origin: ExpertOrigin<'a>,
     /// Of the routers of copies, and of the first clusters of a split.
     pub seed: u64,
 }
 
 /// The result of a conversion.
 #[derive(Debug, Clone)]
-pub struct Report {
+pub struct ConvertReport {
     pub out: PathBuf,
     /// `model_type` of the mixture.
     pub model_type: String,
@@ -67,7 +67,7 @@ pub struct Report {
 
 /// A tensor of the mixture that the dense model does not have.
 #[derive(Debug, Clone, Copy)]
-enum Part {
+enum MixturePart {
     Router(usize),
     /// Layer, expert, projection (0: gate, 1: up, 2: down).
     Expert(usize, usize, usize),
@@ -84,7 +84,7 @@ const SHARED: usize = 64;
 ///
 /// Errors: a family or an option that no family with experts has; quantized weights; sizes that cannot be divided; `out` is not
 /// empty; not enough disk space. In these cases nothing is written.
-pub fn convert(request: &Request) -> Result<Report> {
+pub fn convert(request: &ConvertRequest) -> Result<ConvertReport> {
     refuse_existing(request.out)?;
     let config = locate::model_config(request.model, Config::load)?;
     let dense = families::read(&config)?;
@@ -102,10 +102,10 @@ pub fn convert(request: &Request) -> Result<Report> {
     let tensors = plans(&weights, &params, &parts)?;
     checkpoint::check_space(request.out, tensors.iter().filter_map(TensorPlan::bytes).sum())?;
     let splits = match request.origin {
-        Origin::Copy => None,
-        Origin::Split(data, tokens) => Some(neurons::split(request, data, tokens)?),
+        ExpertOrigin::Copy => None,
+        ExpertOrigin::Split(data, tokens) => Some(neurons::split(request, data, tokens)?),
     };
-    let directory = Directory {
+    let directory = OutputModel {
         out: request.out,
         base_dir: request.model,
         config: &raw,
@@ -116,7 +116,7 @@ pub fn convert(request: &Request) -> Result<Report> {
     let shapes: HashMap<&str, usize> = params.iter().map(|p| (&*p.name, p.elements())).collect();
     let out = directory.write(&mut |plan, sink| match parts.get(&plan.name) {
         None => sink(Values::Raw(&weights.read_bytes(&plan.name)?)),
-        Some(Part::Router(layer)) => {
+        Some(MixturePart::Router(layer)) => {
             let elements = shapes.get(plan.name.as_str()).copied().unwrap_or(0);
             match &splits {
                 Some(splits) => sink(Values::F32(&splits[*layer].router)),
@@ -124,17 +124,17 @@ pub fn convert(request: &Request) -> Result<Report> {
             }
         }
         // The first neurons of the MLP; down and the gate are 0, as in a new adapter.
-        Some(Part::Shared(layer, projection)) if *projection < 2 => {
+        Some(MixturePart::Shared(layer, projection)) if *projection < 2 => {
             let elements = shapes.get(plan.name.as_str()).copied().unwrap_or(0);
             let mut values = weights.read_f32(&dense_name(*layer, *projection))?;
             values.truncate(elements);
             sink(Values::F32(&values))
         }
-        Some(Part::Shared(..) | Part::SharedGate(_)) => {
+        Some(MixturePart::Shared(..) | MixturePart::SharedGate(_)) => {
             let elements = shapes.get(plan.name.as_str()).copied().unwrap_or(0);
             sink(Values::F32(&vec![0.0; elements]))
         }
-        Some(Part::Expert(layer, expert, projection)) => {
+        Some(MixturePart::Expert(layer, expert, projection)) => {
             let name = dense_name(*layer, *projection);
             match &splits {
                 None => sink(Values::Raw(&weights.read_bytes(&name)?)),
@@ -147,10 +147,10 @@ pub fn convert(request: &Request) -> Result<Report> {
         }
     })?;
     let reached = splits.map(|s| s.iter().map(|s| s.reached).sum::<f64>() / s.len().max(1) as f64);
-    Ok(Report::new(out, &dense, &mixture, reached))
+    Ok(ConvertReport::new(out, &dense, &mixture, reached))
 }
 
-impl Report {
+impl ConvertReport {
     fn new(out: PathBuf, before: &Spec, after: &Spec, reached: Option<f64>) -> Self {
         let count = elements(after);
         Self {
@@ -184,27 +184,27 @@ fn dense_name(layer: usize, projection: usize) -> String {
 }
 
 /// The new tensors of the mixture by name.
-fn parts(mixture: &Spec) -> HashMap<String, Part> {
+fn parts(mixture: &Spec) -> HashMap<String, MixturePart> {
     let mut parts = HashMap::new();
     let experts = mixture.layers.iter().enumerate();
     let experts = experts.filter_map(|(l, layer)| Some((l, layer.experts?)));
     for (l, of) in experts {
         let of: ExpertsSpec = of;
         let named = |below: String| format!("model.layers.{l}.{below}");
-        parts.insert(named(of.router_name()), Part::Router(l));
+        parts.insert(named(of.router_name()), MixturePart::Router(l));
         if let Some(shared) = of.shared {
             for (projection, name) in shared.names.iter().enumerate() {
-                parts.insert(named(format!("{name}.weight")), Part::Shared(l, projection));
+                parts.insert(named(format!("{name}.weight")), MixturePart::Shared(l, projection));
             }
             let gate = shared
                 .gate
-                .map(|gate| (named(format!("{gate}.weight")), Part::SharedGate(l)));
+                .map(|gate| (named(format!("{gate}.weight")), MixturePart::SharedGate(l)));
             parts.extend(gate);
         }
         for expert in 0..of.count {
             for projection in 0..3 {
                 let name = named(format!("{}.weight", of.linear_name(expert, projection)));
-                parts.insert(name, Part::Expert(l, expert, projection));
+                parts.insert(name, MixturePart::Expert(l, expert, projection));
             }
         }
     }
@@ -215,7 +215,7 @@ fn parts(mixture: &Spec) -> HashMap<String, Part> {
 fn plans(
     weights: &Weights,
     params: &[crate::source::ParamInfo],
-    parts: &HashMap<String, Part>,
+    parts: &HashMap<String, MixturePart>,
 ) -> Result<Vec<TensorPlan>> {
     let stored = |name: &str| -> Result<StoredDtype> {
         let info = weights.info(name).map(|info| info.dtype);
@@ -224,9 +224,9 @@ fn plans(
     let plan = |p: &crate::source::ParamInfo| {
         let dtype = match parts.get(&*p.name) {
             None => stored(&p.name)?,
-            Some(Part::Router(layer) | Part::SharedGate(layer)) => stored(&dense_name(*layer, 0))?,
-            Some(Part::Shared(layer, projection)) => stored(&dense_name(*layer, *projection))?,
-            Some(Part::Expert(layer, _, projection)) => stored(&dense_name(*layer, *projection))?,
+            Some(MixturePart::Router(layer) | MixturePart::SharedGate(layer)) => stored(&dense_name(*layer, 0))?,
+            Some(MixturePart::Shared(layer, projection)) => stored(&dense_name(*layer, *projection))?,
+            Some(MixturePart::Expert(layer, _, projection)) => stored(&dense_name(*layer, *projection))?,
         };
         Ok(TensorPlan {
             name: p.name.to_string(),
@@ -267,8 +267,8 @@ fn refuse(config: &Config, key: &str, why: &str) -> Error {
 }
 
 /// The config of the mixture: of the family that computes the same attention.
-fn mixture_config(config: &Config, dense: &Spec, request: &Request) -> Result<Map<String, Value>> {
-    let &Request { experts, top_k, .. } = request;
+fn mixture_config(config: &Config, dense: &Spec, request: &ConvertRequest) -> Result<Map<String, Value>> {
+    let &ConvertRequest { experts, top_k, .. } = request;
     if !(1..=experts).contains(&top_k) || experts < 2 {
         return Err(Error::usage("a token cannot have this number of experts")
             .at("convert")
@@ -276,9 +276,9 @@ fn mixture_config(config: &Config, dense: &Spec, request: &Request) -> Result<Ma
             .expected("two or more experts, and from 1 to all of them for a token"));
     }
     let width = match request.origin {
-        Origin::Copy => dense.intermediate,
-        Origin::Split(..) if dense.intermediate.is_multiple_of(experts) => dense.intermediate / experts,
-        Origin::Split(..) => {
+        ExpertOrigin::Copy => dense.intermediate,
+        ExpertOrigin::Split(..) if dense.intermediate.is_multiple_of(experts) => dense.intermediate / experts,
+        ExpertOrigin::Split(..) => {
             return Err(
                 Error::usage("the neurons of the MLP cannot be divided evenly among the experts")
                     .at(format!("{}: intermediate_size", config.path.display()))

@@ -5,8 +5,8 @@ use crate::base::units::counted;
 use crate::data::describe;
 use crate::data::describe::visible;
 use crate::data::prompts::Prompt;
-use crate::data::summary::{self, Summary};
-use crate::data::{Dataset, Screened, Stats};
+use crate::data::summary::{self, DataSummary};
+use crate::data::{Dataset, DatasetStats, ScreenCounts};
 use crate::recipe::Recipe;
 use crate::setup::ModelDir;
 use crate::setup::prompts::PromptSet;
@@ -48,7 +48,7 @@ pub fn counts(recipe: &Recipe) -> Result<Value> {
 }
 
 /// Counts of dropped rows, and the agreement of the judges.
-fn screened_json(screened: &Screened) -> Value {
+fn screened_json(screened: &ScreenCounts) -> Value {
     let [judges, evaluation, same, near] = screened.counts();
     let agreement = screened.agreement.as_ref().map(|a| {
         json!({
@@ -62,7 +62,7 @@ fn screened_json(screened: &Screened) -> Value {
 }
 
 fn of(rows: &Dataset) -> Result<Value> {
-    let Stats {
+    let DatasetStats {
         tokens,
         trained_tokens,
         truncated_rows,
@@ -80,7 +80,7 @@ fn of(rows: &Dataset) -> Result<Value> {
         "truncated_rows": truncated_rows, "truncated_tokens": truncated_tokens, "dropped_rows": dropped_rows,
         "split_rows": split_rows, "pieces": pieces, "long_rows": long_rows,
         "longest": longest, "shortest": shortest,
-        "sources": summary::summaries(rows)?.iter().map(Summary::json).collect::<Vec<_>>(),
+        "sources": summary::summaries(rows)?.iter().map(DataSummary::json).collect::<Vec<_>>(),
     }))
 }
 
@@ -111,7 +111,7 @@ pub fn statistics(recipe: &Recipe) -> Result<String> {
     for line in texts.lines() {
         out += &format!("{}\n", visible(&line));
     }
-    for line in screened.iter().flat_map(Screened::lines) {
+    for line in screened.iter().flat_map(ScreenCounts::lines) {
         out += &format!("screen {}\n", visible(&line));
     }
     Ok(out)
@@ -159,10 +159,10 @@ pub fn describe(recipe: &Recipe, rows: usize, color: bool) -> Result<String> {
     if let Some(warning) = rendered_later(&dataset, eval.as_ref(), recipe, has_template) {
         out += &format!("warning: {warning}\n");
     }
-    for line in screened.iter().flat_map(Screened::lines) {
+    for line in screened.iter().flat_map(ScreenCounts::lines) {
         out += &format!("screen {}\n", visible(&line));
     }
-    for warning in screened.iter().flat_map(Screened::warnings) {
+    for warning in screened.iter().flat_map(ScreenCounts::warnings) {
         out += &format!("warning: {warning}\n");
     }
     out.push('\n');
@@ -189,7 +189,7 @@ fn describe_rows(recipe: &Recipe, dataset: &Dataset, model: &ModelDir, rows: usi
 }
 
 /// The output of `ft data` for prompts: some prompts with their known answers, and the counts.
-fn describe_prompts(questions: &PromptSet, stats: &Stats, model: &ModelDir, rows: usize) -> Result<String> {
+fn describe_prompts(questions: &PromptSet, stats: &DatasetStats, model: &ModelDir, rows: usize) -> Result<String> {
     let mut out = String::new();
     for prompt in questions.train.iter().take(rows) {
         let text = visible(&model.tokenizer.decode(&prompt.ids, false)?);

@@ -5,7 +5,7 @@
 mod answers;
 mod report;
 
-pub use report::{Measure, Report};
+pub use report::{EvaluateReport, NumberDisplay};
 
 use crate::base::{Error, Result, progress, signal};
 use crate::commands::named::{self, ModelAndAdapter};
@@ -16,7 +16,7 @@ use crate::engine::{self, Totals};
 use crate::model::{Network, Objective};
 use crate::recipe::{DeviceRef, Dtype, Recipe, Stage};
 use crate::report as terminal;
-use crate::rlhf::preference::Reward;
+use crate::rlhf::preference::RewardObjective;
 use crate::setup::rows;
 use crate::setup::sources::{RowSet, sources};
 use crate::setup::vocabulary::TextChanges;
@@ -31,7 +31,7 @@ const BATCH_TOKENS: usize = 2048;
 const BATCH_PAIRS: usize = 8;
 
 /// The settings of an evaluation.
-pub struct Request<'a> {
+pub struct EvaluateRequest<'a> {
     /// A model directory, a hub id, a run, a checkpoint, or an adapter directory.
     pub model: &'a str,
     pub adapter: Option<&'a Path>,
@@ -58,7 +58,7 @@ struct EvaluatedModel {
     named: ModelAndAdapter,
 }
 
-fn open(model: &str, adapter: Option<&Path>, request: &Request) -> Result<EvaluatedModel> {
+fn open(model: &str, adapter: Option<&Path>, request: &EvaluateRequest) -> Result<EvaluatedModel> {
     let named = named::find(model, adapter)?;
     let changes = TextChanges {
         template: request
@@ -85,7 +85,7 @@ fn open(model: &str, adapter: Option<&Path>, request: &Request) -> Result<Evalua
 }
 
 /// Errors: an invalid model, adapter or row; a signal.
-pub fn evaluate(request: &Request) -> Result<Report> {
+pub fn evaluate(request: &EvaluateRequest) -> Result<EvaluateReport> {
     let opened = open(request.model, request.adapter, request)?;
     let mut recipe = request.recipe.clone();
     if !request.own_length {
@@ -108,7 +108,7 @@ pub fn evaluate(request: &Request) -> Result<Report> {
 
 /// Returns the kind of rows that the recipe's stage uses. If rows are given, or for text stages: the kind of the first
 /// row.
-fn kind_of(recipe: &Recipe, request: &Request) -> Result<RowKind> {
+fn kind_of(recipe: &Recipe, request: &EvaluateRequest) -> Result<RowKind> {
     match recipe.train.stage {
         Stage::Grpo | Stage::Ppo if !request.all_rows => return Ok(RowKind::Prompts),
         Stage::Kto if !request.all_rows => return Ok(RowKind::Judged),
@@ -127,7 +127,7 @@ fn no_rows() -> Error {
 }
 
 /// The rows to read, in full or in part.
-fn rows_of(recipe: &Recipe, request: &Request) -> RowSet<'static> {
+fn rows_of(recipe: &Recipe, request: &EvaluateRequest) -> RowSet<'static> {
     if request.all_rows || recipe.data.eval.is_empty() {
         RowSet::Train
     } else {
@@ -136,7 +136,7 @@ fn rows_of(recipe: &Recipe, request: &Request) -> RowSet<'static> {
 }
 
 /// Names of the files, for messages.
-fn files(recipe: &Recipe, request: &Request) -> Vec<String> {
+fn files(recipe: &Recipe, request: &EvaluateRequest) -> Vec<String> {
     match rows_of(recipe, request) {
         RowSet::Eval => recipe.data.eval.clone(),
         _ => recipe.data.train_paths().cloned().collect(),
@@ -144,7 +144,7 @@ fn files(recipe: &Recipe, request: &Request) -> Vec<String> {
 }
 
 /// Reads the rows in the form that this stage uses.
-fn read(opened: &EvaluatedModel, recipe: &Recipe, request: &Request, stage: Stage) -> Result<Dataset> {
+fn read(opened: &EvaluatedModel, recipe: &Recipe, request: &EvaluateRequest, stage: Stage) -> Result<Dataset> {
     let mut recipe = recipe.clone();
     recipe.train.stage = stage;
     let held_out = !request.all_rows && recipe.data.eval.is_empty();
@@ -159,7 +159,7 @@ fn read(opened: &EvaluatedModel, recipe: &Recipe, request: &Request, stage: Stag
     }
 }
 
-fn texts(opened: &EvaluatedModel, recipe: &Recipe, request: &Request) -> Result<Report> {
+fn texts(opened: &EvaluatedModel, recipe: &Recipe, request: &EvaluateRequest) -> Result<EvaluateReport> {
     let EvaluatedModel { model_dir, network, .. } = opened;
     let stage = match recipe.train.stage {
         Stage::Pretrain => Stage::Pretrain,
@@ -176,7 +176,7 @@ fn texts(opened: &EvaluatedModel, recipe: &Recipe, request: &Request) -> Result<
     let sources = sources(recipe, rows_of(recipe, request))?;
     let spec = rows::spec(&sources, &recipe.data, stage, model_dir.spec.vocab);
     let mut questions = rows.questions(&spec, &model_dir.tokenizer, model_dir.template(), usize::MAX)?;
-    let (all, most) = (questions.len(), model_dir.spec.decoded_positions());
+    let (all, most) = (questions.len(), model_dir.spec.generated_positions());
     questions.retain(|q| q.prompt.len() < most);
     if questions.len() < all {
         terminal::warn(&format!(
@@ -185,22 +185,32 @@ fn texts(opened: &EvaluatedModel, recipe: &Recipe, request: &Request) -> Result<
             all - questions.len()
         ));
     }
-    let mut report = Report::of_loss("rows", rows.examples.len(), totals);
+    let mut report = EvaluateReport::of_loss("rows", rows.examples.len(), totals);
     if !questions.is_empty() {
         let right = crate::train::samples::exact_matches(model_dir, network, &questions)?;
-        report.add("accuracy", right, Measure::Part, "exact matches with greedy decoding");
+        report.add(
+            "accuracy",
+            right,
+            NumberDisplay::Part,
+            "exact matches with greedy decoding",
+        );
     }
     Ok(report)
 }
 
-fn reward(opened: &EvaluatedModel, score: &Tensor, recipe: &Recipe, request: &Request) -> Result<Report> {
+fn reward(
+    opened: &EvaluatedModel,
+    score: &Tensor,
+    recipe: &Recipe,
+    request: &EvaluateRequest,
+) -> Result<EvaluateReport> {
     let model_dir = &opened.model_dir;
     let pad = if opened.adapter {
         preference::pad_id(&model_dir.tokenizer)
     } else {
         model_dir.config.opt_usize0("pad_token_id")?.map(|id| id as u32)
     };
-    let reward = Reward::with_head(score.clone(), pad, 0.0);
+    let reward = RewardObjective::with_head(score.clone(), pad, 0.0);
     let pairs = read(opened, recipe, request, Stage::Reward)?;
     let batches = pair_batches(&pairs);
     let count = 2 * pairs.examples.len();
@@ -212,16 +222,16 @@ fn reward(opened: &EvaluatedModel, score: &Tensor, recipe: &Recipe, request: &Re
             .find(|(n, _)| *n == name)
             .map_or(f64::NAN, |(_, mean)| *mean)
     };
-    let mut report = Report::of_scores(pairs.examples.len(), totals);
+    let mut report = EvaluateReport::of_scores(pairs.examples.len(), totals);
     let of_pairs = "pairs whose chosen answer scores higher";
-    report.add("accuracy", mean("accuracy"), Measure::Part, of_pairs);
+    report.add("accuracy", mean("accuracy"), NumberDisplay::Part, of_pairs);
     report.add(
         "margin",
         mean("margin"),
-        Measure::Number,
+        NumberDisplay::Number,
         "mean score difference, chosen - rejected",
     );
-    report.add("mean_reward", mean("mean_reward"), Measure::Number, "mean score");
+    report.add("mean_reward", mean("mean_reward"), NumberDisplay::Number, "mean score");
     Ok(report)
 }
 

@@ -5,13 +5,13 @@ use crate::commands::merge;
 use crate::recipe::{DeviceRef, Dtype};
 use crate::setup;
 use crate::setup::locate::{self, NamedKind};
-use crate::train::from_checkpoint::{self, Scratch};
+use crate::train::from_checkpoint::{self, ScratchDirectory};
 use candle_core::Device;
 use std::path::{Path, PathBuf};
 
 /// The result of an export.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Report {
+pub struct ExportReport {
     pub out: PathBuf,
     pub adapter: bool,
     /// The step, if the source is a checkpoint.
@@ -24,13 +24,13 @@ pub struct Report {
 /// id or an adapter directory. `dtype` applies to full models only.
 ///
 /// Errors: `out` is not empty; there is nothing to export; the base model is not the one of the run.
-pub fn export(from: &str, out: &Path, dtype: Option<Dtype>) -> Result<Report> {
+pub fn export(from: &str, out: &Path, dtype: Option<Dtype>) -> Result<ExportReport> {
     merge::refuse_existing(out)?;
     let found = locate::locate(from)?;
     let mut report = match &found {
         NamedKind::Checkpoint(dir) => {
             let written = from_checkpoint::write(dir, out)?;
-            Report {
+            ExportReport {
                 out: out.to_path_buf(),
                 adapter: written.adapter,
                 step: Some(written.step),
@@ -40,7 +40,7 @@ pub fn export(from: &str, out: &Path, dtype: Option<Dtype>) -> Result<Report> {
         NamedKind::Adapter(dir) => copied(dir, out)?,
         NamedKind::Model(dir) => {
             let written = merge::merge(dir, &[], out, dtype)?;
-            return Ok(Report {
+            return Ok(ExportReport {
                 out: written.out,
                 adapter: false,
                 step: None,
@@ -55,7 +55,7 @@ pub fn export(from: &str, out: &Path, dtype: Option<Dtype>) -> Result<Report> {
             report.notes.push(note.into());
         }
         (Some(dtype), false) => {
-            let whole = Scratch::beside(out)?;
+            let whole = ScratchDirectory::beside(out)?;
             files::rename(out, &whole.0)?;
             merge::merge(&whole.0, &[], out, Some(dtype))?;
         }
@@ -64,7 +64,7 @@ pub fn export(from: &str, out: &Path, dtype: Option<Dtype>) -> Result<Report> {
 }
 
 /// Copies an adapter directory with its `base/`, if it has one.
-fn copied(dir: &Path, out: &Path) -> Result<Report> {
+fn copied(dir: &Path, out: &Path) -> Result<ExportReport> {
     let mut folders = vec![(dir.to_path_buf(), out.to_path_buf())];
     while let Some((from, to)) = folders.pop() {
         files::create_dir_all(&to)?;
@@ -77,7 +77,7 @@ fn copied(dir: &Path, out: &Path) -> Result<Report> {
             }
         }
     }
-    Ok(Report {
+    Ok(ExportReport {
         out: out.to_path_buf(),
         adapter: true,
         step: None,

@@ -4,7 +4,8 @@ use crate::base::{Error, Result, progress, signal};
 use crate::commands::{export, named};
 use crate::formats::Tokenizer;
 use crate::generate::{
-    Formats, GenerateSettings, KvDtype, Limits, QuantizedCopy, Request, SampledModel, Session, Speed,
+    CopyFormats, GenerateLimits, GenerateSettings, GenerateStats, KvDtype, QuantizedCopy, Request, SampledModel,
+    Session,
 };
 use crate::model::Network;
 use crate::quant::Format;
@@ -27,7 +28,7 @@ pub struct SamplingSettings {
 
 /// How the model is loaded.
 #[derive(Debug, Clone, Default)]
-pub struct Holding {
+pub struct LoadSettings {
     /// `auto`, `cpu`, `cuda:0`.
     pub device: Option<String>,
     pub dtype: Option<Dtype>,
@@ -37,7 +38,7 @@ pub struct Holding {
 }
 
 /// A loaded model with the conversation so far.
-pub struct Writer {
+pub struct ChatWriter {
     model_dir: ModelDir,
     network: Network,
     /// Quantized copy that decodes instead of `network`.
@@ -52,7 +53,7 @@ pub struct Writer {
 /// A generated text.
 pub struct GeneratedText {
     pub text: String,
-    pub speed: Speed,
+    pub speed: GenerateStats,
     /// True if a signal stopped the generation.
     pub stopped: bool,
 }
@@ -79,7 +80,7 @@ impl GeneratedText {
     }
 }
 
-impl Writer {
+impl ChatWriter {
     /// Opens `model`: a model directory, a hub id, an adapter directory, a run or a checkpoint. `template`: a Jinja
     /// file or a name that replaces the model's own template; `kwargs`: its variables. Errors: an invalid model, adapter or template.
     pub fn open(
@@ -87,7 +88,7 @@ impl Writer {
         adapter: Option<&Path>,
         template: Option<&str>,
         kwargs: Map<String, Value>,
-        holding: &Holding,
+        holding: &LoadSettings,
         choice: SamplingSettings,
     ) -> Result<Self> {
         let named = named::find(model, adapter)?;
@@ -100,7 +101,9 @@ impl Writer {
         let model_dir = ModelDir::open(&named.model, "main", &changes)?;
         let place = export::device(holding.device.as_deref())?;
         let network = model_dir.infer(named.adapter.as_deref(), holding.dtype, &place)?;
-        let quantized = holding.weights.map(|w| QuantizedCopy::new(&network, Formats::of(w)));
+        let quantized = holding
+            .weights
+            .map(|w| QuantizedCopy::new(&network, CopyFormats::of(w)));
         let settings = GenerateSettings {
             max_new_tokens: choice.max_new_tokens,
             temperature: choice.temperature,
@@ -108,11 +111,11 @@ impl Writer {
             top_p: choice.top_p,
             seed: choice.seed,
             stop_ids: model_dir.tokenizer.stop_ids().to_vec(),
-            limits: Limits {
+            limits: GenerateLimits {
                 kv_cache: holding.kv_cache,
                 // A GPU reads a long prompt faster in larger passes (docs/benchmarks-gpu.md).
-                prefill_tokens: Limits::default().prefill_tokens * if place.is_cuda() { 4 } else { 1 },
-                ..Limits::default()
+                prefill_tokens: GenerateLimits::default().prefill_tokens * if place.is_cuda() { 4 } else { 1 },
+                ..GenerateLimits::default()
             },
         };
         Ok(Self {
@@ -172,7 +175,7 @@ impl Writer {
     }
 
     fn room(&self, tokens: usize) -> Result<()> {
-        let most = self.network.spec.decoded_positions();
+        let most = self.network.spec.generated_positions();
         if tokens <= most {
             Ok(())
         } else {
@@ -209,7 +212,7 @@ impl Writer {
         give(stream.pending()?, &mut text)?;
         let speed = match result {
             Ok((_, speed)) => speed,
-            Err(_) if stopped => Speed::default(),
+            Err(_) if stopped => GenerateStats::default(),
             Err(e) => return Err(e),
         };
         Ok(GeneratedText { text, speed, stopped })

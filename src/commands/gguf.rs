@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 
 /// The properties of the written file.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Report {
+pub struct GgufReport {
     /// The GGUF file.
     pub file: PathBuf,
     pub adapter: bool,
@@ -28,7 +28,7 @@ pub struct Report {
 /// stays an adapter.
 ///
 /// Errors: `out` is not empty; there is nothing to export; the errors of `gguf::model` and `gguf::adapter`.
-pub fn export(from: &str, out: &Path, file_type: Option<FileType>, pre_tokenizer: Option<&str>) -> Result<Report> {
+pub fn export(from: &str, out: &Path, file_type: Option<FileType>, pre_tokenizer: Option<&str>) -> Result<GgufReport> {
     merge::refuse_existing(out)?;
     let found = named::find(from, None)?;
     let base = match locate(&found.model)? {
@@ -45,7 +45,7 @@ pub fn export(from: &str, out: &Path, file_type: Option<FileType>, pre_tokenizer
     let out = staging.commit()?;
     let notes = found.notes.iter().cloned().chain(report.notes).collect();
     let file = report.file.file_name().map_or(out.clone(), |name| out.join(name));
-    Ok(Report { file, notes, ..report })
+    Ok(GgufReport { file, notes, ..report })
 }
 
 fn of_model(
@@ -54,7 +54,7 @@ fn of_model(
     name: &str,
     file_type: FileType,
     pre_tokenizer: Option<&str>,
-) -> Result<(Report, String)> {
+) -> Result<(GgufReport, String)> {
     let file = dir.join(format!("{name}-{}.gguf", file_type.label()));
     let model = ModelFile {
         dir: base,
@@ -64,7 +64,7 @@ fn of_model(
     };
     let written = gguf::model(&model, &file)?;
     let modelfile = modelfile(&file, base)?;
-    let report = Report {
+    let report = GgufReport {
         file,
         adapter: false,
         architecture: written.architecture,
@@ -82,7 +82,7 @@ fn of_adapter(
     dir: &Path,
     name: &str,
     file_type: Option<FileType>,
-) -> Result<(Report, String)> {
+) -> Result<(GgufReport, String)> {
     let file_type = file_type.unwrap_or(FileType::F16);
     let block = match file_type {
         FileType::F32 => BlockType::F32,
@@ -109,7 +109,7 @@ fn of_adapter(
         base_name
     };
     let modelfile = format!("# BASE: the same base model as GGUF\nFROM {base_name}\nADAPTER ./{shown}\n");
-    let report = Report {
+    let report = GgufReport {
         file,
         adapter: true,
         architecture,

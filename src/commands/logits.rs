@@ -20,13 +20,13 @@ use std::sync::Arc;
 const TOKENS: usize = 48;
 
 /// Reads a group as f32 each time it is fetched, and merges `folded` into it. Other adapters run beside it.
-struct Streamed {
+struct MergingSource {
     weights: Weights,
     params: Vec<ParamInfo>,
     folded: Vec<WeightedAdapter>,
 }
 
-impl Streamed {
+impl MergingSource {
     /// The parameters for which `of` is true.
     fn read(&self, of: impl Fn(&ParamInfo) -> bool) -> Result<Arc<GroupWeights>> {
         let mut out = GroupWeights::default();
@@ -39,7 +39,7 @@ impl Streamed {
     }
 }
 
-impl WeightSource for Streamed {
+impl WeightSource for MergingSource {
     fn fetch(&self, group: Group) -> Result<Arc<GroupWeights>> {
         self.read(|p| p.group == group)
     }
@@ -91,7 +91,7 @@ fn logits(
         // The adapter unties a tied model.
         weights = hf::untied_weights(weights)?;
     }
-    let source = Streamed {
+    let source = MergingSource {
         weights,
         params: spec.params(),
         folded,

@@ -8,7 +8,7 @@ use crate::formats::config::Config;
 use crate::formats::tokenizer::{self, Tokenizer};
 use crate::formats::weights::Weights;
 use crate::formats::writer::{self, TensorPlan, Values};
-use crate::hf::{self, Directory, WeightedAdapter};
+use crate::hf::{self, OutputModel, WeightedAdapter};
 use crate::model::spec::{EMBEDDING, LM_HEAD};
 use crate::model::{Spec, families};
 use crate::ops::update;
@@ -139,7 +139,7 @@ pub fn merge(
         Some(template) => Some(files::read_text(&template)?),
         None => None,
     };
-    let directory = Directory {
+    let directory = OutputModel {
         out,
         base_dir: model_dir,
         config: &raw,
@@ -147,7 +147,7 @@ pub fn merge(
         shard_bytes: writer::SHARD_BYTES,
         chat_template: template.as_deref(),
     };
-    let mut rounding = Rounding::default();
+    let mut rounding = RoundingErrors::default();
     // Experts that share a tensor are written in another order.
     let by_name: HashMap<&str, &ParamInfo> = params.iter().map(|p| (&*p.name, p)).collect();
     let out = directory.write(&mut |plan, sink| match (by_name.get(plan.name.as_str()), &score) {
@@ -214,7 +214,7 @@ fn write_one(
     param: &ParamInfo,
     dtype: StoredDtype,
     adapters: &[WeightedAdapter],
-    rounding: &mut Rounding,
+    rounding: &mut RoundingErrors,
     sink: &mut dyn FnMut(Values) -> Result<()>,
 ) -> Result<()> {
     let name = &param.name;
@@ -233,12 +233,12 @@ fn write_one(
 
 /// Sums of squares: changes by rounding, and changes by the adapter.
 #[derive(Debug, Default)]
-struct Rounding {
+struct RoundingErrors {
     lost: f64,
     delta: f64,
 }
 
-impl Rounding {
+impl RoundingErrors {
     fn add(&mut self, before: &[f32], after: &[f32], dtype: StoredDtype) {
         for (&b, &a) in before.iter().zip(after) {
             let stored = match dtype {

@@ -6,13 +6,13 @@ use crate::commands::{export, merge, named};
 use crate::hf;
 use crate::recipe::Dtype;
 use crate::setup::locate::{NamedKind, locate};
-use crate::train::from_checkpoint::Scratch;
+use crate::train::from_checkpoint::ScratchDirectory;
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 
 /// The properties of the written files.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Report {
+pub struct MlxReport {
     pub out: PathBuf,
     pub adapter: bool,
     /// The base model of an adapter: a directory or a hub id.
@@ -26,11 +26,11 @@ pub struct Report {
 /// transposed matrices.
 ///
 /// Errors: `out` is not empty; there is nothing to export; an adapter that mlx-lm does not have; `dtype` for an adapter.
-pub fn export(from: &str, out: &Path, dtype: Option<Dtype>) -> Result<Report> {
+pub fn export(from: &str, out: &Path, dtype: Option<Dtype>) -> Result<MlxReport> {
     merge::refuse_existing(out)?;
     let found = named::find(from, None)?;
     let Some(adapter) = &found.adapter else {
-        let whole = Scratch::beside(out)?;
+        let whole = ScratchDirectory::beside(out)?;
         let written = export::export(&found.model, &whole.0, dtype)?;
         let path = whole.0.join(CONFIG);
         let mut config = read(&path)?;
@@ -38,7 +38,7 @@ pub fn export(from: &str, out: &Path, dtype: Option<Dtype>) -> Result<Report> {
             files::write_atomic(&path, format!("{:#}\n", Value::Object(config)).as_bytes())?;
         }
         files::rename(&whole.0, out)?;
-        return Ok(Report {
+        return Ok(MlxReport {
             out: out.to_path_buf(),
             adapter: false,
             base: None,
@@ -60,7 +60,7 @@ pub fn export(from: &str, out: &Path, dtype: Option<Dtype>) -> Result<Report> {
             "mlx-lm does not read `rope_parameters` in the config of {base} for every family: give it the base model that `ft export {base} --to mlx --out DIR` writes"
         ));
     }
-    Ok(Report {
+    Ok(MlxReport {
         out: staging.commit()?,
         adapter: true,
         base: Some(found.model.clone()),

@@ -4,7 +4,7 @@ use crate::base::{Error, Result, paths};
 use crate::formats::adapter::AdapterConfig;
 use crate::recipe::ModelRef;
 use crate::setup::locate::{NamedKind, locate};
-use crate::train::from_checkpoint::{self, Scratch};
+use crate::train::from_checkpoint::{self, ScratchDirectory};
 use std::path::{Path, PathBuf};
 
 /// A base model with or without an adapter.
@@ -17,7 +17,7 @@ pub struct ModelAndAdapter {
     /// The directories that were used, if they differ from the given names.
     pub notes: Vec<String>,
     /// Directories written from checkpoints; they are removed on drop.
-    _scratch: Vec<Scratch>,
+    _scratch: Vec<ScratchDirectory>,
 }
 
 /// Finds the model and the adapter for these names.
@@ -114,7 +114,7 @@ impl ModelAndAdapter {
         let NamedKind::Checkpoint(dir) = place else {
             return Ok(place);
         };
-        let scratch = Scratch::beside(&dir)?;
+        let scratch = ScratchDirectory::beside(&dir)?;
         let report = from_checkpoint::write(&dir, &scratch.0)?;
         self.note(name, &format!("the state after step {}", report.step));
         self.notes.extend(report.notes);

@@ -6,8 +6,8 @@ use crate::data::describe::visible;
 use crate::model::shapes;
 use crate::ops;
 use crate::plan::gpu_time::{self, GpuRates, StepTime};
-use crate::plan::memory_plan::Verdict;
-use crate::plan::{self as plans, Model, Plan, PlanDevice, ProcessState, RunPlan};
+use crate::plan::memory_plan::FitVerdict;
+use crate::plan::{self as plans, Plan, PlanDevice, PlanModel, ProcessState, RunPlan};
 use crate::recipe::table::KeyPath;
 use crate::recipe::{self, DeviceRef, Memory, ModelInit, ModelRef, Recipe};
 use crate::setup::defaults::ResumedValues;
@@ -25,8 +25,8 @@ use std::path::Path;
 
 pub struct RecipePlan {
     pub plan: Plan,
-    pub verdict: Verdict,
-    pub disk: Space,
+    pub verdict: FitVerdict,
+    pub disk: DiskSpace,
     /// For the GPU that `plan` is given.
     pub time: Option<GpuEstimate>,
     /// Assumptions of the plan.
@@ -41,7 +41,7 @@ pub struct RecipePlan {
 
 /// Disk space of a run, computed as `ft train` does before it starts.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Space {
+pub struct DiskSpace {
     /// Checkpoints (temporarily one more than the limit), the result, and scratch files.
     pub needed: u64,
     /// `None`: the free space is unknown.
@@ -49,7 +49,7 @@ pub struct Space {
     pub directory: String,
 }
 
-impl Space {
+impl DiskSpace {
     pub fn fits(&self) -> bool {
         self.free.is_none_or(|free| self.needed <= free)
     }
@@ -216,7 +216,7 @@ pub fn plan_for(recipe: &Recipe, like: Option<&'static GpuRates>, ranks: usize, 
         &stored.unwrap_or_default(),
         &ResumedValues::default(),
         &device,
-        adapters::Values::Shapes,
+        adapters::AdapterValues::Shapes,
     )?;
     notes.extend(adapters.warnings.iter().map(|line| recipe::in_program_terms(line)));
     match (&rows, &stream) {
@@ -237,7 +237,7 @@ pub fn plan_for(recipe: &Recipe, like: Option<&'static GpuRates>, ranks: usize, 
     let recipe = &resolved;
     ranks::check(recipe, spec, memory.inputs.on_gpu, ranks)?;
     let time = like.map(|gpu| {
-        let model = Model::new(spec, &memory.strategy.storage, &memory.inputs.adapters);
+        let model = PlanModel::new(spec, &memory.strategy.storage, &memory.inputs.adapters);
         let time = match gpu_time::not_known(recipe, &memory.inputs) {
             Some(why) => Err(why),
             None => Ok(gpu_time::step_time(&model, recipe, &memory.inputs)),
@@ -258,7 +258,7 @@ pub fn plan_for(recipe: &Recipe, like: Option<&'static GpuRates>, ranks: usize, 
         .unwrap_or(u64::MAX);
     let elements = header::trained_elements(&active_schedule, steps, &spec.params(), &adapters.adapters);
     let directory = Path::new(&recipe.train.output_dir);
-    let disk = Space {
+    let disk = DiskSpace {
         needed: directory::space_needed(recipe, spec, elements, memory.strategy.placement),
         free: files::free_space(directory),
         directory: recipe.train.output_dir.clone(),
@@ -266,7 +266,7 @@ pub fn plan_for(recipe: &Recipe, like: Option<&'static GpuRates>, ranks: usize, 
     let mut sent = 0;
     if let Some(line) = ranks::header(recipe, ranks) {
         notes.push(format!("ranks: {line}"));
-        let model = Model::new(spec, &memory.strategy.storage, &memory.inputs.adapters);
+        let model = PlanModel::new(spec, &memory.strategy.storage, &memory.inputs.adapters);
         sent = plans::sent(&model, recipe, &memory.inputs);
         let when = match recipe.distributed.sync_every {
             0 => "in a step".to_string(),
@@ -331,7 +331,7 @@ pub fn plan_for(recipe: &Recipe, like: Option<&'static GpuRates>, ranks: usize, 
 
 /// How well a recipe fits the free memory of this machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Fit {
+pub enum MemoryFit {
     Fits,
     /// It needs nearly all memory, or fits only with weights on the disk or with fewer bits.
     Tight,
@@ -339,7 +339,7 @@ pub enum Fit {
 }
 
 pub struct MachineFit {
-    pub fit: Fit,
+    pub fit: MemoryFit,
     pub peak: u64,
     /// The restrictions that the planner chose to make it fit.
     pub remark: Option<String>,
@@ -368,17 +368,17 @@ pub fn fit(recipe: &Recipe) -> Result<MachineFit> {
     let fewer = lost(Memory::frozen_weights, &["int8", "int4", "nf4"]).map(|bits| format!("frozen weights in {bits}"));
     let nearly_full = free.is_some_and(|free| peak > free / 10 * 9);
     let fit = if planned.refused {
-        Fit::No
+        MemoryFit::No
     } else if disk.is_some() || fewer.is_some() || nearly_full {
-        Fit::Tight
+        MemoryFit::Tight
     } else {
-        Fit::Fits
+        MemoryFit::Fits
     };
     let remark = [disk, fewer].into_iter().flatten().collect::<Vec<_>>().join(", ");
     Ok(MachineFit {
         fit,
         peak,
-        remark: Some(remark).filter(|r| !r.is_empty() && fit != Fit::No),
+        remark: Some(remark).filter(|r| !r.is_empty() && fit != MemoryFit::No),
     })
 }
 

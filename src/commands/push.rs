@@ -3,15 +3,15 @@
 mod card;
 
 use crate::base::{Error, Result, files};
-use crate::history::Record;
-use crate::hub::{Content, LocalFile};
+use crate::history::RunRecord;
+use crate::hub::{LocalFile, UploadContent};
 use crate::setup::locate::{self, NamedKind};
-use card::Card;
+use card::ModelCard;
 use std::path::{Path, PathBuf};
 
 /// The files to upload and their description.
 #[derive(Debug)]
-pub struct Request<'a> {
+pub struct PushRequest<'a> {
     /// A run, its `final/`, or a model or adapter directory.
     pub from: &'a Path,
     /// `owner/name`.
@@ -24,7 +24,7 @@ pub struct Request<'a> {
 
 /// The files of an upload.
 #[derive(Debug)]
-pub struct Prepared {
+pub struct UploadFiles {
     pub directory: PathBuf,
     pub files: Vec<LocalFile>,
     pub bytes: u64,
@@ -38,7 +38,7 @@ const README: &str = "README.md";
 /// Lists the files and writes the card. Nothing is sent.
 ///
 /// Errors: no model there; the run has only checkpoints; a file cannot be read.
-pub fn prepare(request: &Request) -> Result<Prepared> {
+pub fn prepare(request: &PushRequest) -> Result<UploadFiles> {
     let from = request.from;
     if from.is_file() {
         return Err(Error::usage("this is a file, not a directory")
@@ -61,7 +61,7 @@ pub fn prepare(request: &Request) -> Result<Prepared> {
     };
     let run = [Some(from), directory.parent()].into_iter().flatten();
     let run = run
-        .filter_map(|dir| Some((dir.to_path_buf(), Record::read(dir).ok()?)))
+        .filter_map(|dir| Some((dir.to_path_buf(), RunRecord::read(dir).ok()?)))
         .next();
     let mut files = Vec::new();
     collect(&directory, "", &mut files)?;
@@ -69,7 +69,7 @@ pub fn prepare(request: &Request) -> Result<Prepared> {
         None
     } else {
         files.retain(|file| file.name != README);
-        let card = Card {
+        let card = ModelCard {
             id: request.id,
             license: request.license,
             adapter,
@@ -79,7 +79,7 @@ pub fn prepare(request: &Request) -> Result<Prepared> {
         let text = card.text();
         files.push(LocalFile {
             name: README.into(),
-            content: Content::Bytes(text.clone().into_bytes()),
+            content: UploadContent::Bytes(text.clone().into_bytes()),
         });
         Some(text)
     };
@@ -88,7 +88,7 @@ pub fn prepare(request: &Request) -> Result<Prepared> {
     for file in &files {
         bytes += file.size()?;
     }
-    Ok(Prepared {
+    Ok(UploadFiles {
         directory,
         files,
         bytes,
@@ -111,7 +111,7 @@ fn collect(dir: &Path, prefix: &str, out: &mut Vec<LocalFile>) -> Result<()> {
         } else {
             out.push(LocalFile {
                 name,
-                content: Content::Path(path.clone()),
+                content: UploadContent::Path(path.clone()),
             });
         }
     }

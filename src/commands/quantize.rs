@@ -8,7 +8,7 @@ use crate::formats::StoredDtype;
 use crate::formats::config::Config;
 use crate::formats::weights::Weights;
 use crate::formats::writer::{self, TensorPlan, Values};
-use crate::hf::Directory;
+use crate::hf::OutputModel;
 use crate::model::families;
 use crate::quant::{self, Format, QMatrix};
 use crate::recipe::Dtype;
@@ -25,7 +25,7 @@ use std::sync::Arc;
 const REPORT: &str = "quantization.md";
 
 #[derive(Debug, Clone, Copy)]
-pub struct Request<'a> {
+pub struct QuantizeRequest<'a> {
     pub model: &'a Path,
     pub out: &'a Path,
     /// The format of every projection; with a budget the smallest format that can be chosen.
@@ -38,7 +38,7 @@ pub struct Request<'a> {
 
 /// The result of a quantization.
 #[derive(Debug, Clone)]
-pub struct Report {
+pub struct QuantizeReport {
     pub out: PathBuf,
     pub layout: QuantizedLayout,
     /// Number of weights in each format, by its name.
@@ -56,7 +56,7 @@ pub struct Report {
 ///
 /// Errors: `out` is not empty; the model is quantized already; even the smallest choice exceeds the budget; a weight is
 /// missing, has another shape or is not finite; not enough disk space. In these cases nothing is written.
-pub fn quantize(request: &Request) -> Result<Report> {
+pub fn quantize(request: &QuantizeRequest) -> Result<QuantizeReport> {
     crate::commands::merge::refuse_existing(request.out)?;
     let config = locate::model_config(request.model, Config::load)?;
     let spec = families::read(&config)?;
@@ -68,7 +68,7 @@ pub fn quantize(request: &Request) -> Result<Report> {
         weights.require(&p.name, &p.shape)?;
     }
     let is_bf16 = |p: &ParamInfo| weights.info(&p.name).is_some_and(|i| i.dtype == StoredDtype::Bf16);
-    let decoded = if params.iter().all(is_bf16) {
+    let dequantized_dtype = if params.iter().all(is_bf16) {
         Dtype::Bf16
     } else {
         Dtype::F32
@@ -81,23 +81,24 @@ pub fn quantize(request: &Request) -> Result<Report> {
         }
         Some((budget, data)) => {
             let model = ModelDir::open(&request.model.to_string_lossy(), "main", &TextChanges::default())?;
-            let sensitivity = sensitivity::measure(&model, data, request.to, decoded, request.calibration_tokens)?;
+            let sensitivity =
+                sensitivity::measure(&model, data, request.to, dequantized_dtype, request.calibration_tokens)?;
             let choice = sensitivity.choose(&weights, &params, budget)?;
             (choice.formats.clone(), Some(MeasuredChoice { sensitivity, choice }))
         }
     };
-    let work = Work {
+    let work = QuantizedModel {
         config: &config,
         weights: &weights,
         params: &params,
-        decoded,
+        dequantized_dtype,
         formats: &formats,
         before,
     };
     write(request, &work, measured)
 }
 
-type Formats = BTreeMap<Arc<str>, Format>;
+type ChosenFormats = BTreeMap<Arc<str>, Format>;
 
 /// The measured sensitivities, and the formats that they led to.
 struct MeasuredChoice {
@@ -107,23 +108,23 @@ struct MeasuredChoice {
 
 /// The model that is quantized, and the formats that were chosen.
 #[derive(Clone, Copy)]
-struct Work<'a> {
+struct QuantizedModel<'a> {
     config: &'a Config,
     weights: &'a Weights,
     params: &'a [ParamInfo],
     /// The type of dequantized values.
-    decoded: Dtype,
-    formats: &'a Formats,
+    dequantized_dtype: Dtype,
+    formats: &'a ChosenFormats,
     /// Bytes of all weights.
     before: u64,
 }
 
-fn write(request: &Request, work: &Work, measured: Option<MeasuredChoice>) -> Result<Report> {
-    let Work {
+fn write(request: &QuantizeRequest, work: &QuantizedModel, measured: Option<MeasuredChoice>) -> Result<QuantizeReport> {
+    let QuantizedModel {
         config,
         weights,
         params,
-        decoded,
+        dequantized_dtype,
         formats,
         before,
     } = *work;
@@ -154,9 +155,12 @@ fn write(request: &Request, work: &Work, measured: Option<MeasuredChoice>) -> Re
     let mut raw = config.raw.clone();
     let used: Vec<Format> = formats.values().copied().collect();
     if !used.is_empty() {
-        raw.insert("quantization_config".into(), stored::config(layout, &used, decoded));
+        raw.insert(
+            "quantization_config".into(),
+            stored::config(layout, &used, dequantized_dtype),
+        );
     }
-    let directory = Directory {
+    let directory = OutputModel {
         out: request.out,
         base_dir: request.model,
         config: &raw,
@@ -164,7 +168,7 @@ fn write(request: &Request, work: &Work, measured: Option<MeasuredChoice>) -> Re
         shard_bytes: writer::SHARD_BYTES,
         chat_template: None,
     };
-    let mut errors = Errors::default();
+    let mut errors = QuantizationErrors::default();
     let mut now: Option<(Arc<str>, QMatrix)> = None;
     let out = directory.write(&mut |plan, sink| {
         let owner = owners
@@ -177,8 +181,8 @@ fn write(request: &Request, work: &Work, measured: Option<MeasuredChoice>) -> Re
             // Frees the previous quantized data before it reads the next weight.
             now = None;
             let values = weights.read_f32(&owner.name)?;
-            let quantized =
-                quant::quantize(&values, (rows, columns), *format, decoded).map_err(|e| e.or_at(&*owner.name))?;
+            let quantized = quant::quantize(&values, (rows, columns), *format, dequantized_dtype)
+                .map_err(|e| e.or_at(&*owner.name))?;
             errors.add(&values, &quantized);
             now = Some((owner.name.clone(), quantized));
         }
@@ -192,10 +196,10 @@ fn write(request: &Request, work: &Work, measured: Option<MeasuredChoice>) -> Re
     for p in params.iter().filter(|p| is_projection(p)) {
         let format = formats
             .get(&p.name)
-            .map_or(decoded.name().to_string(), |f| f.to_string());
+            .map_or(dequantized_dtype.name().to_string(), |f| f.to_string());
         *counts.entry(format).or_default() += 1;
     }
-    let mut report = Report {
+    let mut report = QuantizeReport {
         out,
         layout,
         counts,
@@ -211,12 +215,12 @@ fn write(request: &Request, work: &Work, measured: Option<MeasuredChoice>) -> Re
 
 /// Sums of squares.
 #[derive(Default)]
-struct Errors {
+struct QuantizationErrors {
     weights: f64,
     change: f64,
 }
 
-impl Errors {
+impl QuantizationErrors {
     fn add(&mut self, values: &[f32], quantized: &QMatrix) {
         let (rows, columns) = quantized.dims();
         let mut row = vec![0f32; columns];
@@ -238,7 +242,7 @@ impl Errors {
     }
 }
 
-fn text(report: &Report, measured: Option<&MeasuredChoice>) -> String {
+fn text(report: &QuantizeReport, measured: Option<&MeasuredChoice>) -> String {
     let mut out = String::from("# How the weights are stored\n\n| storage | projections |\n|---|---|\n");
     for (format, n) in &report.counts {
         out.push_str(&format!("| {format} | {n} |\n"));

@@ -12,14 +12,16 @@ use crate::data::{Batch, Dataset, Source, dataset};
 use crate::engine::Totals;
 use crate::formats::weights::Weights;
 use crate::model::shared::SharedStates;
-use crate::model::{Context, Layer, Need, Network, Objective};
+use crate::model::{Context, Layer, Network, Objective, ObjectiveNeeds};
 use crate::ops::step_stats::StepStats;
 use crate::quant::{self, Format, Weight};
 use crate::recipe::Dtype;
 use crate::setup::ModelDir;
 use crate::sft::CausalLm;
 use crate::source::policy::is_projection;
-use crate::source::{Group, GroupWeights, InMemory, ParamInfo, Resident, StoragePolicy, Sublayer, WeightSource};
+use crate::source::{
+    Group, GroupWeights, InMemoryWeights, ParamInfo, ResidentWeights, StoragePolicy, Sublayer, WeightSource,
+};
 use candle_core::{Device, Tensor};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -42,11 +44,11 @@ pub struct Sensitivity {
     pub rises: BTreeMap<SublayerId, Vec<f64>>,
     network: Network,
     /// The weights of the files.
-    exact: Resident,
+    exact: ResidentWeights,
     /// The source of `network`: `exact`, or with quantized layers.
-    measured: Arc<InMemory>,
+    measured: Arc<InMemoryWeights>,
     batches: Vec<Batch>,
-    decoded: Dtype,
+    dequantized_dtype: Dtype,
 }
 
 pub struct FormatChoice {
@@ -72,13 +74,19 @@ pub fn dense_bytes(weights: &Weights, params: &[ParamInfo]) -> u64 {
 /// Measures every unit on at most `tokens` tokens of `data`. `smallest` is the smallest candidate; int8 is always one.
 ///
 /// Errors: an invalid model or invalid rows; a loss that is not finite.
-pub fn measure(model: &ModelDir, data: &Path, smallest: Format, decoded: Dtype, tokens: usize) -> Result<Sensitivity> {
+pub fn measure(
+    model: &ModelDir,
+    data: &Path,
+    smallest: Format,
+    dequantized_dtype: Dtype,
+    tokens: usize,
+) -> Result<Sensitivity> {
     let device = Device::Cpu;
     let batches = calibration(model, data, tokens)?;
-    let policy = StoragePolicy::dense(decoded);
+    let policy = StoragePolicy::dense(dequantized_dtype);
     let weights = model.weights()?;
-    let exact = Resident::load(model.spec.params(), &weights, |p| policy.of(p), &device)?;
-    let measured = Arc::new(InMemory::new(model.spec.params()));
+    let exact = ResidentWeights::load(model.spec.params(), &weights, |p| policy.of(p), &device)?;
+    let measured = Arc::new(InMemoryWeights::new(model.spec.params()));
     let mut formats = vec![None, Some(Format::Int8 { group: 0 }), Some(smallest)];
     formats.dedup();
     let mut out = Sensitivity {
@@ -90,7 +98,7 @@ pub fn measure(model: &ModelDir, data: &Path, smallest: Format, decoded: Dtype, 
         exact,
         measured,
         batches,
-        decoded,
+        dequantized_dtype,
     };
     if out.tokens == 0 {
         return Err(Error::new("nothing can be measured: no row has a trained token").at_path(data));
@@ -124,7 +132,7 @@ pub fn calibration(model: &ModelDir, data: &Path, tokens: usize) -> Result<Vec<B
 }
 
 /// The input of a layer for a batch, and what the layers of this batch share.
-type State = (Tensor, Rc<SharedStates>);
+type LayerInput = (Tensor, Rc<SharedStates>);
 
 impl Sensitivity {
     fn run(&mut self) -> Result<()> {
@@ -162,7 +170,7 @@ impl Sensitivity {
         Ok(())
     }
 
-    fn embed(&self) -> Result<Vec<State>> {
+    fn embed(&self) -> Result<Vec<LayerInput>> {
         let embed = |b: &Batch| {
             let ctx = self.network.context(&b.positions, &b.documents, None)?;
             Ok((self.network.embed(&b.ids, &ctx)?, ctx.shared))
@@ -171,7 +179,7 @@ impl Sensitivity {
     }
 
     /// Mean loss when the forward pass starts at layer `first` with inputs `xs`.
-    fn loss_from(&self, first: usize, xs: &[State]) -> Result<f64> {
+    fn loss_from(&self, first: usize, xs: &[LayerInput]) -> Result<f64> {
         let objective = CausalLm::new(self.network.spec.vocab);
         let (mut totals, step_stats) = (Totals::default(), StepStats::new(&self.network.device)?);
         for ((x, shared), batch) in xs.iter().zip(&self.batches) {
@@ -181,7 +189,7 @@ impl Sensitivity {
             for layer in first..self.network.layers() {
                 x = self.network.block(layer)?.forward(&x, &ctx)?;
             }
-            let need = Need {
+            let need = ObjectiveNeeds {
                 scale: 1.0,
                 dh: false,
                 dw: false,
@@ -218,7 +226,12 @@ impl Sensitivity {
             let values = crate::ops::update::to_f32_vec(weight.dense()?)?;
             quantized.insert(
                 name,
-                Weight::from(quant::quantize(&values, (rows, columns), format, self.decoded)?),
+                Weight::from(quant::quantize(
+                    &values,
+                    (rows, columns),
+                    format,
+                    self.dequantized_dtype,
+                )?),
             );
         }
         self.measured.set(group, quantized);
@@ -299,7 +312,7 @@ impl Sensitivity {
     }
 
     fn name(&self, candidate: usize) -> String {
-        self.formats[candidate].map_or(self.decoded.name().to_string(), |f| f.name().to_string())
+        self.formats[candidate].map_or(self.dequantized_dtype.name().to_string(), |f| f.name().to_string())
     }
 
     /// The measurements and the choice, as Markdown.

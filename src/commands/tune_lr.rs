@@ -8,7 +8,7 @@ use crate::base::{Error, ErrorKind, Result, files};
 use crate::commands::bench::{folder, steps_only};
 use crate::history::{self, Curve, Curves};
 use crate::recipe;
-use crate::train::{self, Options, RateSweep};
+use crate::train::{self, RateSweep, TrainOptions};
 use serde_json::{Value, json};
 use std::path::Path;
 
@@ -18,7 +18,7 @@ const BELOW: f64 = 0.1;
 pub const LEAST_STEPS: u64 = 8;
 
 /// The result of a range test.
-pub struct Found {
+pub struct RangeTestResult {
     /// The sweep.
     pub sweep: RateSweep,
     /// The metrics of the steps that were made.
@@ -31,16 +31,16 @@ pub struct Found {
 ///
 /// # Errors
 /// Those of the run, except a loss or gradient that is not finite: it ends the test.
-pub fn measure(file: &Path, overrides: &[String], sweep: RateSweep) -> Result<Found> {
+pub fn measure(file: &Path, overrides: &[String], sweep: RateSweep) -> Result<RangeTestResult> {
     let first = recipe::load(file, overrides)?;
     let place = folder(&first);
     let there = place.exists();
     let run = place.join(format!("tune-lr-{}", std::process::id()));
     let loaded = recipe::load(file, &steps_only(overrides, sweep.steps, &run))?;
-    let options = Options {
+    let options = TrainOptions {
         only_steps: true,
         sweep: Some(sweep),
-        ..Options::default()
+        ..TrainOptions::default()
     };
     let trained = train::train(&loaded, &options);
     let curves = Curves::read(&run, usize::MAX);
@@ -55,7 +55,7 @@ pub fn measure(file: &Path, overrides: &[String], sweep: RateSweep) -> Result<Fo
         Err(e) => return Err(e),
     };
     removed?;
-    Ok(Found {
+    Ok(RangeTestResult {
         sweep,
         curves: curves?,
         diverged,
@@ -69,7 +69,7 @@ fn lowest(smoothed: &Curve) -> Option<(u64, f64)> {
     (smoothed.points.len() as u64 >= LEAST_STEPS && of.1 < first).then_some(of)
 }
 
-impl Found {
+impl RangeTestResult {
     fn loss(&self) -> Curve {
         self.curves.get("loss").cloned().unwrap_or_default()
     }

@@ -11,7 +11,7 @@ use std::time::{Duration, UNIX_EPOCH};
 
 /// A form of the numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Form {
+pub enum ExportFormat {
     /// `events.out.tfevents.*`.
     TensorBoard,
     /// A table with the columns `step` and `timestamp`.
@@ -29,13 +29,13 @@ fn tag(name: &str) -> String {
 }
 
 /// The numbers of a line: its step, its time, and the others by their tags.
-struct Numbers {
+struct LineNumbers {
     step: u64,
     time: Option<f64>,
     values: Vec<(String, f64)>,
 }
 
-impl Numbers {
+impl LineNumbers {
     /// `None`: the line has no step.
     fn of(line: &Map<String, Value>) -> Option<Self> {
         let values = line
@@ -55,13 +55,13 @@ impl Numbers {
     }
 }
 
-fn each(run: &Path, mut f: impl FnMut(Numbers) -> Result<()>) -> Result<()> {
+fn each(run: &Path, mut f: impl FnMut(LineNumbers) -> Result<()>) -> Result<()> {
     let path = run.join("metrics.jsonl");
     if !path.exists() {
         return Ok(());
     }
     each_line(&path, |line| match serde_json::from_slice(line) {
-        Ok(Value::Object(line)) => Numbers::of(&line).map_or(Ok(()), &mut f),
+        Ok(Value::Object(line)) => LineNumbers::of(&line).map_or(Ok(()), &mut f),
         _ => Ok(()),
     })
 }
@@ -89,7 +89,7 @@ pub fn is_event_file(name: &str) -> bool {
 
 /// The record of a line of `metrics.jsonl` for an event file; empty if the line has no step.
 pub fn event(line: &Map<String, Value>) -> Vec<u8> {
-    Numbers::of(line).map_or_else(Vec::new, |n| n.scalars(0.0))
+    LineNumbers::of(line).map_or_else(Vec::new, |n| n.scalars(0.0))
 }
 
 /// Writes the event file of a run that starts or is resumed, with the numbers that `metrics.jsonl` has, and empties those
@@ -125,26 +125,26 @@ pub fn new_event_file(run: &Path, now: f64) -> Result<PathBuf> {
 /// Errors: a file cannot be read or written.
 pub fn export(
     run: &Path,
-    form: Form,
+    form: ExportFormat,
     began: f64,
     settings: &BTreeMap<String, String>,
     out: &Path,
 ) -> Result<Vec<PathBuf>> {
     files::create_dir_all(out)?;
     let name = match form {
-        Form::TensorBoard => event_file(began as u64),
-        Form::Csv => "metrics.csv".into(),
-        Form::Wandb => "history.jsonl".into(),
+        ExportFormat::TensorBoard => event_file(began as u64),
+        ExportFormat::Csv => "metrics.csv".into(),
+        ExportFormat::Wandb => "history.jsonl".into(),
     };
     let path = out.join(name);
     let mut file = AtomicFile::create(&path)?;
     let mut written = vec![path];
     match form {
-        Form::TensorBoard => {
+        ExportFormat::TensorBoard => {
             file.write(&tfevents::header(began))?;
             each(run, |n| file.write(&n.scalars(began)))?;
         }
-        Form::Csv => {
+        ExportFormat::Csv => {
             let mut names = BTreeSet::new();
             each(run, |n| {
                 names.extend(n.values.into_iter().map(|(name, _)| name));
@@ -170,7 +170,7 @@ pub fn export(
                 file.write(format!("{}\n", cells.join(",")).as_bytes())
             })?;
         }
-        Form::Wandb => {
+        ExportFormat::Wandb => {
             each(run, |n| {
                 let time = n.time.unwrap_or(began);
                 let mut row = Map::new();
@@ -215,7 +215,7 @@ mod tests {
             let out = dir.path().join(name);
             export(dir.path(), form, 10.0, &settings, &out).unwrap()
         };
-        let board = fs::read(&write(Form::TensorBoard, "a")[0]).unwrap();
+        let board = fs::read(&write(ExportFormat::TensorBoard, "a")[0]).unwrap();
         let events = tfevents::tests::read(&board);
         assert_eq!(events.len(), 4);
         assert_eq!(events[1], (10.5, 0, vec![("eval/loss".to_string(), 3.5)]));
@@ -225,7 +225,7 @@ mod tests {
         ];
         assert_eq!(events[2], (11.5, 1, values));
         assert_eq!((events[3].0, events[3].2[0].1), (10.0, 0.1));
-        let table = fs::read_to_string(&write(Form::Csv, "b")[0]).unwrap();
+        let table = fs::read_to_string(&write(ExportFormat::Csv, "b")[0]).unwrap();
         let lines: Vec<&str> = table.lines().collect();
         assert_eq!(
             lines[0],
@@ -233,7 +233,7 @@ mod tests {
         );
         assert_eq!(lines[2], "1,1970-01-01T00:00:11,,,2.25,0.5");
         assert_eq!(lines.len(), 4);
-        let files = write(Form::Wandb, "c");
+        let files = write(ExportFormat::Wandb, "c");
         let rows = fs::read_to_string(&files[0]).unwrap();
         let row: Value = serde_json::from_str(rows.lines().nth(1).unwrap()).unwrap();
         let expected = json!({

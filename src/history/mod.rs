@@ -11,7 +11,7 @@ mod tfevents;
 pub use tfevents::tests::read as read_events;
 
 pub use curves::{Curve, Curves, each_line};
-pub use export::{Form, event, export, is_event_file, new_event_file};
+pub use export::{ExportFormat, event, export, is_event_file, new_event_file};
 pub use plot::{ROWS, color, plot};
-pub use record::{Record, find};
+pub use record::{RunRecord, find};
 pub use svg::{CURVES, svg, write};

@@ -9,7 +9,7 @@ use toml_edit::{DocumentMut, TableLike};
 
 /// The content of the files of a run directory.
 #[derive(Debug, Clone)]
-pub struct Record {
+pub struct RunRecord {
     pub path: PathBuf,
     /// Recipe keys and their values as TOML text, from `resolved.toml`.
     pub settings: BTreeMap<String, String>,
@@ -64,7 +64,7 @@ pub fn find(places: &[PathBuf]) -> Result<Vec<PathBuf>> {
     Ok(out)
 }
 
-impl Record {
+impl RunRecord {
     /// Reads a run directory. A run may be in progress: its last lines count if they are complete.
     ///
     /// Errors: it is no run; a file cannot be read.
@@ -177,7 +177,7 @@ mod tests {
             fs::write(run.join("events.jsonl"), text).unwrap();
         };
         events("{\"event\":\"warning\",\"message\":\"m\",\"time\":2.5}\n{\"eve");
-        let record = Record::read(&run).unwrap();
+        let record = RunRecord::read(&run).unwrap();
         assert_eq!(record.setting("train.stage"), "sft");
         assert_eq!((record.setting("tune.lora.r"), record.setting("none")), ("8", ""));
         assert_eq!((record.total_steps, &*record.state), (Some(20), "interrupted"));
@@ -185,8 +185,8 @@ mod tests {
         assert_eq!((record.began, record.ended), (Some(1.5), Some(2.5)));
         assert_eq!(record.warnings, ["m"]);
         events("{\"event\":\"stop\",\"step\":20,\"reason\":\"done\",\"time\":9.0}\n");
-        assert_eq!(Record::read(&run).unwrap().state, "done");
+        assert_eq!(RunRecord::read(&run).unwrap().state, "done");
         assert_eq!(find(&[dir.path().to_path_buf()]).unwrap(), std::slice::from_ref(&run));
-        assert!(find(&[dir.path().join("none")]).is_err() && Record::read(dir.path()).is_err());
+        assert!(find(&[dir.path().join("none")]).is_err() && RunRecord::read(dir.path()).is_err());
     }
 }

@@ -20,69 +20,69 @@ const POINTS: usize = 600;
 const MOST: usize = 4000;
 
 /// The content of a panel: title, metrics that are drawn smoothed over their values, metrics as dots.
-struct Panel {
+struct ChartPanel {
     title: &'static str,
     lines: &'static [&'static str],
     dots: &'static [&'static str],
     smooth: bool,
 }
 
-const PANELS: [Panel; 10] = [
-    Panel {
+const PANELS: [ChartPanel; 10] = [
+    ChartPanel {
         title: "loss",
         lines: &["loss"],
         dots: &["eval_loss"],
         smooth: true,
     },
-    Panel {
+    ChartPanel {
         title: "learning rate",
         lines: &["learning_rate"],
         dots: &[],
         smooth: false,
     },
-    Panel {
+    ChartPanel {
         title: "gradient norm",
         lines: &["grad_norm"],
         dots: &[],
         smooth: true,
     },
-    Panel {
+    ChartPanel {
         title: "peak memory (GiB)",
         lines: &["peak_memory_bytes"],
         dots: &[],
         smooth: false,
     },
-    Panel {
+    ChartPanel {
         title: "tokens per second",
         lines: &["tokens_per_second"],
         dots: &[],
         smooth: true,
     },
-    Panel {
+    ChartPanel {
         title: "exact answers",
         lines: &[],
         dots: &["eval_accuracy"],
         smooth: false,
     },
-    Panel {
+    ChartPanel {
         title: "reward",
         lines: &["reward"],
         dots: &["eval_reward"],
         smooth: true,
     },
-    Panel {
+    ChartPanel {
         title: "KL divergence",
         lines: &["kl"],
         dots: &["eval_kl"],
         smooth: true,
     },
-    Panel {
+    ChartPanel {
         title: "reward margin",
         lines: &["rewards/margins"],
         dots: &["eval_rewards/margins"],
         smooth: true,
     },
-    Panel {
+    ChartPanel {
         title: "reward accuracy",
         lines: &["rewards/accuracies"],
         dots: &["eval_rewards/accuracies"],
@@ -133,7 +133,7 @@ impl Axes {
     }
 }
 
-fn panel(panel: &Panel, curves: &Curves, planned: Option<u64>) -> Option<String> {
+fn panel(panel: &ChartPanel, curves: &Curves, planned: Option<u64>) -> Option<String> {
     let memory = panel.lines == ["peak_memory_bytes"];
     let scaled = |name: &&str| {
         let curve = curves.get(name)?;

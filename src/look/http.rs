@@ -11,7 +11,7 @@ pub const PATIENCE: Duration = Duration::from_secs(10);
 
 /// A request.
 #[derive(Debug, PartialEq)]
-pub struct Request {
+pub struct HttpRequest {
     pub method: String,
     /// Without the query.
     pub path: String,
@@ -20,7 +20,7 @@ pub struct Request {
 }
 
 /// Reads the head of a request. `None`: it is not one.
-pub fn read(stream: &mut TcpStream) -> Option<Request> {
+pub fn read(stream: &mut TcpStream) -> Option<HttpRequest> {
     stream.set_read_timeout(Some(PATIENCE)).ok()?;
     stream.set_write_timeout(Some(PATIENCE)).ok()?;
     let mut head = Vec::new();
@@ -39,7 +39,7 @@ pub fn read(stream: &mut TcpStream) -> Option<Request> {
     parse(std::str::from_utf8(&head[..end]).ok()?)
 }
 
-fn parse(head: &str) -> Option<Request> {
+fn parse(head: &str) -> Option<HttpRequest> {
     let mut lines = head.split("\r\n");
     let mut words = lines.next()?.split(' ');
     let (method, target, version) = (words.next()?, words.next()?, words.next()?);
@@ -53,7 +53,7 @@ fn parse(head: &str) -> Option<Request> {
         }
     }
     let (path, query) = target.split_once('?').unwrap_or((target, ""));
-    (hosts == 1).then(|| Request {
+    (hosts == 1).then(|| HttpRequest {
         method: method.to_string(),
         path: path.to_string(),
         query: query.to_string(),

@@ -9,4 +9,4 @@ mod watch;
 
 pub use page::{MOST_RUNS, write_folder};
 pub use server::Server;
-pub use watch::{Look, Watched, newest};
+pub use watch::{FrameStyle, WatchedRun, newest};

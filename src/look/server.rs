@@ -1,8 +1,8 @@
 //! The server of the page: on 127.0.0.1 only, reads only, and answers nothing without the token.
 
-use super::http::{self, Request, same};
+use super::http::{self, HttpRequest, same};
 use super::page::{CHARTS, INDEX, MOST_RUNS, PAGE, STYLE, TABS};
-use super::tail::{Change, Tail};
+use super::tail::{Tail, TailChange};
 use super::view;
 use crate::base::{Error, Result, files};
 use crate::history;
@@ -27,10 +27,10 @@ const TEXT: &str = "text/plain; charset=utf-8";
 /// A page for the runs in some directories.
 pub struct Server {
     listener: TcpListener,
-    shared: Arc<Shared>,
+    shared: Arc<ServerState>,
 }
 
-struct Shared {
+struct ServerState {
     places: Vec<PathBuf>,
     /// A run keeps its number as long as the server works.
     runs: Mutex<Vec<PathBuf>>,
@@ -59,7 +59,7 @@ impl Server {
                 .cause(e)
         })?;
         let port = listener.local_addr().map_or(port, |address| address.port());
-        let shared = Shared {
+        let shared = ServerState {
             places: places.to_vec(),
             runs: Mutex::new(runs),
             token: token()?,
@@ -96,7 +96,7 @@ impl Server {
     }
 }
 
-impl Shared {
+impl ServerState {
     fn answer(&self, mut stream: TcpStream) {
         let Some(request) = http::read(&mut stream) else {
             return http::send(&mut stream, "400 Bad Request", TEXT, b"not a request\n");
@@ -168,18 +168,18 @@ impl Shared {
 
     /// Sends the lines that runs write, as server-sent events. The query names the runs with the bytes that the page has:
     /// `runs=ID:METRICS:EVENTS:SAMPLES,...`.
-    fn live(&self, mut stream: TcpStream, request: &Request) {
+    fn live(&self, mut stream: TcpStream, request: &HttpRequest) {
         let asked = request.query.strip_prefix("runs=").unwrap_or("");
-        let mut followed: Vec<Followed> = asked
+        let mut followed: Vec<FollowedRun> = asked
             .split(',')
-            .filter_map(|text| Followed::new(text, |id| self.run(id)))
+            .filter_map(|text| FollowedRun::new(text, |id| self.run(id)))
             .take(MOST_RUNS)
             .collect();
         let head = http::head("200 OK", "text/event-stream", None);
         let mut alive = stream.write_all(head.as_bytes()).is_ok();
         let mut said = Instant::now();
         while alive {
-            for message in followed.iter_mut().filter_map(Followed::message) {
+            for message in followed.iter_mut().filter_map(FollowedRun::message) {
                 alive &= stream.write_all(format!("data: {message}\n\n").as_bytes()).is_ok();
                 said = Instant::now();
             }
@@ -195,7 +195,7 @@ impl Shared {
 }
 
 /// A run that a page follows.
-struct Followed {
+struct FollowedRun {
     id: usize,
     run: PathBuf,
     metrics: Tail,
@@ -205,7 +205,7 @@ struct Followed {
     over: bool,
 }
 
-impl Followed {
+impl FollowedRun {
     fn new(text: &str, run: impl Fn(usize) -> Option<PathBuf>) -> Option<Self> {
         let numbers = text.split(':').map(|n| n.parse().ok()).collect::<Option<Vec<u64>>>()?;
         let [id, metrics, events, samples] = numbers[..] else {
@@ -233,7 +233,7 @@ impl Followed {
         }
         let again = Self::sizes(&self.run) != self.others;
         match self.metrics.read() {
-            Ok(Change::Lines(lines)) if !again => {
+            Ok(TailChange::Lines(lines)) if !again => {
                 let lines: Vec<Value> = lines.iter().filter_map(|l| serde_json::from_slice(l).ok()).collect();
                 (!lines.is_empty()).then(|| json!({"run": self.id, "lines": lines}))
             }

@@ -24,7 +24,7 @@ pub struct Tail {
 
 /// The change since the last call.
 #[derive(Debug, PartialEq)]
-pub enum Change {
+pub enum TailChange {
     /// Complete lines, possibly none.
     Lines(Vec<Vec<u8>>),
     /// Lines that were read are gone: the reader starts again from the beginning.
@@ -75,12 +75,12 @@ impl Tail {
     /// Reads the complete lines that were added, at most 1 MiB.
     ///
     /// Errors: the file cannot be read. A missing file is empty.
-    pub fn read(&mut self) -> Result<Change> {
+    pub fn read(&mut self) -> Result<TailChange> {
         if !self.path.exists() {
             return Ok(if self.at > 0 {
-                Change::Cut
+                TailChange::Cut
             } else {
-                Change::Lines(Vec::new())
+                TailChange::Lines(Vec::new())
             });
         }
         let (mut file, inode, length) = self.open()?;
@@ -88,7 +88,7 @@ impl Tail {
             self.inode = inode;
         }
         if length < self.at || inode != self.inode || self.marked(&mut file)? != self.mark {
-            return Ok(Change::Cut);
+            return Ok(TailChange::Cut);
         }
         let mut bytes = self.bytes(&mut file, self.at, PIECE)?;
         let whole = bytes.iter().rposition(|b| *b == b'\n').map_or(0, |end| end + 1);
@@ -101,7 +101,7 @@ impl Tail {
         self.at += whole as u64;
         self.mark = self.marked(&mut file)?;
         let lines = bytes.split_inclusive(|b| *b == b'\n').map(<[u8]>::to_vec);
-        Ok(Change::Lines(lines.collect()))
+        Ok(TailChange::Lines(lines.collect()))
     }
 }
 
@@ -114,7 +114,7 @@ mod tests {
     fn a_tail_reads_complete_lines_and_sees_every_cut() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("metrics.jsonl");
-        let lines = |all: &[&str]| Change::Lines(all.iter().map(|l| l.as_bytes().to_vec()).collect());
+        let lines = |all: &[&str]| TailChange::Lines(all.iter().map(|l| l.as_bytes().to_vec()).collect());
         let mut tail = Tail::new(&path, 0);
         assert_eq!(tail.read().unwrap(), lines(&[]));
         fs::write(&path, "a\nb\nhal").unwrap();
@@ -124,17 +124,17 @@ mod tests {
         assert_eq!(tail.read().unwrap(), lines(&["half\n"]));
         // A resumed run cuts the file, and can write more bytes than it cut before the file is read again.
         fs::write(&path, "a\nB\nhalf\nmore\n").unwrap();
-        assert_eq!(tail.read().unwrap(), Change::Cut);
+        assert_eq!(tail.read().unwrap(), TailChange::Cut);
         let mut tail = Tail::new(&path, 4);
         assert_eq!(tail.read().unwrap(), lines(&["half\n", "more\n"]));
         fs::write(&path, "a\n").unwrap();
-        assert_eq!(tail.read().unwrap(), Change::Cut);
+        assert_eq!(tail.read().unwrap(), TailChange::Cut);
         // The same bytes in a new file: it was written again.
         let mut tail = Tail::new(&path, 2);
         fs::write(dir.path().join("new"), "a\n").unwrap();
         fs::rename(dir.path().join("new"), &path).unwrap();
-        assert_eq!(tail.read().unwrap(), Change::Cut);
+        assert_eq!(tail.read().unwrap(), TailChange::Cut);
         fs::remove_file(&path).unwrap();
-        assert_eq!(Tail::new(&path, 9).read().unwrap(), Change::Cut);
+        assert_eq!(Tail::new(&path, 9).read().unwrap(), TailChange::Cut);
     }
 }

@@ -2,7 +2,7 @@
 //! damaged or too large is left out, and nothing is taken as markup.
 
 use crate::base::{Result, files};
-use crate::history::{Record, each_line};
+use crate::history::{RunRecord, each_line};
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, VecDeque};
 use std::path::Path;
@@ -85,7 +85,7 @@ fn command(run: &Path, settings: &[[String; 3]]) -> Value {
 ///
 /// Errors: it is no run.
 pub fn entry(id: usize, run: &Path) -> Result<Value> {
-    let record = Record::read_at_most(run, 0)?;
+    let record = RunRecord::read_at_most(run, 0)?;
     Ok(json!({
         "id": id, "name": run.display().to_string(), "state": record.state, "stage": record.setting("train.stage"),
         "method": record.setting("tune.method"), "model": record.setting("model.path"),
@@ -99,7 +99,7 @@ pub fn entry(id: usize, run: &Path) -> Result<Value> {
 pub fn view(id: usize, run: &Path) -> Result<Value> {
     let events_bytes = files::size(&run.join("events.jsonl")).unwrap_or(0);
     let samples_bytes = files::size(&run.join("samples.jsonl")).unwrap_or(0);
-    let record = Record::read_at_most(run, POINTS)?;
+    let record = RunRecord::read_at_most(run, POINTS)?;
     let settings = settings(&text(run, "resolved.toml").unwrap_or_default());
     let mut events = last_lines(run, "events.jsonl", EVENTS);
     let command = command(run, &settings);

@@ -1,9 +1,9 @@
 //! The screen of `ft watch`: a run in a terminal, drawn again while it goes on.
 
-use super::tail::{Change, Tail};
+use super::tail::{Tail, TailChange};
 use crate::base::units::{bytes, count, duration, rate};
 use crate::base::{Result, files};
-use crate::history::{self, Curve, Curves, Record};
+use crate::history::{self, Curve, Curves, RunRecord};
 use crate::report::{columns, visible};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
@@ -19,9 +19,9 @@ const RECENT: usize = 10;
 const LEAST_ROWS: usize = 4;
 
 /// A run that is followed.
-pub struct Watched {
+pub struct WatchedRun {
     run: PathBuf,
-    record: Record,
+    record: RunRecord,
     curves: Curves,
     metrics: Tail,
     events: Vec<Value>,
@@ -33,20 +33,20 @@ pub struct Watched {
 
 /// How a frame is drawn.
 #[derive(Debug, Clone, Copy)]
-pub struct Look {
+pub struct FrameStyle {
     pub width: usize,
     pub height: usize,
     pub color: bool,
     pub unicode: bool,
 }
 
-impl Watched {
+impl WatchedRun {
     /// Errors: it is no run; a file cannot be read.
     pub fn open(run: &Path) -> Result<Self> {
         let curves = Curves::read(run, MOST)?;
         let mut watched = Self {
             run: run.to_path_buf(),
-            record: Record::read_at_most(run, 0)?,
+            record: RunRecord::read_at_most(run, 0)?,
             metrics: Tail::new(&run.join("metrics.jsonl"), curves.bytes),
             curves,
             events: Vec::new(),
@@ -68,8 +68,8 @@ impl Watched {
     /// that is being replaced is read at the next call.
     pub fn refresh(&mut self) {
         match self.metrics.read() {
-            Ok(Change::Lines(lines)) => lines.iter().for_each(|line| self.curves.line(line, MOST)),
-            Ok(Change::Cut) => {
+            Ok(TailChange::Lines(lines)) => lines.iter().for_each(|line| self.curves.line(line, MOST)),
+            Ok(TailChange::Cut) => {
                 if let Ok(curves) = Curves::read(&self.run, MOST) {
                     self.metrics = Tail::new(&self.run.join("metrics.jsonl"), curves.bytes);
                     self.curves = curves;
@@ -80,7 +80,7 @@ impl Watched {
         if files::size(&self.run.join("events.jsonl")).unwrap_or(0) != self.events_bytes {
             self.read_events();
         }
-        if let Ok(record) = Record::read_at_most(&self.run, 0) {
+        if let Ok(record) = RunRecord::read_at_most(&self.run, 0) {
             self.record = record;
         }
     }
@@ -142,7 +142,7 @@ impl Watched {
     }
 
     /// The lines of a window, at most `height`.
-    pub fn frame(&self, look: Look) -> Vec<String> {
+    pub fn frame(&self, look: FrameStyle) -> Vec<String> {
         let bold = |text: &str| {
             if look.color {
                 format!("\x1b[1m{text}\x1b[0m")
@@ -230,7 +230,7 @@ impl Watched {
         lines
     }
 
-    fn plot(&self, rows: usize, look: Look) -> Vec<String> {
+    fn plot(&self, rows: usize, look: FrameStyle) -> Vec<String> {
         let shown = self.shown();
         let Some(name) = shown.get(self.place.min(shown.len().saturating_sub(1))) else {
             return vec!["no metrics yet".to_string()];
@@ -305,7 +305,7 @@ fn event(event: &Value) -> String {
 pub fn newest(places: &[PathBuf]) -> Result<Option<PathBuf>> {
     let found = history::find(places)?;
     let newest = found.into_iter().max_by_key(|run| {
-        let record = Record::read_at_most(run, 0).ok();
+        let record = RunRecord::read_at_most(run, 0).ok();
         let running = record.as_ref().is_some_and(|r| r.state == "running");
         let began = record.and_then(|r| r.began).unwrap_or(0.0);
         (running, began as u64)
@@ -345,10 +345,10 @@ mod tests {
         let start = "{\"event\":\"start\",\"steps\":100,\"time\":0.5}\n{\"event\":\"warning\",\"message\":\"a\\u001b[31mb\\nc\",\"time\":1}\n";
         fs::write(run.join("events.jsonl"), start).unwrap();
         write(run, 1..=40);
-        let mut watched = Watched::open(run).unwrap();
+        let mut watched = WatchedRun::open(run).unwrap();
         for (width, height) in [(80, 24), (40, 12), (24, 5), (200, 60), (10, 2)] {
             for (color, unicode) in [(false, true), (true, true), (false, false)] {
-                let look = Look {
+                let look = FrameStyle {
                     width,
                     height,
                     color,
@@ -363,7 +363,7 @@ mod tests {
                 }
             }
         }
-        let look = Look {
+        let look = FrameStyle {
             width: 80,
             height: 24,
             color: false,

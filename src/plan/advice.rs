@@ -2,7 +2,7 @@
 
 use crate::base::units::bytes;
 use crate::base::{Error, Result};
-use crate::plan::memory_plan::{MemoryLimits, Refusal};
+use crate::plan::memory_plan::{MemoryLimits, PlanRefusal};
 use crate::plan::search::{PlanContext, PlannedStrategy, fits, over};
 use crate::recipe::table::KeyPath;
 use crate::recipe::*;
@@ -17,7 +17,7 @@ const PAIRS: usize = 60;
 const SHORTEST: usize = 128;
 
 /// A change of a recipe. A smaller `cost` means less effect on training.
-struct Change {
+struct RecipeChange {
     /// The change as command-line arguments.
     arguments: String,
     cost: u8,
@@ -37,7 +37,7 @@ const METHOD: u8 = 3;
 
 /// A change with its plan.
 struct AdvisedChange {
-    change: Change,
+    change: RecipeChange,
     chosen: PlannedStrategy,
 }
 
@@ -47,7 +47,7 @@ pub(super) fn refused(
     recipe: &Recipe,
     limits: MemoryLimits,
     chosen: &PlannedStrategy,
-) -> Refusal {
+) -> PlanRefusal {
     let plan = &chosen.plan;
     let most = plan.lines.iter().max_by_key(|l| l.at_peak);
     let most = most.map_or(String::new(), |l| {
@@ -83,7 +83,7 @@ pub(super) fn refused(
             (error, given)
         }
     };
-    Refusal {
+    PlanRefusal {
         error: error.hint(hint(setting, recipe, limits, chosen)),
         by_budget,
     }
@@ -91,7 +91,7 @@ pub(super) fn refused(
 
 fn hint(setting: &PlanContext, recipe: &Recipe, limits: MemoryLimits, chosen: &PlannedStrategy) -> String {
     // A change that cannot be planned is not suggested.
-    let tried = |change: Change| {
+    let tried = |change: RecipeChange| {
         let chosen = plan(setting, &change.recipe, limits).ok()?;
         Some(AdvisedChange { change, chosen })
     };
@@ -104,7 +104,7 @@ fn hint(setting: &PlanContext, recipe: &Recipe, limits: MemoryLimits, chosen: &P
                 .into_iter()
                 .filter(|two| apart(&one, two))
                 .collect::<Vec<_>>();
-            more.into_iter().map(move |two| Change {
+            more.into_iter().map(move |two| RecipeChange {
                 arguments: format!("{} {}", one.arguments, two.arguments),
                 cost: one.cost.max(two.cost),
                 means: if one.cost > two.cost { one.means } else { two.means },
@@ -170,8 +170,8 @@ fn hint(setting: &PlanContext, recipe: &Recipe, limits: MemoryLimits, chosen: &P
 }
 
 /// True if the two changes set different keys.
-fn apart(one: &Change, two: &Change) -> bool {
-    let keys = |c: &Change| {
+fn apart(one: &RecipeChange, two: &RecipeChange) -> bool {
+    let keys = |c: &RecipeChange| {
         let words = c.arguments.split(' ');
         words
             .filter_map(|w| w.split('=').next().map(str::to_string))
@@ -184,7 +184,7 @@ fn apart(one: &Change, two: &Change) -> bool {
 /// Plans a changed recipe.
 fn plan(setting: &PlanContext, recipe: &Recipe, limits: MemoryLimits) -> Result<PlannedStrategy> {
     let spec = setting.spec;
-    let prepared = adapters::with(recipe, spec, adapters::Values::Shapes)?;
+    let prepared = adapters::with(recipe, spec, adapters::AdapterValues::Shapes)?;
     let schedule = ActiveSchedule::new(recipe, spec, &spec.params(), &prepared)?;
     let changed = PlanContext {
         adapters: &prepared.adapters,
@@ -197,12 +197,12 @@ fn plan(setting: &PlanContext, recipe: &Recipe, limits: MemoryLimits) -> Result<
 }
 
 /// All single changes that reduce the memory of this recipe.
-fn changes(recipe: &Recipe) -> Vec<Change> {
+fn changes(recipe: &Recipe) -> Vec<RecipeChange> {
     let mut all = Vec::new();
     let mut add = |cost, arguments: String, means, change: &dyn Fn(&mut Recipe)| {
         let mut changed = recipe.clone();
         change(&mut changed);
-        all.push(Change {
+        all.push(RecipeChange {
             arguments,
             cost,
             means,
@@ -225,14 +225,14 @@ fn changes(recipe: &Recipe) -> Vec<Change> {
             r.memory.packed_weights = PackedWeights::Auto;
         });
     }
-    if memory.head_chunk == Chunk::Whole && memory.tier != Tier::Device {
+    if memory.head_chunk == ChunkSize::Whole && memory.tier != Tier::Device {
         add(SAME, "memory.head_chunk=auto".into(), "the same results", &|r| {
-            r.memory.head_chunk = Chunk::Auto;
+            r.memory.head_chunk = ChunkSize::Auto;
         });
     }
-    if memory.mlp_chunk == Chunk::Whole {
+    if memory.mlp_chunk == ChunkSize::Whole {
         add(SAME, "memory.mlp_chunk=auto".into(), "the same results", &|r| {
-            r.memory.mlp_chunk = Chunk::Auto;
+            r.memory.mlp_chunk = ChunkSize::Auto;
         });
     }
     let rows = train.batch_size;

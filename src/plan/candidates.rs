@@ -1,22 +1,26 @@
 //! The sets of parameters that a run trains in turn, and the few of them that can have the highest memory peak.
 
-use super::Inputs;
-use super::model::Model;
-use crate::engine::Active;
+use super::PlanInputs;
+use super::model::PlanModel;
+use crate::engine::ActiveSet;
 use crate::setup::{ActivePeriod, ElementBytes, InactiveElements};
 use crate::source::StoragePolicy;
 use std::collections::BTreeMap;
 
 /// Lowest layer and bytes of inactive masters of a turn.
-type Point<'a> = (u64, u64, &'a ActivePeriod);
+type SetSize<'a> = (u64, u64, &'a ActivePeriod);
 /// Shape of a set, storage and adapters of its layers, and whether another set follows.
-type Likeness = (u64, Vec<u64>, bool);
+type SetKey = (u64, Vec<u64>, bool);
 
 /// Of sets that differ only in the index of their layer, returns those that can be the worst. A lower set saves more
 /// layer inputs, a later one has more inactive masters. Memory is linear in both, so only corners of the hull matter.
-pub(super) fn candidates<'a>(model: &Model, inputs: &'a Inputs, element: ElementBytes) -> Vec<&'a ActivePeriod> {
+pub(super) fn candidates<'a>(
+    model: &PlanModel,
+    inputs: &'a PlanInputs,
+    element: ElementBytes,
+) -> Vec<&'a ActivePeriod> {
     let layers = model.layers();
-    let mut alike: BTreeMap<Likeness, Vec<Point>> = BTreeMap::new();
+    let mut alike: BTreeMap<SetKey, Vec<SetSize>> = BTreeMap::new();
     for turn in inputs.turns.iter() {
         let kinds = turn.active.layers().map(|l| model.kind(l)).collect();
         let inactive = inputs.inactive_bytes(turn, element);
@@ -48,10 +52,10 @@ pub(super) fn candidates<'a>(model: &Model, inputs: &'a Inputs, element: Element
 }
 
 /// The upper convex hull of points with rising layer and rising bytes: it contains the maximum of any linear sum.
-fn corners<'a>(points: &[Point<'a>]) -> Vec<Point<'a>> {
-    let mut hull: Vec<Point> = Vec::new();
+fn corners<'a>(points: &[SetSize<'a>]) -> Vec<SetSize<'a>> {
+    let mut hull: Vec<SetSize> = Vec::new();
     for &point in points {
-        let rise = |a: &Point, b: &Point| (i128::from(b.0) - i128::from(a.0), i128::from(b.1) - i128::from(a.1));
+        let rise = |a: &SetSize, b: &SetSize| (i128::from(b.0) - i128::from(a.0), i128::from(b.1) - i128::from(a.1));
         while let [.., a, b] = &hull[..] {
             let ((x1, y1), (x2, y2)) = (rise(a, b), rise(b, &point));
             // The slope must fall.
@@ -66,8 +70,8 @@ fn corners<'a>(points: &[Point<'a>]) -> Vec<Point<'a>> {
 }
 
 /// One turn for each of these sets, after all other sets were trained.
-pub fn turns_of(model: &Model, storage: &StoragePolicy, sets: Vec<Active>) -> Vec<ActivePeriod> {
-    let inactive = |active: &Active| {
+pub fn turns_of(model: &PlanModel, storage: &StoragePolicy, sets: Vec<ActiveSet>) -> Vec<ActivePeriod> {
+    let inactive = |active: &ActiveSet| {
         let mut inactive = InactiveElements::default();
         let is_inactive = |name: &str| !active.wants(name) && sets.iter().any(|s| s.wants(name));
         for layer in 0..model.layers() {
@@ -83,7 +87,7 @@ pub fn turns_of(model: &Model, storage: &StoragePolicy, sets: Vec<Active>) -> Ve
         inactive.dense += outside.map(|p| p.elements() as u64).sum::<u64>();
         inactive
     };
-    let turn = |active: &Active| ActivePeriod {
+    let turn = |active: &ActiveSet| ActivePeriod {
         active: active.clone(),
         inactive: inactive(active),
         deactivates: sets.len() > 1,
@@ -94,21 +98,21 @@ pub fn turns_of(model: &Model, storage: &StoragePolicy, sets: Vec<Active>) -> Ve
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::engine::Active;
+    use crate::engine::ActiveSet;
     use crate::model::{families, shapes};
     use crate::plan::tests::inputs;
     use crate::recipe::Dtype;
     use crate::setup::InactiveElements;
     use crate::source::{Placement, StoragePolicy};
 
-    fn layer(l: usize) -> Active {
-        Active::new(["mlp.up_proj", "input_layernorm"].map(|p| format!("model.layers.{l}.{p}.weight")))
+    fn layer(l: usize) -> ActiveSet {
+        ActiveSet::new(["mlp.up_proj", "input_layernorm"].map(|p| format!("model.layers.{l}.{p}.weight")))
     }
 
     /// Layers in this order, each after those before it.
     fn chosen(order: &[usize], keep: usize, place: Placement, storage: StoragePolicy) -> Vec<usize> {
         let spec = families::read(&shapes::config("shape:qwen2.5-1.5b").unwrap().unwrap()).unwrap();
-        let mut inputs = inputs(layer(0), crate::engine::Gradients::Keep);
+        let mut inputs = inputs(layer(0), crate::engine::GradientStorage::Keep);
         let turn = |(i, l): (usize, &usize)| ActivePeriod {
             inactive: InactiveElements {
                 dense: 100 * i as u64,
@@ -123,7 +127,7 @@ mod tests {
             inputs.strategy.placement,
             inputs.strategy.storage,
         ) = (keep, place, storage);
-        let model = Model::new(&spec, &inputs.strategy.storage, &inputs.adapters);
+        let model = PlanModel::new(&spec, &inputs.strategy.storage, &inputs.adapters);
         let mut found: Vec<usize> = candidates(&model, &inputs, ElementBytes { stored: 2, master: 2 })
             .into_iter()
             .map(|t| t.active.lowest_layer(28))
@@ -157,14 +161,14 @@ mod tests {
     fn any_sum_is_largest_in_a_corner() {
         let turn = ActivePeriod::alone(layer(0));
         let inactive = [3, 9, 10, 40, 41, 55, 56, 57];
-        let points: Vec<Point> = inactive
+        let points: Vec<SetSize> = inactive
             .iter()
             .enumerate()
             .map(|(i, r)| (i as u64, *r, &turn))
             .collect();
         let hull = corners(&points);
         for factor in 0..60i64 {
-            let best = |points: &[Point]| points.iter().map(|p| p.1 as i64 - factor * p.0 as i64).max();
+            let best = |points: &[SetSize]| points.iter().map(|p| p.1 as i64 - factor * p.0 as i64).max();
             assert_eq!(best(&points), best(&hull), "{factor}");
         }
         assert!(hull.len() < points.len());

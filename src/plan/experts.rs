@@ -1,9 +1,9 @@
 //! The routed experts that a micro-batch brings to the device, if the weights are in host memory or on the disk.
 
-use super::Inputs;
+use super::PlanInputs;
 use super::candidates::candidates;
-use super::model::Model;
-use crate::engine::Active;
+use super::model::PlanModel;
+use crate::engine::ActiveSet;
 use crate::model::expert_words;
 use crate::model::spec::ExpertsSpec;
 use crate::recipe::{Method, Recipe};
@@ -28,18 +28,18 @@ fn share(sizes: &ExpertsSpec, tokens: usize) -> f64 {
 }
 
 /// The part of the routed experts of a layer that a pass through it reads.
-fn part_read(model: &Model, inputs: &Inputs, layer: usize) -> f64 {
+fn part_read(model: &PlanModel, inputs: &PlanInputs, layer: usize) -> f64 {
     let sizes = model.spec.layers.get(layer).and_then(|l| l.experts);
     sizes.map_or(1.0, |sizes| share(&sizes, inputs.tokens))
 }
 
 /// True for parameters that are on the device while they are active.
-pub(super) fn held(recipe: &Recipe, active: &Active, name: &str) -> bool {
+pub(super) fn held(recipe: &Recipe, active: &ActiveSet, name: &str) -> bool {
     recipe.tune.method != Method::Lora && active.contains(name)
 }
 
 /// The share and the bytes of the experts that are brought to the device; `None`: no experts are brought.
-pub(super) fn forecast(model: &Model, recipe: &Recipe, inputs: &Inputs) -> Option<ExpertForecast> {
+pub(super) fn forecast(model: &PlanModel, recipe: &Recipe, inputs: &PlanInputs) -> Option<ExpertForecast> {
     if !inputs.strategy.placement.streams_experts() {
         return None;
     }
@@ -54,7 +54,7 @@ pub(super) fn forecast(model: &Model, recipe: &Recipe, inputs: &Inputs) -> Optio
 }
 
 /// Bytes of the experts that a micro-batch brings, forward and backward.
-pub(super) fn bytes(model: &Model, recipe: &Recipe, inputs: &Inputs, active: &Active) -> f64 {
+pub(super) fn bytes(model: &PlanModel, recipe: &Recipe, inputs: &PlanInputs, active: &ActiveSet) -> f64 {
     let layers = model.layers();
     let lowest = active.lowest_layer(layers);
     // A norm after the experts needs their sum: a layer that did not save it computes them again before their backward pass.
@@ -80,7 +80,7 @@ pub(super) fn bytes(model: &Model, recipe: &Recipe, inputs: &Inputs, active: &Ac
 }
 
 /// The rank that has most of the active experts, if experts are divided.
-pub(super) fn busy_rank(model: &Model, inputs: &Inputs, active: &Active) -> usize {
+pub(super) fn busy_rank(model: &PlanModel, inputs: &PlanInputs, active: &ActiveSet) -> usize {
     let mut elements = vec![0; inputs.ranks.max(1)];
     if inputs.strategy.placement == Placement::ExpertParallel {
         for name in active.names() {
@@ -95,7 +95,7 @@ pub(super) fn busy_rank(model: &Model, inputs: &Inputs, active: &Active) -> usiz
 }
 
 /// True if rank `rank` has this matrix of an expert; `None`: it is not divided.
-pub(super) fn is_here(model: &Model, inputs: &Inputs, rank: usize, name: &str) -> Option<bool> {
+pub(super) fn is_here(model: &PlanModel, inputs: &PlanInputs, rank: usize, name: &str) -> Option<bool> {
     let divided = inputs.strategy.placement == Placement::ExpertParallel && name.ends_with(".weight");
     let expert = expert_of(name).filter(|_| divided)?;
     Some(own_experts(model.experts(), rank, inputs.ranks.max(1)).contains(&expert))
@@ -103,7 +103,7 @@ pub(super) fn is_here(model: &Model, inputs: &Inputs, rank: usize, name: &str) -
 
 /// Words of the rows that rank `rank` sends in the forward and in the backward pass of a layer, with an even router; `None`: no
 /// experts are divided.
-pub(super) fn words(model: &Model, inputs: &Inputs, rank: usize) -> Option<[f64; 2]> {
+pub(super) fn words(model: &PlanModel, inputs: &PlanInputs, rank: usize) -> Option<[f64; 2]> {
     let spec = model.spec;
     let divided = inputs.strategy.placement == Placement::ExpertParallel;
     // Equal layers, as those of all known models.
@@ -112,7 +112,13 @@ pub(super) fn words(model: &Model, inputs: &Inputs, rank: usize) -> Option<[f64;
 }
 
 /// Bytes of the rows that a rank sends in a step to and from the experts of other ranks. `words`: those of this rank.
-pub(super) fn sent(model: &Model, recipe: &Recipe, inputs: &Inputs, active: &Active, words: Option<[f64; 2]>) -> u64 {
+pub(super) fn sent(
+    model: &PlanModel,
+    recipe: &Recipe,
+    inputs: &PlanInputs,
+    active: &ActiveSet,
+    words: Option<[f64; 2]>,
+) -> u64 {
     let Some([forward, backward]) = words else { return 0 };
     let (layers, spec) = (model.layers(), model.spec);
     let lowest = active.lowest_layer(layers);
@@ -130,7 +136,7 @@ pub(super) fn sent(model: &Model, recipe: &Recipe, inputs: &Inputs, active: &Act
 }
 
 /// True if the backward pass of the lowest layer goes through all its experts: something before them or beside them is trained.
-fn reaches_experts(model: &Model, recipe: &Recipe, active: &Active, lowest: usize) -> bool {
+fn reaches_experts(model: &PlanModel, recipe: &Recipe, active: &ActiveSet, lowest: usize) -> bool {
     let before = model.spec.norms.before_mlp;
     let before = before.map_or(String::new(), |norm| format!("model.layers.{lowest}.{norm}."));
     let mut layer = model.layer(lowest);

@@ -6,14 +6,14 @@
 //! of data sheets, times the fraction that the H100 reaches; their attention rates are guesses. The rates of 8-bit operands
 //! are predictions for every GPU.
 
-use super::model::Model;
-use super::{Inputs, layer_graphs, time};
+use super::model::PlanModel;
+use super::{PlanInputs, layer_graphs, time};
 use crate::base::{Error, Result};
-use crate::engine::{Active, Gradients};
+use crate::engine::{ActiveSet, GradientStorage};
 use crate::model::pieces::pieces;
 use crate::model::spec::ExpertsSpec;
 use crate::ops::quantized::{Products, TILE};
-use crate::peft::Cost;
+use crate::peft::AdapterCost;
 use crate::recipe::{Dtype, Memory, Recipe};
 use crate::sft::CausalLm;
 use crate::source::{Group, ParamInfo, Placement, Sublayer};
@@ -217,7 +217,7 @@ impl StepTime {
 }
 
 /// Says why the time of this run cannot be estimated.
-pub fn not_known(recipe: &Recipe, inputs: &Inputs) -> Option<&'static str> {
+pub fn not_known(recipe: &Recipe, inputs: &PlanInputs) -> Option<&'static str> {
     // Of all adapters, only LoRA has a rank and multiplies W in its own type.
     if !recipe.model.dtype.is_short() {
         Some("a model in f32")
@@ -229,7 +229,7 @@ pub fn not_known(recipe: &Recipe, inputs: &Inputs) -> Option<&'static str> {
 }
 
 /// Estimates a step; `not_known` says when this is only good for ranking settings.
-pub fn step_time(model: &Model, recipe: &Recipe, inputs: &Inputs) -> StepTime {
+pub fn step_time(model: &PlanModel, recipe: &Recipe, inputs: &PlanInputs) -> StepTime {
     let mut mean = StepTime::default();
     for turn in inputs.turns.iter() {
         let time = turn_time(model, recipe, inputs, &turn.active);
@@ -239,7 +239,7 @@ pub fn step_time(model: &Model, recipe: &Recipe, inputs: &Inputs) -> StepTime {
 }
 
 /// A step that trains this set of parameters.
-pub(super) fn turn_time(model: &Model, recipe: &Recipe, inputs: &Inputs, active: &Active) -> StepTime {
+pub(super) fn turn_time(model: &PlanModel, recipe: &Recipe, inputs: &PlanInputs, active: &ActiveSet) -> StepTime {
     let (spec, strategy, gpu) = (model.spec, &inputs.strategy, inputs.gpu_rates);
     let (n, element) = (inputs.tokens as f64, inputs.element as f64);
     let layers = spec.layers.len();
@@ -316,16 +316,20 @@ pub(super) fn turn_time(model: &Model, recipe: &Recipe, inputs: &Inputs, active:
         let matrix = spec.hidden * experts.intermediate;
         let biases = if experts.bias { BIAS_CALLS } else { 0.0 };
         let (units, calls_of, rate) = if let Some(units) = units_of(&experts) {
-            let decoded = if quantized {
+            let dequantize_calls = if quantized {
                 let buffers = (count / units / (TILE / matrix.max(1)) as f64).ceil();
                 DEQUANTIZE_CALLS * buffers + BUFFER_CALLS * (buffers - 1.0)
             } else {
                 0.0
             };
-            (units, UNIT_CALLS.map(|calls| calls + decoded + biases), grouped_rate)
+            (
+                units,
+                UNIT_CALLS.map(|calls| calls + dequantize_calls + biases),
+                grouped_rate,
+            )
         } else {
-            let decoded = if quantized { ALONE_CALLS } else { [0.0; 2] };
-            let calls = [0, 1].map(|side| EXPERT_CALLS[side] + decoded[side]);
+            let dequantize_calls = if quantized { ALONE_CALLS } else { [0.0; 2] };
+            let calls = [0, 1].map(|side| EXPERT_CALLS[side] + dequantize_calls[side]);
             (used, calls, 1.0)
         };
         let (d, i) = (spec.hidden as f64, experts.intermediate as f64);
@@ -434,7 +438,7 @@ pub(super) fn turn_time(model: &Model, recipe: &Recipe, inputs: &Inputs, active:
     };
     let copies = time::bytes_read(model, recipe, inputs, active, lowest) / from + offloaded / gpu.link;
     let passes = match strategy.gradients {
-        Gradients::NormFirst => 2.0,
+        GradientStorage::NormFirst => 2.0,
         _ => 1.0,
     };
     let times = passes * inputs.rounds() as f64;
@@ -460,7 +464,7 @@ pub(super) fn turn_time(model: &Model, recipe: &Recipe, inputs: &Inputs, active:
 }
 
 /// I and O of the linear of a LoRA pair, A `[R, I]` and B `[O, R]`.
-fn widths(cost: &Cost) -> [f64; 2] {
+fn widths(cost: &AdapterCost) -> [f64; 2] {
     match &cost.trained[..] {
         [(_, a), (_, b), ..] => [a.last(), b.first()].map(|n| n.map_or(0.0, |n| *n as f64)),
         _ => [0.0; 2],

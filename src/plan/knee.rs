@@ -124,7 +124,7 @@ mod tests {
         let text = format!("[model]\npath = \"shape:qwen2.5-0.5b\"\n{settings}");
         let recipe = recipe::parse(&text, "r.toml", &[]).unwrap().recipe;
         let spec = families::read(&shapes::config("shape:qwen2.5-0.5b").unwrap().unwrap()).unwrap();
-        let adapters = adapters::with(&recipe, &spec, adapters::Values::Shapes).unwrap();
+        let adapters = adapters::with(&recipe, &spec, adapters::AdapterValues::Shapes).unwrap();
         let schedule = ActiveSchedule::new(&recipe, &spec, &spec.params(), &adapters).unwrap();
         let context = PlanContext {
             spec: &spec,

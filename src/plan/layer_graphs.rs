@@ -1,9 +1,9 @@
 //! Layers that run as CUDA graphs (`engine::LayerGraphs`): their memory and their calls.
 
-use super::Inputs;
-use super::model::Model;
+use super::PlanInputs;
+use super::model::PlanModel;
 use crate::base::ledger::{Allocation, Ledger, MemoryKind};
-use crate::engine::{Active, LayerGraphs};
+use crate::engine::{ActiveSet, LayerGraphs};
 use crate::model::Adapters;
 use crate::model::block::memory::{LayerMemory, LayerMemorySettings};
 use crate::model::contracts::GradSinkMemory;
@@ -38,8 +38,8 @@ pub(super) fn calls(spec: &Spec, layers: f64, plain: f64) -> f64 {
 
 /// Keeps the gradients of a layer until its end.
 struct Collected<'a> {
-    active: &'a Active,
-    model: &'a Model<'a>,
+    active: &'a ActiveSet,
+    model: &'a PlanModel<'a>,
     gradients: Vec<Allocation>,
 }
 
@@ -58,7 +58,7 @@ impl GradSinkMemory for Collected<'_> {
 }
 
 /// Bytes that stay during a step: the tensors that graphs read and write, and the memory inside of graphs.
-pub(super) fn bytes(model: &Model, inputs: &Inputs, active: &Active, settings: LayerMemorySettings) -> u64 {
+pub(super) fn bytes(model: &PlanModel, inputs: &PlanInputs, active: &ActiveSet, settings: LayerMemorySettings) -> u64 {
     let row = inputs.element * (inputs.tokens * model.spec.row()) as u64;
     let (mut tensors, mut most) = (0, 0);
     for layer in LayerGraphs::forms(model.spec).unwrap_or_default() {
@@ -117,7 +117,7 @@ mod tests {
         let text = format!("[model]\npath = \"{shape}\"\n{settings}");
         let recipe = recipe::parse(&text, "r.toml", &[]).unwrap().recipe;
         let spec = families::read(&shapes::config(shape).unwrap().unwrap()).unwrap();
-        let adapters = adapters::with(&recipe, &spec, adapters::Values::Shapes).unwrap();
+        let adapters = adapters::with(&recipe, &spec, adapters::AdapterValues::Shapes).unwrap();
         let schedule = ActiveSchedule::new(&recipe, &spec, &spec.params(), &adapters).unwrap();
         let context = PlanContext {
             spec: &spec,

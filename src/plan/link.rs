@@ -4,14 +4,14 @@ use crate::base::{Error, Result};
 
 /// A connection, by the bytes per second that one rank can send.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Link {
+pub struct RankLink {
     pub bytes_per_second: f64,
 }
 
 /// Units of a rate: networks count bits, memory and buses count bytes.
 const UNITS: [(&str, f64); 4] = [("Gb", 1e9 / 8.0), ("Mb", 1e6 / 8.0), ("GB", 1e9), ("MB", 1e6)];
 
-impl Link {
+impl RankLink {
     /// Reads `100Gb`, `100Gb/s` or `12.5GB/s`.
     ///
     /// Errors: another form.
@@ -43,10 +43,10 @@ mod tests {
     #[test]
     fn rates_are_bits_or_bytes() {
         for text in ["100Gb", "100Gb/s", "12.5GB/s", "12500 MB"] {
-            assert_eq!(Link::parse(text).unwrap().seconds(25_000_000_000), 2.0, "{text}");
+            assert_eq!(RankLink::parse(text).unwrap().seconds(25_000_000_000), 2.0, "{text}");
         }
         for text in ["", "100", "Gb", "-1Gb", "infGb", "1TB"] {
-            assert!(Link::parse(text).is_err(), "{text}");
+            assert!(RankLink::parse(text).is_err(), "{text}");
         }
     }
 }

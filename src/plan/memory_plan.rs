@@ -2,19 +2,19 @@
 
 use crate::base::units::bytes;
 use crate::base::{Error, Result, files, memory};
-use crate::engine::{Gradients, StepStrategy};
+use crate::engine::{GradientStorage, StepStrategy};
 use crate::model::{Adapters, Spec};
 use crate::ops::device::DeviceMemory;
-use crate::ops::prepacked::{self, Orders};
+use crate::ops::prepacked::{self, PrepackedProducts};
 use crate::ops::{self, quantized::Products};
 use crate::plan::advice;
 use crate::plan::gpu_time::GpuRates;
 use crate::plan::knee;
 use crate::plan::search::{PlanBase, PlanContext, PlannedStrategy, fits};
-use crate::plan::{Inputs, Plan};
+use crate::plan::{Plan, PlanInputs};
 use crate::recipe::table::KeyPath;
 use crate::recipe::{
-    Activations, Auto, Chunk, Distributed, Memory, PackedWeights, RankWeights, Recipe, Tier, WeightStorage,
+    Activations, Auto, ChunkSize, DistributedSection, Memory, PackedWeights, RankWeights, Recipe, Tier, WeightStorage,
 };
 use crate::setup::StoredWeights;
 use crate::setup::active_schedule::ActiveSchedule;
@@ -35,21 +35,21 @@ pub struct MemoryPlan {
     pub plan: Plan,
     pub strategy: StepStrategy,
     /// The inputs of the plan, with this strategy.
-    pub inputs: Inputs,
+    pub inputs: PlanInputs,
     /// Set if the run does not fit: the error to report.
-    pub refused: Option<Refusal>,
+    pub refused: Option<PlanRefusal>,
     pub limits: MemoryLimits,
 }
 
 /// States if the run fits in the memory of this machine now.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Verdict {
+pub struct FitVerdict {
     pub fits: bool,
     /// One line of text.
     pub text: String,
 }
 
-pub struct Refusal {
+pub struct PlanRefusal {
     pub error: Error,
     /// True if the recipe's budget is too small, false if the machine is.
     pub by_budget: bool,
@@ -246,7 +246,7 @@ pub fn forecast(
 
 impl MemoryPlan {
     /// Whether the run fits, in one line.
-    pub fn verdict(&self, recipe: &Recipe) -> Verdict {
+    pub fn verdict(&self, recipe: &Recipe) -> FitVerdict {
         let (limits, plan) = (self.limits, &self.plan);
         let of = |needed: u64, most: u64, budget: bool| {
             if budget {
@@ -271,7 +271,7 @@ impl MemoryPlan {
             (true, None) => "needs",
             (false, _) => "does not fit",
         };
-        Verdict {
+        FitVerdict {
             fits,
             text: format!("{word}: {device}{host}"),
         }
@@ -389,9 +389,9 @@ impl PlanContext<'_> {
                 ),
                 _ => ("replicated", "no weights travel before they are used".into()),
             };
-            say(Distributed::weights, value.into(), why);
+            say(DistributedSection::weights, value.into(), why);
         }
-        if let (Chunk::Auto, Placement::Disk { head_rows }) = (recipe.memory.head_chunk, strategy.placement) {
+        if let (ChunkSize::Auto, Placement::Disk { head_rows }) = (recipe.memory.head_chunk, strategy.placement) {
             let whole = |w: &StepStrategy| w.placement == Placement::Disk { head_rows: None };
             match head_rows {
                 None => say(Memory::head_chunk, "0".into(), "the full output head fits".into()),
@@ -421,7 +421,7 @@ impl PlanContext<'_> {
                 say(Memory::activations, value, why);
             }
         }
-        if recipe.memory.mlp_chunk == Chunk::Auto {
+        if recipe.memory.mlp_chunk == ChunkSize::Auto {
             let whole = |w: &StepStrategy| w.mlp_tokens.is_none() && w.placement == strategy.placement;
             match strategy.mlp_tokens {
                 None => say(Memory::mlp_chunk, "0".into(), "all tokens fit at once".into()),
@@ -432,10 +432,10 @@ impl PlanContext<'_> {
                 ),
             }
         }
-        let packed = |orders: Option<Orders>| match orders {
+        let packed = |orders: Option<PrepackedProducts>| match orders {
             None => PackedWeights::None,
-            Some(Orders::Forward) => PackedWeights::Forward,
-            Some(Orders::Both) => PackedWeights::Both,
+            Some(PrepackedProducts::Forward) => PackedWeights::Forward,
+            Some(PrepackedProducts::Both) => PackedWeights::Both,
         };
         let can_pack = self.can_pack(recipe, strategy.placement);
         match recipe.memory.packed_weights {
@@ -444,7 +444,7 @@ impl PlanContext<'_> {
                     w.packed_orders() > strategy.packed_orders() && w.placement == strategy.placement
                 };
                 let why = match strategy.packed_orders() {
-                    Some(Orders::Both) => "all frozen weights are packed before training".into(),
+                    Some(PrepackedProducts::Both) => "all frozen weights are packed before training".into(),
                     _ => match least(&more)? {
                         Some(plan) if more_fits(&plan) => no_more(),
                         plan => needs("more packed weights", plan),
@@ -463,8 +463,8 @@ impl PlanContext<'_> {
             ),
             _ => {}
         }
-        if strategy.gradients == Gradients::NormFirst {
-            let kept = |w: &StepStrategy| w.gradients == Gradients::Keep && w.placement == strategy.placement;
+        if strategy.gradients == GradientStorage::NormFirst {
+            let kept = |w: &StepStrategy| w.gradients == GradientStorage::Keep && w.placement == strategy.placement;
             say(
                 // No key: it cannot be set.
                 KeyPath("gradients"),
@@ -498,10 +498,10 @@ pub fn pin_resumed_choices(recipe: &Recipe, resume: &Resume) -> Result<Recipe> {
     {
         recipe.memory.frozen_weights = Auto::Of(before);
     }
-    if recipe.memory.mlp_chunk == Chunk::Auto {
+    if recipe.memory.mlp_chunk == ChunkSize::Auto {
         recipe.memory.mlp_chunk = value(Memory::mlp_chunk)
             .and_then(|n| n.parse().ok())
-            .map_or(Chunk::Auto, Chunk::of);
+            .map_or(ChunkSize::Auto, ChunkSize::of);
     }
     Ok(recipe)
 }
@@ -518,7 +518,7 @@ pub fn pinned_choices(open: &Recipe, recipe: &Recipe) -> Vec<Choice> {
     if was.frozen_weights != memory.frozen_weights {
         all.push(kept(Memory::frozen_weights, memory.frozen_weights.name().into()));
     }
-    if let (Chunk::Auto, Some(tokens)) = (was.mlp_chunk, memory.mlp_chunk.written()) {
+    if let (ChunkSize::Auto, Some(tokens)) = (was.mlp_chunk, memory.mlp_chunk.written()) {
         all.push(kept(Memory::mlp_chunk, tokens.to_string()));
     }
     all
@@ -571,11 +571,11 @@ mod tests {
             (memory.frozen_weights, memory.mlp_chunk, memory.tier)
         };
         let open = recipe("");
-        assert_eq!(memory(&open, None), (Auto::Auto, Chunk::Auto, Tier::Auto));
+        assert_eq!(memory(&open, None), (Auto::Auto, ChunkSize::Auto, Tier::Auto));
         for from in [dir.path().to_path_buf(), dir.path().join("checkpoint-3")] {
             assert_eq!(
                 memory(&open, Some(&from)),
-                (Auto::Of(WeightStorage::Nf4), Chunk::Of(512), Tier::Auto)
+                (Auto::Of(WeightStorage::Nf4), ChunkSize::Of(512), Tier::Auto)
             );
         }
         // A second resume too, although the setting is not open any more in the new plan.
@@ -587,11 +587,11 @@ mod tests {
         let written = recipe("frozen_weights = \"int8\"\nmlp_chunk = 0\n");
         assert_eq!(
             memory(&written, Some(dir.path())),
-            (Auto::Of(WeightStorage::Int8), Chunk::Whole, Tier::Auto)
+            (Auto::Of(WeightStorage::Int8), ChunkSize::Whole, Tier::Auto)
         );
         assert_eq!(
             memory(&open, Some(&dir.path().join("none"))),
-            (Auto::Auto, Chunk::Auto, Tier::Auto)
+            (Auto::Auto, ChunkSize::Auto, Tier::Auto)
         );
     }
 }

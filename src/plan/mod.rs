@@ -30,9 +30,9 @@ mod weights;
 pub use candidates::turns_of;
 pub use experts::ExpertForecast;
 pub use memory_plan::{MemoryPlan, PlanDevice, ProcessState};
-pub use model::{Costs, Model};
+pub use model::{AdapterCosts, PlanModel};
 pub use run_plan::RunPlan;
-pub use table::{Line, Plan};
+pub use table::{Plan, PlanLine};
 pub use time::{seconds, seconds_of};
 pub use weights::most_renewed;
 
@@ -40,8 +40,8 @@ use crate::base::ledger::{Allocation, Ledger, MemoryKind};
 use crate::comm::{QUANTUM, share};
 use crate::engine::divided::divides;
 use crate::engine::{
-    Active, Exchange, Gradients, StepStrategy, Updated, corrected_bytes, ema_bytes, exchange_bytes, leaving_bytes,
-    outer_bytes, sent_bytes,
+    ActiveSet, GradientExchange, GradientStorage, StepStrategy, UpdateExchange, corrected_bytes, ema_bytes,
+    exchange_bytes, leaving_bytes, outer_bytes, sent_bytes,
 };
 use crate::generate;
 use crate::model::sequence::sequence_bytes;
@@ -53,7 +53,7 @@ use crate::optim::config::{Master, OptimizerName};
 use crate::peft::start::cost;
 use crate::recipe::{Dtype, LoraInit, Method, PeftType, RankWeights, Recipe, RolloutWeights};
 use crate::setup::rewards::RewardModelSpec;
-use crate::setup::row_sizes::Evaluation;
+use crate::setup::row_sizes::EvaluationSize;
 use crate::setup::teacher::TeacherSpec;
 use crate::setup::{ActivePeriod, ElementBytes};
 use crate::source::Placement;
@@ -66,7 +66,7 @@ pub const CODE: u64 = 3 << 20;
 
 /// The inputs of a plan in addition to model and recipe.
 #[derive(Debug, Clone)]
-pub struct Inputs {
+pub struct PlanInputs {
     /// N: tokens of the largest micro-batch; if ranks share it, of one of them.
     pub tokens: usize,
     /// Tokens of the longest document in it.
@@ -76,7 +76,7 @@ pub struct Inputs {
     /// Micro-batches of an optimizer step.
     pub micro_batches: usize,
     /// The evaluation between the steps.
-    pub evaluation: Evaluation,
+    pub evaluation: EvaluationSize,
     pub strategy: StepStrategy,
     pub threads: usize,
     /// Bytes of an element of an activation: 4 on the CPU, as the weights on a GPU.
@@ -90,7 +90,7 @@ pub struct Inputs {
     /// Bytes per value when a weight is read for quantization; 0 if the files are quantized already.
     pub file_bytes: u64,
     /// Memory of the adapter on each linear, by module.
-    pub adapters: Costs,
+    pub adapters: AdapterCosts,
     /// Loaded beside the model.
     pub teacher: Option<TeacherSpec>,
     /// Reward models.
@@ -111,12 +111,12 @@ pub struct Inputs {
     pub sequence: SequenceConfig,
 }
 
-impl Inputs {
+impl PlanInputs {
     /// The largest that the recipe allows: every row as long as `max_length`.
     pub fn of_recipe(
         recipe: &Recipe,
         turns: Arc<[ActivePeriod]>,
-        adapters: Costs,
+        adapters: AdapterCosts,
         strategy: StepStrategy,
         process: ProcessState,
     ) -> Self {
@@ -127,7 +127,7 @@ impl Inputs {
             longest: recipe.data.max_length,
             documents: rows,
             micro_batches: recipe.train.gradient_accumulation_steps,
-            evaluation: Evaluation::default(),
+            evaluation: EvaluationSize::default(),
             strategy,
             threads: process.threads,
             element: 4,
@@ -157,15 +157,15 @@ impl Inputs {
     }
 }
 
-/// The cost of the adapters, for `Inputs`.
-pub fn costs(adapters: &Adapters) -> Costs {
+/// The cost of the adapters, for `PlanInputs`.
+pub fn costs(adapters: &Adapters) -> AdapterCosts {
     let cost = |(module, adapter): (&String, &Arc<crate::peft::Adapter>)| (module.clone(), adapter.cost());
     Arc::new(adapters.iter().map(cost).collect())
 }
 
-impl Inputs {
+impl PlanInputs {
     /// Bytes to initialize new adapters: covariances of one layer, decompositions, and the pass over the calibration rows.
-    fn start_bytes(&self, recipe: &Recipe, model: &Model) -> u64 {
+    fn start_bytes(&self, recipe: &Recipe, model: &PlanModel) -> u64 {
         let lora = &recipe.tune.lora;
         if recipe.tune.method != Method::Lora || !cost::decomposes(lora) {
             return 0;
@@ -185,7 +185,7 @@ impl Inputs {
             pass.micro_batches,
             pass.strategy.offload_inputs,
         ) = (0, 1, false);
-        (pass.strategy.gradients, pass.teacher) = (Gradients::NormFirst, None);
+        (pass.strategy.gradients, pass.teacher) = (GradientStorage::NormFirst, None);
         pass.tokens = tokens as usize;
         match lora.init_lora_weights {
             // One forward and backward pass over all rows, with the gradients of the weights themselves.
@@ -193,7 +193,7 @@ impl Inputs {
                 let weights = self.adapters.keys().map(|module| format!("{module}.weight"));
                 let mut l = Ledger::new(false);
                 let fetched = weights::FetchedLayers::new(false);
-                step::walk(&mut l, model, recipe, &pass, &Active::new(weights), fetched);
+                step::walk(&mut l, model, recipe, &pass, &ActiveSet::new(weights), fetched);
                 bytes + l.peak + self.dequantized(model)
             }
             LoraInit::Corda | LoraInit::Eva => {
@@ -216,9 +216,9 @@ impl Inputs {
     }
 
     /// On a GPU: the buffer for the dequantized parts of the largest quantized weight.
-    fn dequantized(&self, model: &Model) -> u64 {
+    fn dequantized(&self, model: &PlanModel) -> u64 {
         let (storage, mut most) = (&self.strategy.storage, 0);
-        model.each(&Active::new([]), |p, _| {
+        model.each(&ActiveSet::new([]), |p, _| {
             if let (true, &[rows, columns]) = (storage.of(p).is_quantized(), p.shape.as_slice()) {
                 most = work_bytes(rows, columns, storage.dtype()).max(most);
             }
@@ -231,14 +231,14 @@ impl Inputs {
         generate::cache_bytes(spec, tokens, self.on_gpu.then_some(self.element)) + 8 * spec.vocab as u64
     }
 
-    /// `answers` answers that are decoded together, of `tokens` tokens each: their KV cache, the copies of
+    /// `answers` answers that are generated together, of `tokens` tokens each: their KV cache, the copies of
     /// the adapters, and the work memory of a layer during prefill.
-    fn answers(&self, model: &Model, answers: usize, tokens: usize) -> u64 {
+    fn answers(&self, model: &PlanModel, answers: usize, tokens: usize) -> u64 {
         if answers == 0 {
             return 0;
         }
         let mut own = self.clone();
-        own.tokens = (answers * tokens).min(generate::Limits::default().prefill_tokens);
+        own.tokens = (answers * tokens).min(generate::GenerateLimits::default().prefill_tokens);
         (own.longest, own.strategy.offload_inputs) = (tokens, false);
         // On a GPU all LoRA pairs are copied in the type of the activations.
         let copies = if self.on_gpu {
@@ -273,7 +273,7 @@ pub(crate) fn updates_in_parts(recipe: &Recipe, masked: bool) -> bool {
 }
 
 /// The number of ranks over which gradients and moments are divided.
-fn parts(recipe: &Recipe, inputs: &Inputs, active: &Active) -> u64 {
+fn parts(recipe: &Recipe, inputs: &PlanInputs, active: &ActiveSet) -> u64 {
     if inputs.ranks > 1 && recipe.distributed.sync_every == 0 && updates_in_parts(recipe, active.is_masked()) {
         inputs.ranks as u64
     } else {
@@ -283,18 +283,18 @@ fn parts(recipe: &Recipe, inputs: &Inputs, active: &Active) -> u64 {
 
 /// The most bytes that a rank sends in a step; with `distributed.sync_every`, for an average. Rows of divided experts: with an even
 /// router.
-pub fn sent(model: &Model, recipe: &Recipe, inputs: &Inputs) -> u64 {
+pub fn sent(model: &PlanModel, recipe: &Recipe, inputs: &PlanInputs) -> u64 {
     let apart = recipe.distributed.sync_every > 0;
     let bf16 = |name: &str| recipe.model.dtype == Dtype::Bf16 && !model.is_adapter(name);
     // An average is a sum of exact weights.
-    let exchange = Exchange {
+    let exchange = GradientExchange {
         window: apart || recipe.distributed.exchange().window,
         ..recipe.distributed.exchange()
     };
     let words: Vec<_> = (0..inputs.ranks)
         .map(|rank| experts::words(model, inputs, rank))
         .collect();
-    let of = |active: &Active, rank: usize| {
+    let of = |active: &ActiveSet, rank: usize| {
         let travels = |name: &&str| experts::is_here(model, inputs, rank, name).is_none();
         // Of the gradients of divided experts only the sums of squares travel.
         let here = active
@@ -306,11 +306,11 @@ pub fn sent(model: &Model, recipe: &Recipe, inputs: &Inputs) -> u64 {
             let n = model.elements(name);
             let n = active.subset(name, n as usize).map_or(n, |part| part.len as u64);
             let updated = if model.is_in_parts(name) && inputs.strategy.placement.is_sharded() {
-                Updated::Collected
+                UpdateExchange::Collected
             } else if bf16(name) {
-                Updated::Bf16
+                UpdateExchange::Bf16
             } else {
-                Updated::F32
+                UpdateExchange::F32
             };
             (name, n, updated)
         });
@@ -337,7 +337,7 @@ pub fn sent(model: &Model, recipe: &Recipe, inputs: &Inputs) -> u64 {
 
 /// Bytes of the optimizer state of a parameter of `shape`: moments of its active part, and the low 16 bits of
 /// the master, both divided over `parts` ranks.
-fn state_bytes(recipe: &Recipe, active: &Active, name: &str, shape: &[usize], bf16: bool, parts: u64) -> u64 {
+fn state_bytes(recipe: &Recipe, active: &ActiveSet, name: &str, shape: &[usize], bf16: bool, parts: u64) -> u64 {
     let n: usize = shape.iter().product();
     let moments = match active.subset(name, n) {
         Some(part) => Optimizer::state_bytes(&recipe.optimizer, &[part.len]),
@@ -353,13 +353,13 @@ fn state_bytes(recipe: &Recipe, active: &Active, name: &str, shape: &[usize], bf
 }
 
 /// The forecast of one run: the worst moment of its worst step.
-pub fn forecast(spec: &Spec, recipe: &Recipe, inputs: &Inputs) -> Plan {
-    let model = Model::new(spec, &inputs.strategy.storage, &inputs.adapters);
+pub fn forecast(spec: &Spec, recipe: &Recipe, inputs: &PlanInputs) -> Plan {
+    let model = PlanModel::new(spec, &inputs.strategy.storage, &inputs.adapters);
     forecast_of(&model, recipe, inputs)
 }
 
 /// As `forecast`, for a model that was inspected before with the storage and the adapters of `inputs`.
-pub fn forecast_of(model: &Model, recipe: &Recipe, inputs: &Inputs) -> Plan {
+pub fn forecast_of(model: &PlanModel, recipe: &Recipe, inputs: &PlanInputs) -> Plan {
     let stored = recipe.model.dtype.bytes();
     // The low 16 bits of the fp32 master stay when its block is deactivated.
     let master = Optimizer::master_bytes(&recipe.optimizer, stored == 2);
@@ -378,9 +378,9 @@ pub fn forecast_of(model: &Model, recipe: &Recipe, inputs: &Inputs) -> Plan {
 
 /// Simulates a whole run for one active set; also returns the number of active elements.
 fn of_turn(
-    model: &Model,
+    model: &PlanModel,
     recipe: &Recipe,
-    inputs: &Inputs,
+    inputs: &PlanInputs,
     turn: &ActivePeriod,
     element: ElementBytes,
 ) -> (Ledger, u64) {
@@ -541,7 +541,7 @@ fn of_turn(
 }
 
 /// Bytes of the averages of the active parameters; ranks that divide moments divide them too.
-fn averages(model: &Model, recipe: &Recipe, inputs: &Inputs, active: &Active, stored: u64) -> u64 {
+fn averages(model: &PlanModel, recipe: &Recipe, inputs: &PlanInputs, active: &ActiveSet, stored: u64) -> u64 {
     if recipe.train.ema().is_none() {
         return 0;
     }
@@ -559,9 +559,9 @@ fn averages(model: &Model, recipe: &Recipe, inputs: &Inputs, active: &Active, st
 }
 
 /// Simulates the answers of a rollout; returns the quantized copy of the weights.
-fn rollout(ledger: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs) -> Allocation {
+fn rollout(ledger: &mut Ledger, model: &PlanModel, recipe: &Recipe, inputs: &PlanInputs) -> Allocation {
     // Every matrix is quantized: to 8 bits, or to 4 bits with a scale and a minimum for 64 values.
-    let matrices = model.sum(&Active::new([]), |p| match p.shape.len() {
+    let matrices = model.sum(&ActiveSet::new([]), |p| match p.shape.len() {
         2 => p.elements() as u64,
         _ => 0,
     });

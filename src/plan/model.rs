@@ -1,9 +1,9 @@
 //! The model for the planner. Equal layers (same storage, same adapters, the same active parameters) are counted, not
 //! simulated one by one: a plan costs the same for ten such layers and for a thousand.
 
-use crate::engine::Active;
+use crate::engine::ActiveSet;
 use crate::model::Spec;
-use crate::peft::Cost;
+use crate::peft::AdapterCost;
 use crate::source::sharded::is_in_parts;
 use crate::source::{Group, ParamInfo, StoragePolicy};
 use std::collections::hash_map::DefaultHasher;
@@ -12,9 +12,9 @@ use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 
 /// Memory of the adapter on each linear, by module.
-pub type Costs = Arc<BTreeMap<String, Cost>>;
+pub type AdapterCosts = Arc<BTreeMap<String, AdapterCost>>;
 
-pub struct Model<'a> {
+pub struct PlanModel<'a> {
     pub spec: &'a Spec,
     /// For each layer the first one with the same parameters.
     alike: Vec<usize>,
@@ -32,21 +32,21 @@ pub struct Model<'a> {
 
 /// A run of equal neighboring layers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Run {
+pub struct LayerRun {
     pub first: usize,
     pub count: usize,
 }
 
 /// One step of the simulation through the layers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Stretch {
+pub enum LayerStep {
     One(usize),
     /// This many layers that are equal to the one before and the one after.
     Same(usize),
 }
 
-impl<'a> Model<'a> {
-    pub fn new(spec: &'a Spec, storage: &StoragePolicy, adapters: &BTreeMap<String, Cost>) -> Self {
+impl<'a> PlanModel<'a> {
+    pub fn new(spec: &'a Spec, storage: &StoragePolicy, adapters: &BTreeMap<String, AdapterCost>) -> Self {
         let layers = spec.layers.len();
         let alike = spec.alike();
         let mut below = BTreeMap::new();
@@ -188,14 +188,14 @@ impl<'a> Model<'a> {
     }
 
     /// Groups the layers into runs of neighbors that are equal under `active`.
-    pub fn runs(&self, active: &Active) -> Vec<Run> {
-        let mut runs: Vec<Run> = Vec::new();
+    pub fn runs(&self, active: &ActiveSet) -> Vec<LayerRun> {
+        let mut runs: Vec<LayerRun> = Vec::new();
         let mut last = None;
         for layer in 0..self.layers() {
             let kind = Some((self.kind(layer), active.fingerprint(layer)));
             match runs.last_mut().filter(|_| kind == last) {
                 Some(run) => run.count += 1,
-                None => runs.push(Run { first: layer, count: 1 }),
+                None => runs.push(LayerRun { first: layer, count: 1 }),
             }
             last = kind;
         }
@@ -203,20 +203,20 @@ impl<'a> Model<'a> {
     }
 
     /// The layers to simulate: only the first and the last of a run. Runs also end at each of `cuts`.
-    pub fn stretches(&self, active: &Active, cuts: &[usize]) -> Vec<Stretch> {
+    pub fn stretches(&self, active: &ActiveSet, cuts: &[usize]) -> Vec<LayerStep> {
         let mut out = Vec::new();
-        for Run { first, count } in self.runs(active) {
+        for LayerRun { first, count } in self.runs(active) {
             let end = first + count;
             let mut edges = vec![first, end];
             edges.extend(cuts.iter().filter(|c| (first + 1..end).contains(c)));
             edges.sort_unstable();
             edges.dedup();
             for piece in edges.windows(2) {
-                out.push(Stretch::One(piece[0]));
+                out.push(LayerStep::One(piece[0]));
                 match piece[1] - piece[0] {
                     1 => {}
-                    2 => out.push(Stretch::One(piece[1] - 1)),
-                    n => out.extend([Stretch::Same(n - 2), Stretch::One(piece[1] - 1)]),
+                    2 => out.push(LayerStep::One(piece[1] - 1)),
+                    n => out.extend([LayerStep::Same(n - 2), LayerStep::One(piece[1] - 1)]),
                 }
             }
         }
@@ -224,7 +224,7 @@ impl<'a> Model<'a> {
     }
 
     /// Calls `f` for every distinct parameter, with the number of equal ones.
-    pub fn each(&self, active: &Active, mut f: impl FnMut(&ParamInfo, u64)) {
+    pub fn each(&self, active: &ActiveSet, mut f: impl FnMut(&ParamInfo, u64)) {
         self.outside.iter().for_each(|p| f(p, 1));
         for run in self.runs(active) {
             self.layer(run.first).for_each(|p| f(&p, run.count as u64));
@@ -232,14 +232,14 @@ impl<'a> Model<'a> {
     }
 
     /// The sum over every parameter.
-    pub fn sum(&self, active: &Active, mut f: impl FnMut(&ParamInfo) -> u64) -> u64 {
+    pub fn sum(&self, active: &ActiveSet, mut f: impl FnMut(&ParamInfo) -> u64) -> u64 {
         let mut sum = 0u64;
         self.each(active, |p, count| sum = sum.saturating_add(f(p).saturating_mul(count)));
         sum
     }
 
     /// The sum over the names of all active parameters.
-    pub fn sum_trained(&self, active: &Active, f: impl Fn(&str) -> u64) -> u64 {
+    pub fn sum_trained(&self, active: &ActiveSet, f: impl Fn(&str) -> u64) -> u64 {
         let mut sum: u64 = active.outside().map(&f).sum();
         for run in self.runs(active) {
             let one: u64 = active.of_layer(run.first).map(&f).sum();
@@ -249,7 +249,7 @@ impl<'a> Model<'a> {
     }
 
     /// The sum over the names of all corrected parameters.
-    pub fn sum_corrected(&self, active: &Active, f: impl Fn(&str) -> u64) -> u64 {
+    pub fn sum_corrected(&self, active: &ActiveSet, f: impl Fn(&str) -> u64) -> u64 {
         if active.corrected().next().is_none() {
             return 0;
         }
@@ -263,7 +263,7 @@ impl<'a> Model<'a> {
     }
 
     /// Elements of the largest active parameter.
-    pub fn largest_trained(&self, active: &Active) -> u64 {
+    pub fn largest_trained(&self, active: &ActiveSet) -> u64 {
         let runs = self.runs(active);
         let names = runs
             .iter()
@@ -279,16 +279,16 @@ mod tests {
     use crate::model::{families, shapes};
     use crate::recipe::Dtype;
 
-    fn layers(of: impl Iterator<Item = usize>) -> Active {
-        Active::new(of.map(|l| format!("model.layers.{l}.mlp.up_proj.weight")))
+    fn layers(of: impl Iterator<Item = usize>) -> ActiveSet {
+        ActiveSet::new(of.map(|l| format!("model.layers.{l}.mlp.up_proj.weight")))
     }
 
     #[test]
     fn alike_layers_are_one_run_and_sums_count_each_of_them() {
         let spec = families::read(&shapes::config("shape:qwen2.5-1.5b").unwrap().unwrap()).unwrap();
         let mut storage = StoragePolicy::dense(Dtype::Bf16);
-        let model = Model::new(&spec, &storage, &BTreeMap::new());
-        let run = |first, count| Run { first, count };
+        let model = PlanModel::new(&spec, &storage, &BTreeMap::new());
+        let run = |first, count| LayerRun { first, count };
         assert_eq!(model.runs(&layers(0..28)), [run(0, 28)]);
         assert_eq!(model.runs(&layers(5..7)), [run(0, 5), run(5, 2), run(7, 21)]);
         let all: u64 = spec.params().iter().map(|p| p.elements() as u64).sum();
@@ -303,19 +303,19 @@ mod tests {
         // A layer with another storage is a separate run.
         let name = "model.layers.9.mlp.up_proj.weight";
         storage.set(name.into(), Some(crate::quant::Format::Int8 { group: 0 }));
-        let model = Model::new(&spec, &storage, &BTreeMap::new());
+        let model = PlanModel::new(&spec, &storage, &BTreeMap::new());
         assert_eq!(model.runs(&layers(0..28)), [run(0, 9), run(9, 1), run(10, 18)]);
     }
 
     #[test]
     fn a_walk_takes_the_ends_of_what_is_alike() {
         let spec = families::read(&shapes::config("shape:qwen2.5-1.5b").unwrap().unwrap()).unwrap();
-        let model = Model::new(&spec, &StoragePolicy::dense(Dtype::Bf16), &BTreeMap::new());
-        use Stretch::{One, Same};
+        let model = PlanModel::new(&spec, &StoragePolicy::dense(Dtype::Bf16), &BTreeMap::new());
+        use LayerStep::{One, Same};
         assert_eq!(model.stretches(&layers(0..28), &[]), [One(0), Same(26), One(27)]);
         let want = [One(0), One(1), One(2), Same(2), One(5), One(6), Same(20), One(27)];
         assert_eq!(model.stretches(&layers(0..28), &[2, 6, 40, 0]), want);
-        let walked = |s: &Stretch| match s {
+        let walked = |s: &LayerStep| match s {
             One(_) => 1,
             Same(n) => *n,
         };

@@ -3,7 +3,7 @@
 use super::search::{PlanContext, corrects_all};
 use super::updates_in_parts;
 use crate::base::{Error, Result};
-use crate::recipe::{Distributed, Method, RankWeights, Recipe, Tier};
+use crate::recipe::{DistributedSection, Method, RankWeights, Recipe, Tier};
 use crate::source::sharded::is_in_parts;
 use crate::source::{Placement, expert_of};
 
@@ -75,7 +75,7 @@ impl PlanContext<'_> {
     pub(super) fn shared_files(&self, recipe: &Recipe) -> Result<()> {
         let refused = |why: &str, found: String| {
             Error::usage(format!("`distributed.weights = \"host\"` {why}"))
-                .at(Distributed::weights)
+                .at(DistributedSection::weights)
                 .found(found)
         };
         let tier = recipe.memory.tier;
@@ -161,18 +161,18 @@ impl PlanContext<'_> {
 #[cfg(test)]
 mod tests {
     use super::super::tests::{inputs, recipe, spec};
-    use super::super::{Inputs, Model, forecast, most_renewed, sent, weights};
+    use super::super::{PlanInputs, PlanModel, forecast, most_renewed, sent, weights};
     use super::*;
     use crate::comm::part_of;
-    use crate::engine::{Active, Gradients};
+    use crate::engine::{ActiveSet, GradientStorage};
     use crate::recipe::Dtype;
     use crate::source::Group;
     use crate::source::sharded::collections;
 
     /// `ranks` ranks on `machines` machines, which train all parameters.
-    fn on(machines: usize, ranks: usize) -> Inputs {
+    fn on(machines: usize, ranks: usize) -> PlanInputs {
         let all = spec().params().into_iter().map(|p| p.name.to_string());
-        let mut inputs = inputs(Active::new(all), Gradients::Keep);
+        let mut inputs = inputs(ActiveSet::new(all), GradientStorage::Keep);
         inputs.strategy.placement = Placement::Sharded;
         (inputs.micro_batches, inputs.ranks, inputs.machines) = (ranks, ranks, machines);
         inputs
@@ -182,7 +182,7 @@ mod tests {
     fn a_machine_has_all_weights_and_all_ranks_share_the_rest() {
         let mut recipe = recipe("[tune]\nmethod = \"full\"");
         recipe.model.dtype = Dtype::Bf16;
-        let line = |inputs: &Inputs, key: &str| {
+        let line = |inputs: &PlanInputs, key: &str| {
             let plan = forecast(&spec(), &recipe, inputs);
             plan.lines.iter().find(|line| line.key == key).unwrap().bytes
         };
@@ -201,7 +201,7 @@ mod tests {
         recipe.model.dtype = Dtype::Bf16;
         let spec = spec();
         let (all, both) = (on(1, 8), on(2, 8));
-        let model = Model::new(&spec, &both.strategy.storage, &both.adapters);
+        let model = PlanModel::new(&spec, &both.strategy.storage, &both.adapters);
         let params = spec.params();
         let matrices: Vec<_> = params.iter().filter(|p| is_in_parts(p)).collect();
         let counts = collections(spec.layers.len(), 0, 1, false, |_| true);

@@ -38,7 +38,7 @@ impl<'a> RunPlan<'a> {
         stored: &StoredWeights,
         before: &ResumedValues,
         device: &PlanDevice,
-        values: adapters::Values,
+        values: adapters::AdapterValues,
     ) -> Result<Self> {
         // Of rows that are read during the run only the first ones are known.
         let known = rows.filter(|_| !recipe.data.streaming);
@@ -54,7 +54,7 @@ impl<'a> RunPlan<'a> {
             }
             None => None,
         };
-        let mut adapters = adapters::with(&recipe, spec, adapters::Values::Shapes)?;
+        let mut adapters = adapters::with(&recipe, spec, adapters::AdapterValues::Shapes)?;
         if let Some(stream) = &stream {
             allocation::resolve(&recipe, &mut adapters, stream.steps())?;
         }
@@ -68,7 +68,7 @@ impl<'a> RunPlan<'a> {
         let mut memory = memory_plan::forecast(&recipe, spec, sets, &active_schedule, sizes.as_ref(), stored, device)?;
         memory.plan.choices.splice(0..0, choices.iter().cloned());
         // The forecast counts them: they must not be in the memory that the process has before.
-        if values == adapters::Values::Drawn && recipe.tune.lora.adapter.is_none() {
+        if values == adapters::AdapterValues::Drawn && recipe.tune.lora.adapter.is_none() {
             adapters = AdapterSet {
                 config: adapters.config,
                 ..adapters::with(&recipe, spec, values)?

@@ -1,12 +1,12 @@
 //! Enumerates the strategies for a step that a recipe allows, and chooses the fastest that fits.
 
-use super::{Costs, Inputs, Model, Plan, layer_graphs};
+use super::{AdapterCosts, Plan, PlanInputs, PlanModel, layer_graphs};
 use crate::base::{Error, Result};
-use crate::engine::{Gradients, StepStrategy};
+use crate::engine::{GradientStorage, StepStrategy};
 use crate::generate;
 use crate::model::{Adapters, Spec, tokens};
 use crate::ops::cross_entropy::PIECE;
-use crate::ops::prepacked::{self, Orders};
+use crate::ops::prepacked::{self, PrepackedProducts};
 use crate::ops::quantized::Products;
 use crate::peft::Adapter;
 use crate::plan::gpu_time::GpuRates;
@@ -14,7 +14,7 @@ use crate::plan::knee::FastStep;
 use crate::plan::memory_plan::{MemoryLimits, ProcessState};
 use crate::quant::Format;
 use crate::recipe::{
-    Activations, Auto, Chunk, Correction, Dtype, LoraInit, Memory, Method, PackedWeights, PeftType, RankWeights,
+    Activations, Auto, ChunkSize, Correction, Dtype, LoraInit, Memory, Method, PackedWeights, PeftType, RankWeights,
     Recipe, Tier, WeightStorage,
 };
 use crate::setup::active_schedule::ActiveSchedule;
@@ -54,21 +54,21 @@ pub(super) struct PlanContext<'a> {
 
 /// Data that all plans of a recipe with one storage share, so the model is inspected once.
 pub(super) struct PlanBase<'a> {
-    model: Model<'a>,
+    model: PlanModel<'a>,
     /// Only the strategy is open.
-    inputs: Inputs,
+    inputs: PlanInputs,
 }
 
 impl PlanBase<'_> {
-    pub(super) fn inputs(&self, strategy: &StepStrategy) -> Inputs {
-        Inputs {
+    pub(super) fn inputs(&self, strategy: &StepStrategy) -> PlanInputs {
+        PlanInputs {
             strategy: strategy.clone(),
             ..self.inputs.clone()
         }
     }
 
     /// The estimated time of a step.
-    pub(super) fn seconds(&self, recipe: &Recipe, inputs: &Inputs) -> f64 {
+    pub(super) fn seconds(&self, recipe: &Recipe, inputs: &PlanInputs) -> f64 {
         super::seconds_of(&self.model, recipe, inputs)
     }
 }
@@ -76,7 +76,7 @@ impl PlanBase<'_> {
 /// The chosen strategy, which may or may not fit.
 pub(super) struct PlannedStrategy {
     /// The inputs of the plan, with the strategy.
-    pub inputs: Inputs,
+    pub inputs: PlanInputs,
     /// The lossy storage of frozen weights, if the recipe leaves the storage open and the lossless one does not fit.
     pub lossy: Option<WeightStorage>,
     pub plan: Plan,
@@ -161,7 +161,7 @@ impl PlanContext<'_> {
         whole: bool,
     ) -> Result<PlannedStrategy> {
         let range = self.saved_layers(recipe)?;
-        let seconds = |inputs: &Inputs| base.seconds(recipe, inputs);
+        let seconds = |inputs: &PlanInputs| base.seconds(recipe, inputs);
         let mut strategies: Vec<(f64, StepStrategy)> = Vec::new();
         let allowed = |strategy: &StepStrategy| !whole || strategy.placement == Placement::Device;
         for strategy in self.strategies(recipe, base)?.into_iter().filter(allowed) {
@@ -254,7 +254,7 @@ impl PlanContext<'_> {
     fn storages(&self, recipe: &Recipe) -> Vec<Option<WeightStorage>> {
         let open = recipe.memory.frozen_weights == Auto::Auto
             && recipe.tune.method != Method::Full
-            && (self.stored.codes.is_empty() || self.stored.is_decoded(recipe.tune.method))
+            && (self.stored.codes.is_empty() || self.stored.is_dequantized(recipe.tune.method))
             && !corrects_all(recipe);
         if open && recipe.memory.frozen_products != Products::Dequantized {
             vec![Some(WeightStorage::Int8)]
@@ -291,7 +291,7 @@ impl PlanContext<'_> {
             }
         }
         if let (true, Some(format)) = (
-            self.stored.is_decoded(recipe.tune.method),
+            self.stored.is_dequantized(recipe.tune.method),
             self.stored.codes.values().next(),
         ) {
             let others = match recipe.tune.method {
@@ -353,10 +353,10 @@ impl PlanContext<'_> {
         let choose = |keep_fits| {
             let all_active = recipe.tune.method == Method::Full;
             let micro_batches = recipe.train.gradient_accumulation_steps;
-            match Gradients::choose(micro_batches, recipe.train.max_grad_norm, all_active, keep_fits) {
+            match GradientStorage::choose(micro_batches, recipe.train.max_grad_norm, all_active, keep_fits) {
                 // A step with a loss scale can be skipped, so no gradient is applied before all are known to be finite.
-                Gradients::Fused if recipe.model.dtype == Dtype::F16 && keep_fits => Gradients::Keep,
-                Gradients::Fused if recipe.model.dtype == Dtype::F16 => Gradients::NormFirst,
+                GradientStorage::Fused if recipe.model.dtype == Dtype::F16 && keep_fits => GradientStorage::Keep,
+                GradientStorage::Fused if recipe.model.dtype == Dtype::F16 => GradientStorage::NormFirst,
                 gradients => gradients,
             }
         };
@@ -367,9 +367,9 @@ impl PlanContext<'_> {
             gradients.push(choose(false));
         }
         let mlp: Vec<Option<usize>> = match recipe.memory.mlp_chunk {
-            Chunk::Whole => vec![None],
-            Chunk::Of(tokens) => vec![Some(tokens)],
-            Chunk::Auto => {
+            ChunkSize::Whole => vec![None],
+            ChunkSize::Of(tokens) => vec![Some(tokens)],
+            ChunkSize::Auto => {
                 let smaller = MLP_TOKENS.into_iter().filter(|n| *n < base.inputs.tokens);
                 std::iter::once(None).chain(smaller.map(Some)).collect()
             }
@@ -415,21 +415,21 @@ impl PlanContext<'_> {
         frozen && dense && prepacked::is_of_use()
     }
 
-    fn orders(&self, recipe: &Recipe, place: Placement) -> Vec<Option<Orders>> {
+    fn orders(&self, recipe: &Recipe, place: Placement) -> Vec<Option<PrepackedProducts>> {
         if !self.can_pack(recipe, place) {
             return vec![None];
         }
         match recipe.memory.packed_weights {
             PackedWeights::None => vec![None],
-            PackedWeights::Forward => vec![Some(Orders::Forward)],
-            PackedWeights::Both => vec![Some(Orders::Both)],
+            PackedWeights::Forward => vec![Some(PrepackedProducts::Forward)],
+            PackedWeights::Both => vec![Some(PrepackedProducts::Both)],
             PackedWeights::Auto if !prepacked::pays() => vec![None],
-            PackedWeights::Auto => vec![None, Some(Orders::Forward), Some(Orders::Both)],
+            PackedWeights::Auto => vec![None, Some(PrepackedProducts::Forward), Some(PrepackedProducts::Both)],
         }
     }
 
     /// The prepacked copies for these orders.
-    fn packed_copies(&self, orders: Orders) -> PackedCopies {
+    fn packed_copies(&self, orders: PrepackedProducts) -> PackedCopies {
         // Rows that train change in a matrix that is frozen otherwise.
         let head = self.spec.head_name();
         let rows_train = self.schedule.always_trains()(&tokens::name_of(head));
@@ -454,11 +454,11 @@ impl PlanContext<'_> {
     /// Where the weights may live, the fastest first.
     fn placements(&self, recipe: &Recipe) -> Result<Vec<Placement>> {
         let disk: Vec<Placement> = match recipe.memory.head_chunk {
-            Chunk::Whole => vec![Placement::Disk { head_rows: None }],
-            Chunk::Of(rows) => vec![Placement::Disk {
+            ChunkSize::Whole => vec![Placement::Disk { head_rows: None }],
+            ChunkSize::Of(rows) => vec![Placement::Disk {
                 head_rows: Some(rows.next_multiple_of(PIECE)),
             }],
-            Chunk::Auto => [None, Some(PIECE)]
+            ChunkSize::Auto => [None, Some(PIECE)]
                 .map(|head_rows| Placement::Disk { head_rows })
                 .to_vec(),
         };
@@ -511,7 +511,7 @@ impl PlanContext<'_> {
         let storage = self.policy(recipe, lossy)?;
         let costs = super::costs(self.adapters);
         Ok(PlanBase {
-            model: Model::new(self.spec, &storage, &costs),
+            model: PlanModel::new(self.spec, &storage, &costs),
             inputs: self.measured(recipe, storage, costs),
         })
     }
@@ -521,7 +521,7 @@ impl PlanContext<'_> {
     }
 
     /// The inputs of a plan: largest micro-batch of these rows, and active parameters of the run.
-    fn measured(&self, recipe: &Recipe, storage: StoragePolicy, costs: Costs) -> Inputs {
+    fn measured(&self, recipe: &Recipe, storage: StoragePolicy, costs: AdapterCosts) -> PlanInputs {
         let sizes = self.rows.and_then(|rows| Some((rows, rows.of(recipe)?)));
         // Without rows the number of steps is known only if the recipe sets it.
         let given = u64::try_from(recipe.train.max_steps).ok();
@@ -532,9 +532,9 @@ impl PlanContext<'_> {
             offload_inputs: recipe.memory.activations == Activations::Host,
             ..StepStrategy::new(recipe.model.dtype)
         };
-        let mut inputs = Inputs::of_recipe(recipe, turns, costs, strategy, self.process);
+        let mut inputs = PlanInputs::of_recipe(recipe, turns, costs, strategy, self.process);
         // Weights that stay as the files have them are not read as numbers.
-        inputs.file_bytes = if self.stored.is_decoded(recipe.tune.method) && recipe.tune.method != Method::Freeze {
+        inputs.file_bytes = if self.stored.is_dequantized(recipe.tune.method) && recipe.tune.method != Method::Freeze {
             recipe.model.dtype.bytes()
         } else {
             self.stored.number_bytes.unwrap_or(inputs.file_bytes)
@@ -543,7 +543,7 @@ impl PlanContext<'_> {
         inputs.reference = needs_reference_copy(recipe);
         if prompts::reinforces(recipe) {
             // At most this many answers are generated at a time.
-            inputs.rollout = prompts::answers_of_rollout(recipe).min(generate::Limits::default().rows);
+            inputs.rollout = prompts::answers_of_rollout(recipe).min(generate::GenerateLimits::default().rows);
         }
         if self.on_gpu && recipe.model.dtype.is_short() {
             inputs.element = 2;

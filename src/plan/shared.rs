@@ -11,7 +11,7 @@ use crate::model::contracts::GradSinkMemory;
 use crate::model::spec::{KeySource, PER_LAYER_NORM, PER_LAYER_PROJECTION, PER_LAYER_TABLE};
 use std::collections::BTreeMap;
 
-pub(super) struct Shared<'a> {
+pub(super) struct SharedMemory<'a> {
     spec: &'a Spec,
     /// Bytes of `[N, 1]`.
     column: u64,
@@ -22,7 +22,7 @@ pub(super) struct Shared<'a> {
     gradients: BTreeMap<usize, Allocation>,
 }
 
-impl<'a> Shared<'a> {
+impl<'a> SharedMemory<'a> {
     /// Computes the per-layer inputs.
     pub fn new(l: &mut Ledger, settings: &LayerMemorySettings<'a>) -> Self {
         let spec = settings.spec;

@@ -1,13 +1,13 @@
 //! Simulates the memory of one optimizer step in the order of `engine::step` and `engine::pass`.
 
-use super::model::{Model, Stretch};
-use super::shared::Shared;
+use super::model::{LayerStep, PlanModel};
+use super::shared::SharedMemory;
 use super::streams;
 use super::weights::FetchedLayers;
-use super::{Inputs, experts, layer_graphs};
+use super::{PlanInputs, experts, layer_graphs};
 use crate::base::ledger::{Allocation, Ledger, MemoryKind};
 use crate::comm::share;
-use crate::engine::{Active, Gradients};
+use crate::engine::{ActiveSet, GradientStorage};
 use crate::model::block::memory::{LayerMemory, LayerMemorySettings, SavedActivationsMemory};
 use crate::model::contracts::GradSinkMemory;
 use crate::model::delta_net;
@@ -27,7 +27,7 @@ use std::collections::{BTreeMap, BTreeSet, HashSet};
 /// Bytes of an element of a masked weight that is being updated: f32, or the two halves of bf16.
 const MASKED: u64 = 4;
 
-impl Inputs {
+impl PlanInputs {
     /// The settings of the memory of a layer. `is_active`: true for active parameters.
     pub(super) fn layer_memory<'a>(
         &'a self,
@@ -60,9 +60,9 @@ impl Inputs {
 type IsHere<'a> = Box<dyn Fn(&str) -> Option<bool> + 'a>;
 
 /// Simulated gradient sink.
-struct Sink<'a> {
-    active: &'a Active,
-    model: &'a Model<'a>,
+struct SimulatedSink<'a> {
+    active: &'a ActiveSet,
+    model: &'a PlanModel<'a>,
     keep: bool,
     /// Ranks that each keep a part of a gradient.
     parts: u64,
@@ -78,7 +78,7 @@ struct Sink<'a> {
     alike: Vec<Allocation>,
 }
 
-impl GradSinkMemory for Sink<'_> {
+impl GradSinkMemory for SimulatedSink<'_> {
     fn wants(&self, name: &str) -> bool {
         self.active.wants(name)
     }
@@ -141,21 +141,21 @@ impl GradSinkMemory for Sink<'_> {
 /// `fetched`: the layers that are brought to a GPU.
 pub(super) fn walk(
     l: &mut Ledger,
-    model: &Model,
+    model: &PlanModel,
     recipe: &Recipe,
-    inputs: &Inputs,
-    active: &Active,
+    inputs: &PlanInputs,
+    active: &ActiveSet,
     mut fetched: FetchedLayers,
 ) {
     let spec = model.spec;
     let bf16 = recipe.model.dtype == Dtype::Bf16;
     let on_their_way = l.sizes()[MemoryKind::HostGradients];
     let busy = experts::busy_rank(model, inputs, active);
-    let mut sink = Sink {
+    let mut sink = SimulatedSink {
         is_here: Box::new(move |name| experts::is_here(model, inputs, busy, name)),
         active,
         model,
-        keep: inputs.strategy.gradients == Gradients::Keep,
+        keep: inputs.strategy.gradients == GradientStorage::Keep,
         ranks: inputs.ranks,
         on_host: inputs.on_gpu
             && inputs.ranks > 1
@@ -235,7 +235,7 @@ pub(super) fn walk(
 }
 
 /// An evaluation: a forward pass that keeps nothing, and a loss.
-pub(super) fn evaluate(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs) {
+pub(super) fn evaluate(l: &mut Ledger, model: &PlanModel, recipe: &Recipe, inputs: &PlanInputs) {
     let evaluation = inputs.evaluation;
     l.set_prefix("an evaluation, ");
     if evaluation.answers > 0 {
@@ -255,13 +255,13 @@ pub(super) fn evaluate(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &
         ) = (0, 1, false);
         // The student alone is measured.
         own.teacher = None;
-        walk(l, model, recipe, &own, &Active::new([]), FetchedLayers::new(false));
+        walk(l, model, recipe, &own, &ActiveSet::new([]), FetchedLayers::new(false));
     }
     l.set_prefix("");
 }
 
 /// Buffers of the CPU's products and attention; a GPU packs nothing.
-fn scratch(spec: &Spec, inputs: &Inputs, bf16: bool, active: &Active) -> u64 {
+fn scratch(spec: &Spec, inputs: &PlanInputs, bf16: bool, active: &ActiveSet) -> u64 {
     if inputs.on_gpu {
         return 0;
     }
@@ -313,7 +313,7 @@ fn scratch(spec: &Spec, inputs: &Inputs, bf16: bool, active: &Active) -> u64 {
 }
 
 /// Elements that one thread needs for attention or for Gated DeltaNet.
-fn mixer_scratch(spec: &Spec, inputs: &Inputs, bf16: bool) -> usize {
+fn mixer_scratch(spec: &Spec, inputs: &PlanInputs, bf16: bool) -> usize {
     let scratch = |(mixer, window, kv_heads, head_dim)| match mixer {
         Mixer::DeltaNet(sizes) => delta_rule::scratch(&delta_net::heads(&sizes), inputs.longest),
         Mixer::ShortConv { .. } => 0,
@@ -337,10 +337,10 @@ fn mixer_scratch(spec: &Spec, inputs: &Inputs, bf16: bool) -> usize {
 
 fn micro_batch(
     l: &mut Ledger,
-    model: &Model,
+    model: &PlanModel,
     recipe: &Recipe,
-    inputs: &Inputs,
-    sink: &mut Sink,
+    inputs: &PlanInputs,
+    sink: &mut SimulatedSink,
     fetched: &mut FetchedLayers,
     micro: usize,
 ) {
@@ -355,7 +355,7 @@ fn micro_batch(
 }
 
 /// Tensors saved for the backward pass.
-enum Waiting {
+enum SavedAllocations {
     Layer(usize, Allocation, Option<SavedActivationsMemory>),
     /// Saved tensors of this many equal layers.
     Alike(usize, Vec<Allocation>),
@@ -363,10 +363,10 @@ enum Waiting {
 
 fn pass(
     l: &mut Ledger,
-    model: &Model,
+    model: &PlanModel,
     recipe: &Recipe,
-    inputs: &Inputs,
-    sink: &mut Sink,
+    inputs: &PlanInputs,
+    sink: &mut SimulatedSink,
     fetched: &mut FetchedLayers,
     micro: usize,
 ) {
@@ -400,14 +400,14 @@ fn pass(
     }
     streams::spread(l, &settings, nd);
     let keep_from = layers.saturating_sub(inputs.strategy.saved_layers);
-    let mut shared = Shared::new(l, &settings);
-    let mut waiting: Vec<Waiting> = Vec::new();
+    let mut shared = SharedMemory::new(l, &settings);
+    let mut waiting: Vec<SavedAllocations> = Vec::new();
     let mut before = l.sizes();
     for stretch in model.stretches(active, &[lowest, lowest + 1, keep_from]) {
         let layer = match stretch {
-            Stretch::One(layer) => layer,
-            Stretch::Same(count) => {
-                waiting.push(Waiting::Alike(count, l.alloc_again(&before, count as u64)));
+            LayerStep::One(layer) => layer,
+            LayerStep::Same(count) => {
+                waiting.push(SavedAllocations::Alike(count, l.alloc_again(&before, count as u64)));
                 continue;
             }
         };
@@ -431,7 +431,7 @@ fn pass(
         let (y, kept) = block(layer).forward(l, keep);
         l.free(y);
         if layer >= lowest {
-            waiting.push(Waiting::Layer(layer, x, kept));
+            waiting.push(SavedAllocations::Layer(layer, x, kept));
         } else {
             l.free(x);
         }
@@ -495,8 +495,8 @@ fn pass(
     let (mut gradients, mut sums) = (0, 0);
     while let Some(next) = waiting.pop() {
         let (layer, x, kept) = match next {
-            Waiting::Layer(layer, x, kept) => (layer, x, kept),
-            Waiting::Alike(count, held) => {
+            SavedAllocations::Layer(layer, x, kept) => (layer, x, kept),
+            SavedAllocations::Alike(count, held) => {
                 l.free_all(held);
                 let kept = [(MemoryKind::Gradients, gradients), (MemoryKind::HostGradients, sums)];
                 sink.alike

@@ -1,14 +1,14 @@
 //! The plan as a table and as JSON.
 
-use super::Inputs;
+use super::PlanInputs;
 use super::experts::{self, ExpertForecast};
-use super::model::Model;
+use super::model::PlanModel;
 use crate::base::ledger::{Ledger, MemoryKind};
 use crate::base::units::{bytes, count};
 use crate::model::Spec;
 use crate::model::spec::{EMBEDDING, LM_HEAD};
 use crate::ops::cross_entropy::PIECE;
-use crate::ops::prepacked::Orders;
+use crate::ops::prepacked::PrepackedProducts;
 use crate::recipe::{Method, Recipe};
 use crate::report;
 use crate::setup::defaults::Choice;
@@ -17,7 +17,7 @@ use serde_json::{Value, json};
 
 /// One line: the peak of this part, and its size at the moment of the total peak.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Line {
+pub struct PlanLine {
     pub key: &'static str,
     pub label: String,
     pub bytes: u64,
@@ -32,7 +32,7 @@ pub struct Plan {
     pub choices: Vec<Choice>,
     /// The whole strategy of a step, in words.
     pub strategy: Vec<(&'static str, String)>,
-    pub lines: Vec<Line>,
+    pub lines: Vec<PlanLine>,
     pub peak_bytes: u64,
     /// With a GPU: the peak of host memory.
     pub peak_host_bytes: Option<u64>,
@@ -159,12 +159,19 @@ fn with_note(row: String, note: &str, columns: Option<usize>) -> String {
     lines.into_iter().map(ended).collect()
 }
 
-fn head_trained(spec: &Spec, inputs: &Inputs) -> bool {
+fn head_trained(spec: &Spec, inputs: &PlanInputs) -> bool {
     let head = if spec.tied { EMBEDDING } else { LM_HEAD };
     inputs.turns.iter().any(|turn| turn.active.contains(head))
 }
 
-pub(super) fn plan(model: &Model, recipe: &Recipe, inputs: &Inputs, l: Ledger, parameters: u64, trained: u64) -> Plan {
+pub(super) fn plan(
+    model: &PlanModel,
+    recipe: &Recipe,
+    inputs: &PlanInputs,
+    l: Ledger,
+    parameters: u64,
+    trained: u64,
+) -> Plan {
     let answers = match inputs.rollout {
         0 => ("answers of the evaluation", inputs.evaluation.answers),
         rollout => ("rollout", rollout),
@@ -183,7 +190,7 @@ pub(super) fn plan(model: &Model, recipe: &Recipe, inputs: &Inputs, l: Ledger, p
         "layers"
     };
     let gradients = match inputs.strategy.gradients {
-        crate::engine::Gradients::Keep => "f32, kept until the update",
+        crate::engine::GradientStorage::Keep => "f32, kept until the update",
         _ => "f32, each applied and freed immediately",
     };
     let among = match inputs.machines {
@@ -221,7 +228,7 @@ pub(super) fn plan(model: &Model, recipe: &Recipe, inputs: &Inputs, l: Ledger, p
             "packed_weights",
             "packed weights",
             match inputs.strategy.packed_copies.as_ref().map(|c| c.orders) {
-                Some(Orders::Both) => "copies of frozen weights, for both passes".into(),
+                Some(PrepackedProducts::Both) => "copies of frozen weights, for both passes".into(),
                 _ => "copies of frozen weights, for the forward pass".into(),
             },
         ),
@@ -374,7 +381,7 @@ pub(super) fn plan(model: &Model, recipe: &Recipe, inputs: &Inputs, l: Ledger, p
     let lines = lines
         .into_iter()
         .filter(|(kind, ..)| !rare(*kind) || l.largest[*kind] > 0)
-        .map(|(kind, key, label, note)| Line {
+        .map(|(kind, key, label, note)| PlanLine {
             key,
             label: label.to_string(),
             bytes: l.largest[kind],

@@ -1,9 +1,9 @@
 //! Models beside the trained one: a teacher with its weights, hidden states and forward pass; reward models.
 
-use super::model::Model;
-use super::{Inputs, weights};
+use super::model::PlanModel;
+use super::{PlanInputs, weights};
 use crate::base::ledger::{Ledger, MemoryKind};
-use crate::engine::Active;
+use crate::engine::ActiveSet;
 use crate::model::Spec;
 use crate::model::block::memory::LayerMemory;
 use crate::ops::cross_entropy::{PIECE, most_tokens};
@@ -27,21 +27,21 @@ impl TeacherSpec {
             self.stored(),
             self.place,
             1,
-            &Active::new([]),
+            &ActiveSet::new([]),
             &|_| false,
         )
         .bytes()
     }
 
-    fn model(&self) -> Model<'_> {
-        Model::new(&self.spec, &self.storage, &BTreeMap::new())
+    fn model(&self) -> PlanModel<'_> {
+        PlanModel::new(&self.spec, &self.storage, &BTreeMap::new())
     }
 
     /// Bytes on the host if the device is a GPU: resident weights, or weights read ahead, and pinned buffers.
     pub(super) fn on_host(&self, on_gpu: bool) -> u64 {
         let model = self.model();
         match self.place {
-            Placement::Host => STAGING_BYTES + model.sum(&Active::new([]), |p| self.storage.of(p).bytes(&p.shape)),
+            Placement::Host => STAGING_BYTES + model.sum(&ActiveSet::new([]), |p| self.storage.of(p).bytes(&p.shape)),
             Placement::Disk { .. } if on_gpu => STAGING_BYTES + self.weights(),
             _ => 0,
         }
@@ -60,7 +60,7 @@ impl TeacherSpec {
 
     /// The forward pass and what stays of it until the next batch: bytes that are held, and the most beside them. The
     /// teacher's logits share the chunk of the student's.
-    pub(super) fn forward(&self, inputs: &Inputs) -> (u64, u64) {
+    pub(super) fn forward(&self, inputs: &PlanInputs) -> (u64, u64) {
         let mut own = inputs.clone();
         own.adapters = Arc::default();
         own.strategy.storage = self.storage.clone();
@@ -86,17 +86,17 @@ impl TeacherSpec {
 }
 
 impl RewardModelSpec {
-    fn model(&self) -> Model<'_> {
-        Model::new(&self.spec, &self.storage, &BTreeMap::new())
+    fn model(&self) -> PlanModel<'_> {
+        PlanModel::new(&self.spec, &self.storage, &BTreeMap::new())
     }
 
     pub(super) fn weights(&self) -> u64 {
         self.model()
-            .sum(&Active::new([]), |p| self.storage.of(p).bytes(&p.shape))
+            .sum(&ActiveSet::new([]), |p| self.storage.of(p).bytes(&p.shape))
     }
 
     /// Peak memory beside its weights for `answers` of `longest` tokens each.
-    pub(super) fn forward(&self, inputs: &Inputs, answers: usize, longest: usize) -> u64 {
+    pub(super) fn forward(&self, inputs: &PlanInputs, answers: usize, longest: usize) -> u64 {
         let mut own = inputs.clone();
         own.adapters = Arc::default();
         (own.strategy.storage, own.strategy.placement) = (self.storage.clone(), Placement::Device);
@@ -108,8 +108,8 @@ impl RewardModelSpec {
 }
 
 /// The most that a forward pass takes which keeps nothing: the input of a layer and its work.
-pub(super) fn layer_work(model: &Model, inputs: &Inputs) -> u64 {
-    let (nothing, mut ledger) = (Active::new([]), Ledger::new(false));
+pub(super) fn layer_work(model: &PlanModel, inputs: &PlanInputs) -> u64 {
+    let (nothing, mut ledger) = (ActiveSet::new([]), Ledger::new(false));
     let per_layer = model.spec.per_layer.map_or(0, |p| p.width * model.layers());
     let x = ledger.alloc(
         MemoryKind::LayerWork,

@@ -4,9 +4,9 @@ use super::*;
 use crate::model::rope::Rope;
 use crate::model::spec::{LayerSpec, ModuleNames, NormNames, QkNorm};
 use crate::ops::glu::Activation;
-use crate::ops::prepacked::Orders;
-use crate::ops::rope::Pairing;
-use crate::peft::Cost;
+use crate::ops::prepacked::PrepackedProducts;
+use crate::ops::rope::RopePairing;
+use crate::peft::AdapterCost;
 use crate::recipe;
 use crate::source::{PackedCopies, StoragePolicy};
 use std::collections::BTreeSet;
@@ -51,7 +51,7 @@ pub(super) fn spec() -> Spec {
         embedding_scale: 1.0,
         noise_scale: 1.0,
         residual_scale: 1.0,
-        pairing: Pairing::Halves,
+        pairing: RopePairing::Halves,
         tied: false,
         padding: None,
         multimodal: false,
@@ -72,8 +72,8 @@ pub(super) fn recipe(text: &str) -> Recipe {
     recipe::parse(&text, "test", &[]).unwrap().recipe
 }
 
-pub(super) fn inputs(active: Active, gradients: Gradients) -> Inputs {
-    Inputs {
+pub(super) fn inputs(active: ActiveSet, gradients: GradientStorage) -> PlanInputs {
+    PlanInputs {
         tokens: 2048,
         longest: 512,
         documents: 4,
@@ -87,7 +87,7 @@ pub(super) fn inputs(active: Active, gradients: Gradients) -> Inputs {
         on_gpu: false,
         gpu_rates: &gpu_time::GPUS[0],
         turns: [ActivePeriod::alone(active)].into(),
-        evaluation: Evaluation::default(),
+        evaluation: EvaluationSize::default(),
         teacher: None,
         judges: Arc::default(),
         reference: false,
@@ -102,15 +102,15 @@ pub(super) fn inputs(active: Active, gradients: Gradients) -> Inputs {
     }
 }
 
-fn layer(index: usize) -> Active {
+fn layer(index: usize) -> ActiveSet {
     let prefix = format!("model.layers.{index}.");
     let params = spec().params();
     let names = params.iter().map(|p| p.name.to_string());
-    Active::new(names.filter(|n| n.starts_with(&prefix)))
+    ActiveSet::new(names.filter(|n| n.starts_with(&prefix)))
 }
 
-fn all() -> Active {
-    Active::new(spec().params().iter().map(|p| p.name.to_string()))
+fn all() -> ActiveSet {
+    ActiveSet::new(spec().params().iter().map(|p| p.name.to_string()))
 }
 
 fn line(plan: &Plan, key: &str) -> u64 {
@@ -120,7 +120,7 @@ fn line(plan: &Plan, key: &str) -> u64 {
 #[test]
 fn a_gpu_holds_narrow_activations_and_the_host_is_apart() {
     let recipe = recipe("[tune]\nmethod = \"block\"\n[optimizer]\nname = \"adamw\"");
-    let mut inputs = inputs(layer(2), Gradients::Keep);
+    let mut inputs = inputs(layer(2), GradientStorage::Keep);
     inputs.process_bytes = 1000;
     let cpu = forecast(&spec(), &recipe, &inputs);
     (inputs.element, inputs.on_gpu) = (2, true);
@@ -143,12 +143,12 @@ fn a_gpu_holds_narrow_activations_and_the_host_is_apart() {
 fn a_gpu_holds_the_two_layers_that_were_fetched_last() {
     let (recipe, spec) = (recipe("[tune]\nmethod = \"freeze\""), spec());
     let names = [4, 5].map(layer);
-    let active = Active::new(names.iter().flat_map(|l| l.names().map(str::to_string)));
-    let mut inputs = inputs(active.clone(), Gradients::Keep);
+    let active = ActiveSet::new(names.iter().flat_map(|l| l.names().map(str::to_string)));
+    let mut inputs = inputs(active.clone(), GradientStorage::Keep);
     (inputs.element, inputs.on_gpu) = (2, true);
     (inputs.strategy.placement, inputs.strategy.saved_layers) = (Placement::Host, 6);
     let one: u64 = (4 * 64 * 64 + 3 * 64 * 256 + 2 * 64) as u64;
-    let model = Model::new(&spec, &inputs.strategy.storage, &inputs.adapters);
+    let model = PlanModel::new(&spec, &inputs.strategy.storage, &inputs.adapters);
     let (mut l, mut fetched) = (Ledger::new(true), FetchedLayers::new(true));
     for (layers, frozen) in [([0, 1], 2), ([1, 2], 2), ([3, 4], 1), ([4, 5], 0), ([4, 0], 1)] {
         fetched.hold(&mut l, &model, &inputs, &active, layers);
@@ -168,7 +168,7 @@ fn a_gpu_holds_the_two_layers_that_were_fetched_last() {
 #[test]
 fn lines_follow_the_published_formula() {
     let recipe = recipe("[tune]\nmethod = \"block\"\n[optimizer]\nname = \"adamw\"");
-    let plan = forecast(&spec(), &recipe, &inputs(layer(2), Gradients::Keep));
+    let plan = forecast(&spec(), &recipe, &inputs(layer(2), GradientStorage::Keep));
     let one: u64 = (4 * 64 * 64 + 3 * 64 * 256 + 2 * 64) as u64;
     let all = 6 * one + 2 * 64 * 1000 + 64;
     assert_eq!((plan.parameters, plan.trained_parameters), (all, one));
@@ -189,7 +189,11 @@ fn lines_follow_the_published_formula() {
 #[test]
 fn the_lines_at_the_peak_add_up_and_none_is_above_its_largest() {
     let recipe = recipe("[tune]\nmethod = \"full\"");
-    for gradients in [Gradients::Keep, Gradients::Fused, Gradients::NormFirst] {
+    for gradients in [
+        GradientStorage::Keep,
+        GradientStorage::Fused,
+        GradientStorage::NormFirst,
+    ] {
         let plan = forecast(&spec(), &recipe, &inputs(all(), gradients));
         assert_eq!(plan.lines.iter().map(|l| l.at_peak).sum::<u64>(), plan.peak_bytes);
         assert!(plan.lines.iter().all(|l| l.at_peak <= l.bytes));
@@ -203,7 +207,7 @@ fn the_lines_at_the_peak_add_up_and_none_is_above_its_largest() {
 #[test]
 fn kept_activations_are_those_of_the_uppermost_active_layers() {
     let recipe = recipe("[tune]\nmethod = \"block\"");
-    let mut inputs = inputs(layer(2), Gradients::Keep);
+    let mut inputs = inputs(layer(2), GradientStorage::Keep);
     for (keep, kept) in [(0, 0), (3, 3), (4, 4), (6, 4)] {
         inputs.strategy.saved_layers = keep;
         let plan = forecast(&spec(), &recipe, &inputs);
@@ -215,13 +219,13 @@ fn kept_activations_are_those_of_the_uppermost_active_layers() {
 #[test]
 fn gradients_that_are_not_kept_are_one_at_a_time() {
     let recipe = recipe("[tune]\nmethod = \"full\"");
-    let kept = forecast(&spec(), &recipe, &inputs(all(), Gradients::Keep));
-    let fused = forecast(&spec(), &recipe, &inputs(all(), Gradients::Fused));
+    let kept = forecast(&spec(), &recipe, &inputs(all(), GradientStorage::Keep));
+    let fused = forecast(&spec(), &recipe, &inputs(all(), GradientStorage::Fused));
     assert_eq!(line(&kept, "gradients"), 4 * kept.parameters);
     assert_eq!(line(&fused, "gradients"), 4 * 1000 * 64);
     assert!(fused.peak_bytes < kept.peak_bytes);
     // A second micro-batch makes a gradient beside its sum.
-    let mut twice = inputs(all(), Gradients::Keep);
+    let mut twice = inputs(all(), GradientStorage::Keep);
     twice.micro_batches = 3;
     let twice = forecast(&spec(), &recipe, &twice);
     assert_eq!(line(&twice, "gradients"), 4 * kept.parameters + 4 * 1000 * 64);
@@ -230,16 +234,16 @@ fn gradients_that_are_not_kept_are_one_at_a_time() {
 #[test]
 fn the_worst_block_counts_and_a_lower_one_keeps_more_inputs() {
     let recipe = recipe("[tune]\nmethod = \"block\"");
-    let top = forecast(&spec(), &recipe, &inputs(layer(5), Gradients::Keep));
-    let bottom = forecast(&spec(), &recipe, &inputs(layer(0), Gradients::Keep));
+    let top = forecast(&spec(), &recipe, &inputs(layer(5), GradientStorage::Keep));
+    let bottom = forecast(&spec(), &recipe, &inputs(layer(0), GradientStorage::Keep));
     assert_eq!(
         (line(&top, "layer_inputs"), line(&bottom, "layer_inputs")),
         (2048 * 256, 6 * 2048 * 256)
     );
-    let mut both = inputs(layer(5), Gradients::Keep);
+    let mut both = inputs(layer(5), GradientStorage::Keep);
     let sets = vec![layer(5), layer(0)];
     let (model, storage) = (spec(), both.strategy.storage.clone());
-    both.turns = turns_of(&Model::new(&model, &storage, &both.adapters), &storage, sets).into();
+    both.turns = turns_of(&PlanModel::new(&model, &storage, &both.adapters), &storage, sets).into();
     let both = forecast(&spec(), &recipe, &both);
     // The inactive block keeps the low 16 bits of its masters.
     assert_eq!(line(&both, "retired_halves"), 2 * both.trained_parameters);
@@ -275,14 +279,14 @@ fn everything_that_is_held_is_given_back() {
         spec.params().iter().map(|p| p.name.to_string()).collect(),
     ];
     for names in sets {
-        let mut inputs = inputs(Active::new(names), Gradients::Keep);
+        let mut inputs = inputs(ActiveSet::new(names), GradientStorage::Keep);
         let part = |side: &str| {
             (
                 name(3, &format!("self_attn.qkv_proj.lora_{side}.weight")).into(),
                 vec![4, 64],
             )
         };
-        let cost = crate::peft::Cost {
+        let cost = crate::peft::AdapterCost {
             trained: vec![part("A"), part("B")],
             rank: 4,
             fixed: 64,
@@ -305,7 +309,7 @@ fn everything_that_is_held_is_given_back() {
             (inputs.strategy.saved_layers, inputs.on_gpu) = (keep, on_gpu);
             let recipe = &recipes[r];
             let mut ledger = Ledger::default();
-            let model = Model::new(&spec, &inputs.strategy.storage, &inputs.adapters);
+            let model = PlanModel::new(&spec, &inputs.strategy.storage, &inputs.adapters);
             let fetched = FetchedLayers::new(on_gpu);
             step::walk(&mut ledger, &model, recipe, &inputs, &inputs.turns[0].active, fetched);
             assert_eq!(ledger.total(), 0, "{:?}", inputs.turns[0].active);
@@ -319,9 +323,9 @@ fn of_a_masked_parameter_gradient_and_moments_are_parts() {
     let layers: Vec<String> = (0..6)
         .flat_map(|l| layer(l).names().map(str::to_string).collect::<Vec<_>>())
         .collect();
-    let masks = crate::optim::Masks::new(0.1, true, 1, 0, BTreeSet::new());
-    let active = Active::new(layers).masked(Some(masks));
-    let plan = forecast(&spec(), &recipe, &inputs(active, Gradients::Keep));
+    let masks = crate::optim::UpdateMasks::new(0.1, true, 1, 0, BTreeSet::new());
+    let active = ActiveSet::new(layers).masked(Some(masks));
+    let plan = forecast(&spec(), &recipe, &inputs(active, GradientStorage::Keep));
     // Norms have fewer than 100 elements: whole.
     let part = 6 * (4 * (64 * 64 / 10) + 3 * (64 * 256 / 10) + 2 * 64) as u64;
     let all = 6 * (4 * 64 * 64 + 3 * 64 * 256 + 2 * 64) as u64;
@@ -342,7 +346,7 @@ fn what_is_corrected_costs_no_state_but_the_way_to_the_bottom() {
         let names = scope
             .filter(|l| *l != 3)
             .flat_map(|l| layer(l).names().map(str::to_string).collect::<Vec<_>>());
-        crate::engine::active::Corrected {
+        crate::engine::active::CorrectedParams {
             names: names.collect(),
             scale: 1.0,
             sign: false,
@@ -353,12 +357,12 @@ fn what_is_corrected_costs_no_state_but_the_way_to_the_bottom() {
             "[tune]\nmethod = \"block\"\n[optimizer]\nmaster = \"{master}\""
         ));
         let active = layer(3).with_corrections(Some(corrected(scope)));
-        forecast(&spec(), &recipe, &inputs(active, Gradients::Keep))
+        forecast(&spec(), &recipe, &inputs(active, GradientStorage::Keep))
     };
     let plain = forecast(
         &spec(),
         &recipe("[tune]\nmethod = \"block\""),
-        &inputs(layer(3), Gradients::Keep),
+        &inputs(layer(3), GradientStorage::Keep),
     );
     let (all, partial, rounded) = (with("f32", 0..6), with("f32", 3..6), with("stochastic", 0..6));
     let one = plain.trained_parameters;
@@ -379,7 +383,7 @@ fn what_is_corrected_costs_no_state_but_the_way_to_the_bottom() {
 #[test]
 fn packed_weights_are_counted_of_what_is_frozen() {
     let recipe = recipe("[tune]\nmethod = \"block\"\n");
-    let plain = inputs(layer(0), Gradients::Keep);
+    let plain = inputs(layer(0), GradientStorage::Keep);
     let without = forecast(&spec(), &recipe, &plain);
     let copies = |orders| PackedCopies {
         orders,
@@ -393,8 +397,8 @@ fn packed_weights_are_counted_of_what_is_frozen() {
     };
     // Four of 64 x 64 and three of 64 x 256 in each of five layers; the head's 1000 rows are 32 panels.
     let once = 2 * (5 * (4 * 64 * 64 + 3 * 64 * 256) + 1024 * 64);
-    let (forward, some) = with(Orders::Forward);
-    let (both, least) = with(Orders::Both);
+    let (forward, some) = with(PrepackedProducts::Forward);
+    let (both, least) = with(PrepackedProducts::Both);
     assert_eq!(
         (line(&forward, "packed_weights"), line(&both, "packed_weights")),
         (once, 2 * once)
@@ -406,10 +410,10 @@ fn packed_weights_are_counted_of_what_is_frozen() {
 #[test]
 fn a_reference_and_a_rollout_have_lines_of_their_own() {
     let recipe = recipe("[tune]\nmethod = \"full\"\n");
-    let plain = inputs(all(), Gradients::Keep);
+    let plain = inputs(all(), GradientStorage::Keep);
     let without = forecast(&spec(), &recipe, &plain);
     let rollout = |rollout| {
-        let inputs = Inputs {
+        let inputs = PlanInputs {
             reference: true,
             rollout,
             longest: 500,
@@ -434,7 +438,7 @@ fn a_reference_and_a_rollout_have_lines_of_their_own() {
 }
 
 #[test]
-fn on_a_gpu_codes_need_room_to_be_decoded_and_on_the_cpu_none() {
+fn on_a_gpu_codes_need_room_to_be_dequantized_and_on_the_cpu_none() {
     let recipe = recipe("[tune]\nmethod = \"block\"\n[memory]\nfrozen_weights = \"int8\"");
     let policy = StoragePolicy::new(
         &recipe.memory.storage_rules(),
@@ -444,8 +448,8 @@ fn on_a_gpu_codes_need_room_to_be_decoded_and_on_the_cpu_none() {
     )
     .unwrap();
     let tokens = 10;
-    let work = |on_gpu: bool, quantized: bool, active: Active| {
-        let mut inputs = inputs(active, Gradients::Keep);
+    let work = |on_gpu: bool, quantized: bool, active: ActiveSet| {
+        let mut inputs = inputs(active, GradientStorage::Keep);
         // So few tokens that a dequantized weight is larger than the activations.
         (inputs.tokens, inputs.longest, inputs.documents) = (tokens, tokens, 1);
         inputs.on_gpu = on_gpu;
@@ -469,7 +473,7 @@ fn on_a_gpu_codes_need_room_to_be_decoded_and_on_the_cpu_none() {
 fn noise_on_embeddings_needs_16_bytes_for_a_token() {
     let data = |alpha: &str| {
         let recipe = recipe(&format!("[train]\nneftune_noise_alpha = {alpha}"));
-        let mut inputs = inputs(layer(2), Gradients::Keep);
+        let mut inputs = inputs(layer(2), GradientStorage::Keep);
         (inputs.tokens, inputs.longest, inputs.documents) = (10, 10, 1);
         line(&forecast(&spec(), &recipe, &inputs), "data")
     };
@@ -481,12 +485,12 @@ fn a_bf16_weight_that_is_multiplied_in_f32_is_widened_on_a_gpu() {
     // DoRA without dropout has copies of its pair in the type of W.
     let recipe = recipe("[tune]\nmethod = \"lora\"\n[tune.lora]\nlora_dropout = 0.1");
     let work = |on_gpu: bool, widens: bool| {
-        let mut inputs = inputs(layer(2), Gradients::Keep);
+        let mut inputs = inputs(layer(2), GradientStorage::Keep);
         (inputs.tokens, inputs.longest, inputs.documents) = (10, 10, 1);
         inputs.on_gpu = on_gpu;
-        let cost = Cost {
+        let cost = AdapterCost {
             widens,
-            ..Cost::default()
+            ..AdapterCost::default()
         };
         Arc::make_mut(&mut inputs.adapters).insert("model.layers.4.mlp.up_proj".into(), cost);
         line(&forecast(&spec(), &recipe, &inputs), "layer_work")

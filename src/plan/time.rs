@@ -4,12 +4,12 @@
 //! weight costs as much as `PACKED_TOKENS` more tokens.
 
 use super::candidates::candidates;
-use super::model::Model;
-use super::{Inputs, experts, gpu_time};
-use crate::engine::{Active, Gradients};
+use super::model::PlanModel;
+use super::{PlanInputs, experts, gpu_time};
+use crate::engine::{ActiveSet, GradientStorage};
 use crate::model::Spec;
 use crate::model::pieces::pieces;
-use crate::ops::prepacked::{self, Orders};
+use crate::ops::prepacked::{self, PrepackedProducts};
 use crate::recipe::{Dtype, Recipe};
 use crate::setup::ElementBytes;
 use crate::sft::CausalLm;
@@ -40,16 +40,16 @@ pub(super) fn overlapping(work: f64, read: f64) -> f64 {
 }
 
 /// Seconds of one optimizer step of the slowest active set on a typical CPU, or on the GPU of `inputs`.
-pub fn seconds(spec: &Spec, recipe: &Recipe, inputs: &Inputs) -> f64 {
+pub fn seconds(spec: &Spec, recipe: &Recipe, inputs: &PlanInputs) -> f64 {
     seconds_of(
-        &Model::new(spec, &inputs.strategy.storage, &inputs.adapters),
+        &PlanModel::new(spec, &inputs.strategy.storage, &inputs.adapters),
         recipe,
         inputs,
     )
 }
 
 /// As `seconds`, for a model that was inspected before with the storage and the adapters of `inputs`.
-pub fn seconds_of(model: &Model, recipe: &Recipe, inputs: &Inputs) -> f64 {
+pub fn seconds_of(model: &PlanModel, recipe: &Recipe, inputs: &PlanInputs) -> f64 {
     // Of equal sets the lowest one is the slowest; `candidates` always contains it.
     let sets = candidates(model, inputs, ElementBytes::default())
         .into_iter()
@@ -63,7 +63,7 @@ pub fn seconds_of(model: &Model, recipe: &Recipe, inputs: &Inputs) -> f64 {
     sets.fold(0.0, f64::max)
 }
 
-fn cpu_seconds(model: &Model, recipe: &Recipe, inputs: &Inputs, active: &Active) -> f64 {
+fn cpu_seconds(model: &PlanModel, recipe: &Recipe, inputs: &PlanInputs, active: &ActiveSet) -> f64 {
     let spec = model.spec;
     let tiles = prepacked::is_of_use() && recipe.model.dtype == Dtype::Bf16;
     let packed = if !tiles {
@@ -75,7 +75,11 @@ fn cpu_seconds(model: &Model, recipe: &Recipe, inputs: &Inputs, active: &Active)
     };
     let orders = inputs.strategy.packed_copies.as_ref().map(|c| c.orders);
     let forward = if orders.is_some() { 0.0 } else { packed };
-    let backward = if orders == Some(Orders::Both) { 0.0 } else { packed };
+    let backward = if orders == Some(PrepackedProducts::Both) {
+        0.0
+    } else {
+        packed
+    };
     let layers = spec.layers.len();
     let lowest = active.lowest_layer(layers);
     let n = inputs.tokens as f64;
@@ -116,13 +120,13 @@ fn cpu_seconds(model: &Model, recipe: &Recipe, inputs: &Inputs, active: &Active)
     let collected = super::weights::collected(model, inputs, stored, active, 0) as f64 / RANKS_RATE;
     let read = read + collected / inputs.rounds().max(1) as f64;
     let passes = match inputs.strategy.gradients {
-        Gradients::NormFirst => 2.0,
+        GradientStorage::NormFirst => 2.0,
         _ => 1.0,
     };
     overlapping(work, read) * inputs.rounds() as f64 * passes
 }
 
-impl Inputs {
+impl PlanInputs {
     /// Micro-batches, or parts of them, that a rank computes in a step.
     pub(super) fn rounds(&self) -> usize {
         (self.micro_batches * self.sequence.ranks).div_ceil(self.ranks.max(1))
@@ -131,7 +135,13 @@ impl Inputs {
 
 /// Bytes read from the disk in one micro-batch: every layer forward, layers of the backward pass again, a chunked head
 /// twice. Of the routed experts those that get tokens.
-pub(super) fn bytes_read(model: &Model, recipe: &Recipe, inputs: &Inputs, active: &Active, lowest: usize) -> f64 {
+pub(super) fn bytes_read(
+    model: &PlanModel,
+    recipe: &Recipe,
+    inputs: &PlanInputs,
+    active: &ActiveSet,
+    lowest: usize,
+) -> f64 {
     if !inputs.strategy.placement.streams_layers() {
         return 0.0;
     }

@@ -1,10 +1,10 @@
 //! Memory of the weights of a model: loading, resident weights, requantization between two blocks.
 
-use super::Inputs;
-use super::model::Model;
+use super::PlanInputs;
+use super::model::PlanModel;
 use crate::base::ledger::{Allocation, Ledger, MemoryKind};
 use crate::comm::share;
-use crate::engine::Active;
+use crate::engine::ActiveSet;
 use crate::model::spec::EMBEDDING;
 use crate::model::{Spec, tokens};
 use crate::quant::StorageDtype;
@@ -14,16 +14,16 @@ use crate::source::memory::{LayerSlots, WeightMemory, head_slots};
 use crate::source::sharded::{collections, is_in_parts, own_bytes, part_bytes};
 use crate::source::{Group, ParamInfo, Placement, StoragePolicy};
 
-impl Inputs {
+impl PlanInputs {
     /// Rows per chunk if the output projection is held only in chunks.
-    pub(super) fn head_chunk(&self, spec: &Spec, active: &Active) -> Option<usize> {
+    pub(super) fn head_chunk(&self, spec: &Spec, active: &ActiveSet) -> Option<usize> {
         let head = spec.head_name();
         let whole = active.contains(head) || self.trains_rows_of(head);
         self.strategy.placement.head_chunk(whole)
     }
 
     /// True if rows of the embedding are read one by one.
-    pub(super) fn reads_embedding_rows(&self, spec: &Spec, active: &Active) -> bool {
+    pub(super) fn reads_embedding_rows(&self, spec: &Spec, active: &ActiveSet) -> bool {
         let whole = active.contains(EMBEDDING) || self.trains_rows_of(EMBEDDING);
         self.strategy.placement.reads_embedding_rows(whole, spec.tied)
     }
@@ -36,7 +36,7 @@ impl Inputs {
 }
 
 /// Bytes of the prepacked copies of frozen weights.
-pub(super) fn packed(model: &Model, inputs: &Inputs, active: &Active) -> u64 {
+pub(super) fn packed(model: &PlanModel, inputs: &PlanInputs, active: &ActiveSet) -> u64 {
     let Some(copies) = &inputs.strategy.packed_copies else {
         return 0;
     };
@@ -75,12 +75,19 @@ impl FetchedLayers {
     }
 
     /// True if layers are brought to a GPU.
-    pub fn is_of(inputs: &Inputs) -> bool {
+    pub fn is_of(inputs: &PlanInputs) -> bool {
         inputs.on_gpu && inputs.strategy.placement.streams_layers()
     }
 
     /// From now on these layers are there.
-    pub fn hold(&mut self, l: &mut Ledger, model: &Model, inputs: &Inputs, active: &Active, layers: [usize; 2]) {
+    pub fn hold(
+        &mut self,
+        l: &mut Ledger,
+        model: &PlanModel,
+        inputs: &PlanInputs,
+        active: &ActiveSet,
+        layers: [usize; 2],
+    ) {
         if !self.tracked {
             return;
         }
@@ -109,7 +116,7 @@ impl FetchedLayers {
 }
 
 /// Bytes of a weight as it is stored. Active ones are not quantized.
-fn stored_bytes(inputs: &Inputs, active: &Active, p: &ParamInfo) -> u64 {
+fn stored_bytes(inputs: &PlanInputs, active: &ActiveSet, p: &ParamInfo) -> u64 {
     let storage = &inputs.strategy.storage;
     if active.contains(&p.name) {
         storage.dtype().bytes() * p.elements() as u64
@@ -121,12 +128,12 @@ fn stored_bytes(inputs: &Inputs, active: &Active, p: &ParamInfo) -> u64 {
 /// Bytes of the resident weights, and of the double buffer for layers from the disk. `value_bytes`: bytes per value in
 /// the model's type. `held`: matrices that are in memory, although they are not active.
 pub(super) fn resident(
-    model: &Model,
+    model: &PlanModel,
     storage: &StoragePolicy,
     value_bytes: u64,
     placement: Placement,
     ranks: u64,
-    active: &Active,
+    active: &ActiveSet,
     held: &dyn Fn(&str) -> bool,
 ) -> WeightBytes {
     let spec = model.spec;
@@ -193,7 +200,7 @@ impl WeightBytes {
 }
 
 /// Bytes of the weights of a rank that has a part of every matrix of the layers, with two layers that were collected.
-pub(super) fn in_parts(model: &Model, inputs: &Inputs, value_bytes: u64, active: &Active) -> u64 {
+pub(super) fn in_parts(model: &PlanModel, inputs: &PlanInputs, value_bytes: u64, active: &ActiveSet) -> u64 {
     let storage = &inputs.strategy.storage;
     let bytes = |p: &ParamInfo| {
         let quantized = storage.of(p).is_quantized() && !active.contains(&p.name);
@@ -222,7 +229,7 @@ pub(super) fn in_parts(model: &Model, inputs: &Inputs, value_bytes: u64, active:
 
 /// Host bytes of a rank whose layers go to a GPU in parts: the own parts of inactive matrices, all other weights, and two layers
 /// that were collected.
-pub(super) fn parts_on_host(model: &Model, inputs: &Inputs, active: &Active) -> u64 {
+pub(super) fn parts_on_host(model: &PlanModel, inputs: &PlanInputs, active: &ActiveSet) -> u64 {
     let storage = &inputs.strategy.storage;
     let whole = |p: &ParamInfo| stored_bytes(inputs, active, p);
     let mut all: u64 = model.outside().iter().map(whole).sum();
@@ -251,7 +258,7 @@ pub(super) fn parts_on_host(model: &Model, inputs: &Inputs, active: &Active) -> 
 }
 
 /// Bytes of the weights of a rank that has some of the routed experts, and everything else.
-pub(super) fn with_own_experts(model: &Model, inputs: &Inputs, value_bytes: u64, active: &Active) -> u64 {
+pub(super) fn with_own_experts(model: &PlanModel, inputs: &PlanInputs, value_bytes: u64, active: &ActiveSet) -> u64 {
     let memory = inputs.weight_memory(model.experts(), ElementBytes::default());
     model.sum(active, |p| {
         if memory.is_elsewhere(p) {
@@ -265,7 +272,13 @@ pub(super) fn with_own_experts(model: &Model, inputs: &Inputs, value_bytes: u64,
 }
 
 /// Bytes that rank `rank` sends in a step, so that the layers are collected.
-pub(super) fn collected(model: &Model, inputs: &Inputs, value_bytes: u64, active: &Active, rank: usize) -> u64 {
+pub(super) fn collected(
+    model: &PlanModel,
+    inputs: &PlanInputs,
+    value_bytes: u64,
+    active: &ActiveSet,
+    rank: usize,
+) -> u64 {
     if !inputs.strategy.placement.is_sharded() {
         return 0;
     }
@@ -299,7 +312,13 @@ pub(super) fn collected(model: &Model, inputs: &Inputs, value_bytes: u64, active
 }
 
 /// Bytes of new values that rank `rank` sends in a step to the ranks of other machines that have copies of them.
-pub(super) fn renewed(model: &Model, inputs: &Inputs, value_bytes: u64, active: &Active, rank: usize) -> u64 {
+pub(super) fn renewed(
+    model: &PlanModel,
+    inputs: &PlanInputs,
+    value_bytes: u64,
+    active: &ActiveSet,
+    rank: usize,
+) -> u64 {
     if inputs.machines < 2 || !inputs.strategy.placement.is_sharded() {
         return 0;
     }
@@ -315,7 +334,7 @@ pub(super) fn renewed(model: &Model, inputs: &Inputs, value_bytes: u64, active: 
 }
 
 /// The most bytes of new values that a rank sends to other machines in a step.
-pub fn most_renewed(model: &Model, recipe: &Recipe, inputs: &Inputs) -> u64 {
+pub fn most_renewed(model: &PlanModel, recipe: &Recipe, inputs: &PlanInputs) -> u64 {
     let stored = recipe.model.dtype.bytes();
     let turns = inputs.turns.iter().map(|turn| &turn.active);
     let of = |active| (0..inputs.ranks).map(move |rank| renewed(model, inputs, stored, active, rank));
@@ -323,21 +342,21 @@ pub fn most_renewed(model: &Model, recipe: &Recipe, inputs: &Inputs) -> u64 {
 }
 
 /// Bytes of the largest layer with experts, if the weights are not on the device.
-pub(super) fn largest_mixture(model: &Model, inputs: &Inputs) -> u64 {
+pub(super) fn largest_mixture(model: &PlanModel, inputs: &PlanInputs) -> u64 {
     let storage = &inputs.strategy.storage;
     let whole = |first: usize| model.layer(first).map(|p| storage.of(&p).bytes(&p.shape)).sum();
-    let runs = model.runs(&Active::new([])).into_iter().map(|run| run.first);
+    let runs = model.runs(&ActiveSet::new([])).into_iter().map(|run| run.first);
     let mixtures = runs.filter(|l| model.spec.layers[*l].experts.is_some());
     let streamed = inputs.strategy.placement.streams_layers();
     mixtures.filter(|_| streamed).map(whole).max().unwrap_or(0)
 }
 
 /// Bytes of a weight while its codes are reordered, which the disk tier does each time it reads one.
-pub(super) fn reordered(model: &Model, inputs: &Inputs, l: &mut Ledger) -> Allocation {
+pub(super) fn reordered(model: &PlanModel, inputs: &PlanInputs, l: &mut Ledger) -> Allocation {
     let storage = &inputs.strategy.storage;
     let mut most = 0;
     if matches!(inputs.strategy.placement, Placement::Disk { .. }) {
-        model.each(&Active::new([]), |p, _| {
+        model.each(&ActiveSet::new([]), |p, _| {
             if let StorageDtype::Quantized(format, _) = storage.of(p)
                 && format.is_read_only()
             {
@@ -348,7 +367,7 @@ pub(super) fn reordered(model: &Model, inputs: &Inputs, l: &mut Ledger) -> Alloc
     l.alloc(inputs.weight_memory(0, ElementBytes::default()).staging(), most)
 }
 
-impl Inputs {
+impl PlanInputs {
     fn weight_memory(&self, experts: usize, element: ElementBytes) -> WeightMemory<'_> {
         WeightMemory {
             storage: &self.strategy.storage,
@@ -365,12 +384,14 @@ impl Inputs {
 }
 
 /// Loads every weight of the model.
-pub(super) fn load(l: &mut Ledger, model: &Model, inputs: &Inputs) {
+pub(super) fn load(l: &mut Ledger, model: &PlanModel, inputs: &PlanInputs) {
     l.moment("loading");
     let memory = inputs.weight_memory(model.experts(), ElementBytes::default());
     let (first, last) = model.outside().split_at(model.outside().len().min(1));
     let mut allocations: Vec<Allocation> = first.iter().filter_map(|p| memory.load(l, p)).collect();
-    each_layer(l, model, &Active::new([]), &mut allocations, |l, p| memory.load(l, p));
+    each_layer(l, model, &ActiveSet::new([]), &mut allocations, |l, p| {
+        memory.load(l, p)
+    });
     allocations.extend(last.iter().filter_map(|p| memory.load(l, p)));
     l.free_all(allocations);
 }
@@ -379,8 +400,8 @@ pub(super) fn load(l: &mut Ledger, model: &Model, inputs: &Inputs) {
 /// each layer, so the last of equal layers is the worst.
 fn each_layer<A: IntoIterator<Item = Allocation>>(
     l: &mut Ledger,
-    model: &Model,
-    active: &Active,
+    model: &PlanModel,
+    active: &ActiveSet,
     allocations: &mut Vec<Allocation>,
     simulate: impl Fn(&mut Ledger, &ParamInfo) -> A,
 ) {
@@ -401,7 +422,13 @@ fn each_layer<A: IntoIterator<Item = Allocation>>(
 /// Deactivates a trained block: requantizes its quantized weights one by one. The caller holds the `resident` weights
 /// and the exact values of other blocks. `value_bytes`: bytes per value in the model's type, and of the low part of the
 /// fp32 master.
-pub(super) fn deactivate(l: &mut Ledger, model: &Model, inputs: &Inputs, active: &Active, element: ElementBytes) {
+pub(super) fn deactivate(
+    l: &mut Ledger,
+    model: &PlanModel,
+    inputs: &PlanInputs,
+    active: &ActiveSet,
+    element: ElementBytes,
+) {
     let quantized = |p: &ParamInfo| active.contains(&p.name) && inputs.strategy.storage.of(p).is_quantized();
     let (mut elements, mut any) = (0, false);
     model.each(active, |p, count| {

@@ -2,15 +2,15 @@
 //! Uses the table of keys only; `lower` checks combinations of keys.
 
 use super::draft::{Draft, Problem, TextPosition, WrittenKey, WrittenValue};
-use super::table::{self, Key, KeyPath, Range, TABLES};
-use super::value::{AUTO, Setting, Value, ValueKind};
+use super::table::{self, KeyPath, KeyRange, RecipeKey, TABLES};
+use super::value::{AUTO, KeyType, KeyValue, ValueKind};
 use super::{peers, suggest};
 use crate::base::{Error, units};
 use std::collections::HashMap;
 use std::sync::LazyLock;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Origin {
+pub enum ValueOrigin {
     Recipe,
     Argument,
     Default,
@@ -18,59 +18,59 @@ pub enum Origin {
 
 /// One key of the table with its value.
 #[derive(Debug)]
-pub struct Entry {
-    pub key: &'static Key,
-    pub value: Value,
-    pub origin: Origin,
+pub struct KeyEntry {
+    pub key: &'static RecipeKey,
+    pub value: KeyValue,
+    pub origin: ValueOrigin,
     /// The position in the text or the arguments.
     pub place: Option<TextPosition>,
     /// False: the written value is refused, and `value` is a placeholder.
     pub sound: bool,
 }
 
-impl Entry {
+impl KeyEntry {
     pub fn written(&self) -> bool {
-        self.origin != Origin::Default
+        self.origin != ValueOrigin::Default
     }
 }
 
 /// Every key, in the order of the table.
 #[derive(Debug)]
-pub struct Values(pub Vec<Entry>);
+pub struct KeyValues(pub Vec<KeyEntry>);
 
-impl Values {
+impl KeyValues {
     /// These keys with their defaults.
-    pub fn defaults(keys: impl Iterator<Item = &'static Key>) -> Self {
-        let entry = |key| Entry {
+    pub fn defaults(keys: impl Iterator<Item = &'static RecipeKey>) -> Self {
+        let entry = |key| KeyEntry {
             key,
             value: default_of(key),
-            origin: Origin::Default,
+            origin: ValueOrigin::Default,
             place: None,
             sound: true,
         };
         Self(keys.map(entry).collect())
     }
 
-    pub fn entry(&self, key: KeyPath) -> Option<&Entry> {
+    pub fn entry(&self, key: KeyPath) -> Option<&KeyEntry> {
         self.0.iter().find(|e| e.key.path == key)
     }
 
     /// The typed value of a key.
-    pub fn get<T: Setting<By>, By>(&self, key: KeyPath) -> T {
+    pub fn get<T: KeyType<By>, By>(&self, key: KeyPath) -> T {
         // Every key has an entry: both come from the sections.
-        let none = Value::Text(String::new());
+        let none = KeyValue::Text(String::new());
         T::read(self.entry(key).map_or(&none, |e| &e.value))
     }
 
     /// True if the value is `auto`.
     pub fn is_auto(&self, key: KeyPath) -> bool {
-        self.entry(key).is_some_and(|e| e.value == Value::Text(AUTO.into()))
+        self.entry(key).is_some_and(|e| e.value == KeyValue::Text(AUTO.into()))
     }
 }
 
 /// The default of a key; for a required key the empty value of its kind. The texts of the table are parsed once.
-pub fn default_of(key: &Key) -> Value {
-    static DEFAULTS: LazyLock<HashMap<&'static str, (&'static Key, Value)>> = LazyLock::new(|| {
+pub fn default_of(key: &RecipeKey) -> KeyValue {
+    static DEFAULTS: LazyLock<HashMap<&'static str, (&'static RecipeKey, KeyValue)>> = LazyLock::new(|| {
         let defaults = table::keys().map(|key| (key.path.0, (key, parsed_default(key))));
         defaults.collect()
     });
@@ -81,13 +81,13 @@ pub fn default_of(key: &Key) -> Value {
     }
 }
 
-fn parsed_default(key: &Key) -> Value {
+fn parsed_default(key: &RecipeKey) -> KeyValue {
     let empty = match key.kind {
-        ValueKind::Texts => Value::List(Vec::new()),
-        ValueKind::Map(_) | ValueKind::Fields(_) => Value::Map(Vec::new()),
-        ValueKind::Tables(_) => Value::Tables(Vec::new()),
-        ValueKind::Free => Value::Free(serde_json::Map::new()),
-        _ => Value::Text(String::new()),
+        ValueKind::Texts => KeyValue::List(Vec::new()),
+        ValueKind::Map(_) | ValueKind::Fields(_) => KeyValue::Map(Vec::new()),
+        ValueKind::Tables(_) => KeyValue::Tables(Vec::new()),
+        ValueKind::Free => KeyValue::Free(serde_json::Map::new()),
+        _ => KeyValue::Text(String::new()),
     };
     let source = format!("value = {}", key.default);
     let draft = Draft::new(&source, "default", &[]);
@@ -99,7 +99,7 @@ fn parsed_default(key: &Key) -> Value {
 }
 
 /// Replaces defaults by the values of the draft. Errors go to `draft.problems`, repeated arguments to `warnings`.
-pub fn check(draft: &mut Draft, values: &mut Values, warnings: &mut Vec<String>) {
+pub fn check(draft: &mut Draft, values: &mut KeyValues, warnings: &mut Vec<String>) {
     let mut refused: Vec<(Vec<String>, TextPosition)> = Vec::new();
     for written in draft.written.clone() {
         let path = written.dotted();
@@ -139,10 +139,10 @@ pub fn check(draft: &mut Draft, values: &mut Values, warnings: &mut Vec<String>)
             continue;
         };
         let origin = match written.key_at {
-            TextPosition::File(_) => Origin::Recipe,
-            TextPosition::Argument(_) => Origin::Argument,
+            TextPosition::File(_) => ValueOrigin::Recipe,
+            TextPosition::Argument(_) => ValueOrigin::Argument,
         };
-        if entry.origin == Origin::Argument {
+        if entry.origin == ValueOrigin::Argument {
             warnings.push(format!(
                 "`{path}` is given twice on the command line: the last value is used"
             ));
@@ -164,13 +164,13 @@ pub fn check(draft: &mut Draft, values: &mut Values, warnings: &mut Vec<String>)
 }
 
 /// True if `path` is a user-defined name in the table of `key`.
-fn is_in_map(key: &Key, path: &str) -> bool {
+fn is_in_map(key: &RecipeKey, path: &str) -> bool {
     let below = path.strip_prefix(key.path.0).is_some_and(|rest| rest.starts_with('.'));
     below && matches!(key.kind, ValueKind::Map(_) | ValueKind::Fields(_) | ValueKind::Free)
 }
 
 /// Adds one entry of a table with user-defined names.
-fn put(draft: &Draft, entry: &mut Entry, written: &WrittenKey) -> Result<(), Problem> {
+fn put(draft: &Draft, entry: &mut KeyEntry, written: &WrittenKey) -> Result<(), Problem> {
     let path = entry.key.path.0;
     let name = written.dotted()[path.len() + 1..].to_string();
     let key = entry.key;
@@ -179,10 +179,10 @@ fn put(draft: &Draft, entry: &mut Entry, written: &WrittenKey) -> Result<(), Pro
         Problem::new(&written.value_at, error)
     };
     let origin = match written.key_at {
-        TextPosition::File(_) => Origin::Recipe,
-        TextPosition::Argument(_) => Origin::Argument,
+        TextPosition::File(_) => ValueOrigin::Recipe,
+        TextPosition::Argument(_) => ValueOrigin::Argument,
     };
-    if let Value::Free(map) = &mut entry.value {
+    if let KeyValue::Free(map) = &mut entry.value {
         let below = written.path.get(path.split('.').count()..).unwrap_or_default();
         let value = match (&written.value, draft.raw_value(&written.value_at)) {
             // A bare word that looks like a date.
@@ -235,7 +235,7 @@ fn put(draft: &Draft, entry: &mut Entry, written: &WrittenKey) -> Result<(), Pro
         }
         _ => {}
     }
-    let Value::Map(map) = &mut entry.value else {
+    let KeyValue::Map(map) = &mut entry.value else {
         return Ok(());
     };
     map.retain(|(known, _)| *known != name);
@@ -299,8 +299,8 @@ fn unknown(draft: &Draft, written: &WrittenKey) -> Problem {
 }
 
 /// Describes the values that a key accepts, for errors and the reference.
-pub fn expectation(key: &Key) -> String {
-    let Range { min, max, .. } = key.range;
+pub fn expectation(key: &RecipeKey) -> String {
+    let KeyRange { min, max, .. } = key.range;
     let accepted = match key.kind {
         ValueKind::Text => "a string".into(),
         ValueKind::Name(names) => format!("one of {}", names.join(", ")),
@@ -326,7 +326,7 @@ pub fn expectation(key: &Key) -> String {
     }
 }
 
-fn limits(range: Range) -> String {
+fn limits(range: KeyRange) -> String {
     let low = if range.min_open { "above" } else { "at least" };
     let high = if range.max_open { "below" } else { "at most" };
     if range.max.is_finite() {
@@ -348,7 +348,7 @@ fn as_text(draft: &Draft, written: &WrittenKey) -> Option<String> {
     }
 }
 
-fn convert(draft: &Draft, key: &Key, written: &WrittenKey) -> Result<Value, Vec<Problem>> {
+fn convert(draft: &Draft, key: &RecipeKey, written: &WrittenKey) -> Result<KeyValue, Vec<Problem>> {
     let path = key.path.0;
     let one = |error: Error| vec![Problem::new(&written.value_at, error.at(draft.show(&written.value_at)))];
     let wrong_type = || {
@@ -370,16 +370,16 @@ fn convert(draft: &Draft, key: &Key, written: &WrittenKey) -> Result<Value, Vec<
         _ => None,
     };
     if key.accepts_auto() && matches!(&written.value, WrittenValue::Text(t) if t == AUTO) {
-        return Ok(Value::Text(AUTO.into()));
+        return Ok(KeyValue::Text(AUTO.into()));
     }
     match key.kind {
-        ValueKind::Text => as_text(draft, written).map(Value::Text).ok_or_else(wrong_type),
+        ValueKind::Text => as_text(draft, written).map(KeyValue::Text).ok_or_else(wrong_type),
         ValueKind::Name(names) => {
             let Some(text) = as_text(draft, written) else {
                 return Err(wrong_type());
             };
             if names.contains(&text.as_str()) {
-                return Ok(Value::Text(text));
+                return Ok(KeyValue::Text(text));
             }
             let error = Error::usage(format!("`{text}` is not a value of `{path}`")).expected(expectation(key));
             Err(one(match suggest::value(path, &text, names) {
@@ -388,16 +388,16 @@ fn convert(draft: &Draft, key: &Key, written: &WrittenKey) -> Result<Value, Vec<
             }))
         }
         ValueKind::Flag => match written.value {
-            WrittenValue::Flag(b) => Ok(Value::Flag(b)),
+            WrittenValue::Flag(b) => Ok(KeyValue::Flag(b)),
             _ => Err(wrong_type()),
         },
         ValueKind::Integer => match written.value {
-            WrittenValue::Integer(i) if key.range.contains(i as f64) => Ok(Value::Integer(i)),
+            WrittenValue::Integer(i) if key.range.contains(i as f64) => Ok(KeyValue::Integer(i)),
             WrittenValue::Integer(i) => Err(out_of_range(i.to_string())),
             _ => Err(wrong_type()),
         },
         ValueKind::Number => match as_number(&written.value) {
-            Some(x) if key.range.contains(x) => Ok(Value::Number(x)),
+            Some(x) if key.range.contains(x) => Ok(KeyValue::Number(x)),
             Some(x) => Err(out_of_range(x.to_string())),
             None => Err(wrong_type()),
         },
@@ -407,7 +407,7 @@ fn convert(draft: &Draft, key: &Key, written: &WrittenKey) -> Result<Value, Vec<
             };
             let numbers: Option<Vec<f64>> = items.iter().map(|(v, _)| as_number(v)).collect();
             match numbers.as_deref() {
-                Some(&[a, b]) if key.range.contains(a) && key.range.contains(b) => Ok(Value::Pair([a, b])),
+                Some(&[a, b]) if key.range.contains(a) && key.range.contains(b) => Ok(KeyValue::Pair([a, b])),
                 Some(&[a, b]) => Err(out_of_range(format!("[{a}, {b}]"))),
                 _ => Err(wrong_type()),
             }
@@ -423,7 +423,7 @@ fn convert(draft: &Draft, key: &Key, written: &WrittenKey) -> Result<Value, Vec<
             match &written.value {
                 WrittenValue::List(items) => {
                     let all: Option<Vec<(usize, usize)>> = items.iter().map(|(v, _)| pair(v)).collect();
-                    all.map(Value::Pairs).ok_or_else(wrong_type)
+                    all.map(KeyValue::Pairs).ok_or_else(wrong_type)
                 }
                 _ => Err(wrong_type()),
             }
@@ -433,7 +433,7 @@ fn convert(draft: &Draft, key: &Key, written: &WrittenKey) -> Result<Value, Vec<
                 WrittenValue::List(items) => items.iter().map(|(v, _)| whole(v)).collect(),
                 single => whole(single).map(|i| vec![i]),
             };
-            all.map(Value::Integers).ok_or_else(wrong_type)
+            all.map(KeyValue::Integers).ok_or_else(wrong_type)
         }
         ValueKind::Numbers => {
             let numbers: Option<Vec<f64>> = match &written.value {
@@ -441,7 +441,7 @@ fn convert(draft: &Draft, key: &Key, written: &WrittenKey) -> Result<Value, Vec<
                 single => as_number(single).map(|x| vec![x]),
             };
             let finite = numbers.filter(|l| l.iter().all(|x| x.is_finite()));
-            finite.map(Value::Numbers).ok_or_else(wrong_type)
+            finite.map(KeyValue::Numbers).ok_or_else(wrong_type)
         }
         ValueKind::Texts => {
             if let WrittenValue::List(items) = &written.value {
@@ -460,25 +460,25 @@ fn convert(draft: &Draft, key: &Key, written: &WrittenKey) -> Result<Value, Vec<
                     }
                 }
                 return if problems.is_empty() {
-                    Ok(Value::List(out))
+                    Ok(KeyValue::List(out))
                 } else {
                     Err(problems)
                 };
             }
             match as_text(draft, written) {
-                Some(t) if t.is_empty() => Ok(Value::List(Vec::new())),
+                Some(t) if t.is_empty() => Ok(KeyValue::List(Vec::new())),
                 Some(t) => match suggest::list_hint(path, &t) {
                     Some(hint) => Err(one(Error::usage(format!("`{t}` is not a value of `{path}`"))
                         .expected(expectation(key))
                         .hint(hint))),
-                    None => Ok(Value::List(vec![t])),
+                    None => Ok(KeyValue::List(vec![t])),
                 },
                 None => Err(wrong_type()),
             }
         }
         // The entries follow one by one.
         ValueKind::Map(_) | ValueKind::Fields(_) => match written.value {
-            WrittenValue::Table => Ok(Value::Map(Vec::new())),
+            WrittenValue::Table => Ok(KeyValue::Map(Vec::new())),
             _ => Err(wrong_type()),
         },
         ValueKind::Tables(keys) => match &written.value {
@@ -492,22 +492,22 @@ fn convert(draft: &Draft, key: &Key, written: &WrittenKey) -> Result<Value, Vec<
                     }
                 }
                 if problems.is_empty() {
-                    Ok(Value::Tables(out))
+                    Ok(KeyValue::Tables(out))
                 } else {
                     Err(problems)
                 }
             }
-            WrittenValue::List(items) if items.is_empty() => Ok(Value::Tables(Vec::new())),
+            WrittenValue::List(items) if items.is_empty() => Ok(KeyValue::Tables(Vec::new())),
             _ => Err(wrong_type()),
         },
         ValueKind::Free => match written.value {
-            WrittenValue::Table => Ok(Value::Free(serde_json::Map::new())),
+            WrittenValue::Table => Ok(KeyValue::Free(serde_json::Map::new())),
             _ => Err(wrong_type()),
         },
         ValueKind::Size => match &written.value {
-            WrittenValue::Integer(i) if *i > 0 => Ok(Value::Text(i.to_string())),
+            WrittenValue::Integer(i) if *i > 0 => Ok(KeyValue::Text(i.to_string())),
             WrittenValue::Text(t) => match units::parse_bytes(t) {
-                Ok(n) if n > 0 => Ok(Value::Text(t.trim().to_string())),
+                Ok(n) if n > 0 => Ok(KeyValue::Text(t.trim().to_string())),
                 _ => Err(out_of_range(format!("`{t}`"))),
             },
             WrittenValue::Integer(i) => Err(out_of_range(i.to_string())),
@@ -519,11 +519,11 @@ fn convert(draft: &Draft, key: &Key, written: &WrittenKey) -> Result<Value, Vec<
 /// The values of one table in a list of tables.
 fn one_table(
     draft: &Draft,
-    keys: &'static [Key],
+    keys: &'static [RecipeKey],
     list: &WrittenKey,
     table: &[WrittenKey],
-) -> Result<Vec<(&'static str, Value)>, Vec<Problem>> {
-    let mut values = Values::defaults(keys.iter());
+) -> Result<Vec<(&'static str, KeyValue)>, Vec<Problem>> {
+    let mut values = KeyValues::defaults(keys.iter());
     let mut problems = Vec::new();
     for written in table {
         let path = [list.path.clone(), written.path.clone()].concat().join(".");
@@ -554,12 +554,12 @@ fn one_table(
         match convert(draft, entry.key, &whole) {
             Ok(value) => {
                 entry.value = value;
-                entry.origin = Origin::Recipe;
+                entry.origin = ValueOrigin::Recipe;
             }
             Err(faults) => problems.extend(faults),
         }
     }
-    let missing = |e: &&Entry| e.key.default.is_empty() && !e.written();
+    let missing = |e: &&KeyEntry| e.key.default.is_empty() && !e.written();
     if let Some(entry) = values.0.iter().find(missing).filter(|_| problems.is_empty()) {
         let error = Error::usage(format!("a table of `{}` has no `{}`", list.dotted(), entry.key.name));
         problems.push(Problem::new(&list.value_at, error.at(draft.show(&list.value_at))));
@@ -567,7 +567,7 @@ fn one_table(
     if !problems.is_empty() {
         return Err(problems);
     }
-    let written = values.0.into_iter().filter(Entry::written);
+    let written = values.0.into_iter().filter(KeyEntry::written);
     Ok(written.map(|e| (e.key.name, e.value)).collect())
 }
 

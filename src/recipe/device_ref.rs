@@ -1,6 +1,6 @@
 //! A device as a recipe or a flag names it.
 
-use super::value::{AUTO, ByKind, Setting, Value, ValueKind};
+use super::value::{AUTO, ByKind, KeyType, KeyValue, ValueKind};
 use std::fmt;
 
 /// The meanings of a device name.
@@ -56,11 +56,11 @@ impl fmt::Display for DeviceRef {
     }
 }
 
-impl Setting<ByKind> for DeviceRef {
+impl KeyType<ByKind> for DeviceRef {
     const KIND: ValueKind = ValueKind::Text;
-    fn read(value: &Value) -> Self {
+    fn read(value: &KeyValue) -> Self {
         match value {
-            Value::Text(text) => Self::new(text),
+            KeyValue::Text(text) => Self::new(text),
             _ => Self::Auto,
         }
     }

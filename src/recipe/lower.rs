@@ -1,10 +1,10 @@
 //! Rules over several keys: contradictions and keys without effect; then makes the recipe of the settings.
 
-use super::check::{Entry, Origin, Values, default_of};
+use super::check::{KeyEntry, KeyValues, ValueOrigin, default_of};
 use super::draft::{Draft, Problem, TextPosition};
-use super::table::{self, Key, KeyPath, Section, Settings};
+use super::table::{self, KeyPath, RecipeKey, RecipeSections, Section};
 use super::types::*;
-use super::value::Value;
+use super::value::KeyValue;
 use crate::base::Error;
 
 /// Pairs of keys that set the same thing in two ways.
@@ -15,26 +15,26 @@ const RIVALS: [(KeyPath, KeyPath); 3] = [
 ];
 
 /// True if a key of such a pair is set to a value that has an effect.
-fn is_set(values: &Values, key: KeyPath) -> bool {
+fn is_set(values: &KeyValues, key: KeyPath) -> bool {
     values.entry(key).is_some_and(|e| {
         e.written()
             && match &e.value {
-                Value::List(l) => !l.is_empty(),
-                Value::Tables(l) => !l.is_empty(),
-                Value::Number(x) => *x > 0.0,
-                Value::Integer(_) => true,
+                KeyValue::List(l) => !l.is_empty(),
+                KeyValue::Tables(l) => !l.is_empty(),
+                KeyValue::Number(x) => *x > 0.0,
+                KeyValue::Integer(_) => true,
                 _ => false,
             }
     })
 }
 
 /// For such a pair, an argument overrides the other key in the recipe.
-pub fn resolve_rivals(values: &mut Values, warnings: &mut Vec<String>) {
+pub fn resolve_rivals(values: &mut KeyValues, warnings: &mut Vec<String>) {
     for (a, b) in RIVALS {
         let origin = |key: KeyPath| values.entry(key).map(|e| e.origin);
         let (loser, winner) = match (origin(a), origin(b)) {
-            (Some(Origin::Argument), Some(Origin::Recipe)) => (b, a),
-            (Some(Origin::Recipe), Some(Origin::Argument)) => (a, b),
+            (Some(ValueOrigin::Argument), Some(ValueOrigin::Recipe)) => (b, a),
+            (Some(ValueOrigin::Recipe), Some(ValueOrigin::Argument)) => (a, b),
             _ => continue,
         };
         if is_set(values, loser)
@@ -43,24 +43,24 @@ pub fn resolve_rivals(values: &mut Values, warnings: &mut Vec<String>) {
         {
             warnings.push(format!("`{winner}` on the command line overrides `{loser}`"));
             entry.value = default_of(entry.key);
-            entry.origin = Origin::Default;
+            entry.origin = ValueOrigin::Default;
             entry.place = None;
         }
     }
 }
 
 /// Collects errors of several keys.
-pub struct Faults<'a> {
+pub struct KeyFaults<'a> {
     draft: &'a Draft<'a>,
-    values: &'a Values,
+    values: &'a KeyValues,
     problems: Vec<Problem>,
 }
 
-impl Faults<'_> {
+impl KeyFaults<'_> {
     /// Adds an error with the keys involved; its place is that of the last one. Does nothing if one of them is refused
     /// already: one error per mistake.
     pub fn add(&mut self, keys: &[KeyPath], error: Error) {
-        let entries: Vec<&Entry> = keys.iter().filter_map(|key| self.values.entry(*key)).collect();
+        let entries: Vec<&KeyEntry> = keys.iter().filter_map(|key| self.values.entry(*key)).collect();
         if entries.iter().all(|e| e.sound) {
             let place = entries.iter().filter_map(|e| e.place.clone()).max();
             let place = place.unwrap_or(TextPosition::File(0));
@@ -70,13 +70,13 @@ impl Faults<'_> {
     }
 
     pub fn is_written(&self, key: KeyPath) -> bool {
-        self.values.entry(key).is_some_and(Entry::written)
+        self.values.entry(key).is_some_and(KeyEntry::written)
     }
 }
 
 /// Checks that need more than one key, or the meaning of a text.
-pub fn cross_check(draft: &mut Draft, values: &Values, settings: &Settings) {
-    let mut faults = Faults {
+pub fn cross_check(draft: &mut Draft, values: &KeyValues, settings: &RecipeSections) {
+    let mut faults = KeyFaults {
         draft,
         values,
         problems: Vec::new(),
@@ -95,7 +95,7 @@ pub fn cross_check(draft: &mut Draft, values: &Values, settings: &Settings) {
 }
 
 /// Returns the setting because of which the key has no effect in this recipe.
-pub fn unused(values: &Values, settings: &Settings, key: &Key) -> Option<String> {
+pub fn unused(values: &KeyValues, settings: &RecipeSections, key: &RecipeKey) -> Option<String> {
     let tune = &settings.tune;
     // A given adapter can be AdaLoRA; only its directory contains the kind.
     if key.path.is_in(AdaloraKeys::TABLE.0) && tune.lora.adapter.is_some() && tune.method == Method::Lora {
@@ -109,8 +109,8 @@ pub fn unused(values: &Values, settings: &Settings, key: &Key) -> Option<String>
             return Some(why);
         }
         let text = match &cause.value {
-            Value::Text(t) => format!("\"{t}\""),
-            Value::Integer(i) => i.to_string(),
+            KeyValue::Text(t) => format!("\"{t}\""),
+            KeyValue::Integer(i) => i.to_string(),
             _ => String::new(),
         };
         if !accepted.contains(&text.trim_matches('"')) {
@@ -121,7 +121,7 @@ pub fn unused(values: &Values, settings: &Settings, key: &Key) -> Option<String>
 }
 
 /// One line for each written key without effect. A key at its default value is not reported.
-pub fn warnings(draft: &Draft, values: &Values, settings: &Settings) -> Vec<String> {
+pub fn warnings(draft: &Draft, values: &KeyValues, settings: &RecipeSections) -> Vec<String> {
     let mut out = Vec::new();
     for entry in values.0.iter().filter(|e| e.written()) {
         if let (Some(why), Some(place)) = (unused(values, settings, entry.key), &entry.place)
@@ -138,9 +138,9 @@ pub fn warnings(draft: &Draft, values: &Values, settings: &Settings) -> Vec<Stri
 }
 
 /// Makes the recipe of settings that passed every check.
-pub fn lower(mut s: Settings, values: &Values) -> Recipe {
+pub fn lower(mut s: RecipeSections, values: &KeyValues) -> Recipe {
     let stage = s.train.stage;
-    let open = Open {
+    let open = OpenKeys {
         num_epochs: values.is_auto(Train::num_epochs),
         learning_rate: values.is_auto(OptimizerKeys::learning_rate),
         gradient_accumulation_steps: values.is_auto(Train::gradient_accumulation_steps),

@@ -1,8 +1,9 @@
 //! Parses and checks a recipe; the result is one typed value with every default filled in.
 //! Contains names, defaults and checks. Uses no tensors, opens no model.
 //!
-//! Text and arguments -> `draft` (the input with positions) -> `check` (type and range of every key) -> `Settings` (the
-//! typed sections of `table`) -> `lower` (rules over several keys) -> `Recipe`. `table` drives all steps.
+//! Text and arguments -> `draft` (the input with positions) -> `check` (type and range of every key) ->
+//! `RecipeSections` (the typed sections of `table`) -> `lower` (rules over several keys) -> `Recipe`. `table` drives
+//! all steps.
 
 mod check;
 pub mod device_ref;
@@ -34,14 +35,14 @@ pub use resolved::{reference, without_paths};
 pub use schema::schema;
 pub use terms::in_program_terms;
 pub use types::*;
-pub use value::{Auto, Chunk, ValueKind};
+pub use value::{Auto, ChunkSize, ValueKind};
 
 use crate::base::{Error, Result, files, paths};
-use check::Values;
+use check::KeyValues;
 use draft::{Draft, Problem};
 use std::collections::BTreeMap;
 use std::path::Path;
-use table::{KeyPath, Section, Settings};
+use table::{KeyPath, RecipeSections, Section};
 
 /// A recipe that passed every check.
 #[derive(Debug, Clone)]
@@ -127,14 +128,14 @@ pub fn load(path: &Path, overrides: &[String]) -> Result<LoadedRecipe> {
 pub fn parse(text: &str, name: &str, overrides: &[String]) -> Result<LoadedRecipe> {
     let mut draft = Draft::new(text, name, overrides);
     let mut warnings = Vec::new();
-    let mut values = Values::defaults(table::keys());
+    let mut values = KeyValues::defaults(table::keys());
     check::check(&mut draft, &mut values, &mut warnings);
     // If the text is not valid TOML, every key in it would be reported as missing too.
     let readable = !draft.problems.iter().any(|p| p.error.what().contains("not valid TOML"));
     if readable {
         lower::resolve_rivals(&mut values, &mut warnings);
     }
-    let settings = Settings::read(&values);
+    let settings = RecipeSections::read(&values);
     if readable {
         lower::cross_check(&mut draft, &values, &settings);
     }

@@ -1,6 +1,6 @@
 //! A model as a recipe or a flag names it.
 
-use super::value::{ByKind, Setting, Value, ValueKind};
+use super::value::{ByKind, KeyType, KeyValue, ValueKind};
 use crate::base::paths;
 use crate::hub;
 use crate::model::shapes;
@@ -79,20 +79,20 @@ impl fmt::Display for ModelRef {
     }
 }
 
-impl Setting<ByKind> for ModelRef {
+impl KeyType<ByKind> for ModelRef {
     const KIND: ValueKind = ValueKind::Text;
-    fn read(value: &Value) -> Self {
+    fn read(value: &KeyValue) -> Self {
         match value {
-            Value::Text(text) => Self::new(text),
+            KeyValue::Text(text) => Self::new(text),
             _ => Self::default(),
         }
     }
 }
 
 /// `None` is the empty text.
-impl Setting<ByKind> for Option<ModelRef> {
+impl KeyType<ByKind> for Option<ModelRef> {
     const KIND: ValueKind = ValueKind::Text;
-    fn read(value: &Value) -> Self {
+    fn read(value: &KeyValue) -> Self {
         Some(ModelRef::read(value)).filter(|model| !model.is_empty())
     }
 }

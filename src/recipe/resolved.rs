@@ -1,39 +1,39 @@
 //! Text generated from the table: the resolved recipe of a run, and the reference of all keys.
 
-use super::check::{Entry, Origin, Values, expectation};
+use super::check::{KeyEntry, KeyValues, ValueOrigin, expectation};
 use super::lower::unused;
-use super::table::{Key, Settings, TABLES, keys};
-use super::value::{Value, ValueKind};
+use super::table::{RecipeKey, RecipeSections, TABLES, keys};
+use super::value::{KeyValue, ValueKind};
 
 /// A value as TOML.
-pub fn toml(value: &Value) -> String {
+pub fn toml(value: &KeyValue) -> String {
     let quoted = |t: &String| toml_edit::Value::from(t.as_str()).to_string().trim().to_string();
     match value {
-        Value::Text(t) => quoted(t),
-        Value::Integer(i) => i.to_string(),
-        Value::Number(x) => number(*x),
-        Value::Flag(b) => b.to_string(),
-        Value::List(l) => format!("[{}]", l.iter().map(quoted).collect::<Vec<_>>().join(", ")),
-        Value::Map(m) if m.is_empty() => "{}".into(),
-        Value::Map(m) => {
+        KeyValue::Text(t) => quoted(t),
+        KeyValue::Integer(i) => i.to_string(),
+        KeyValue::Number(x) => number(*x),
+        KeyValue::Flag(b) => b.to_string(),
+        KeyValue::List(l) => format!("[{}]", l.iter().map(quoted).collect::<Vec<_>>().join(", ")),
+        KeyValue::Map(m) if m.is_empty() => "{}".into(),
+        KeyValue::Map(m) => {
             let lines = m.iter().map(|(k, v)| format!("{} = {}", quoted(k), quoted(v)));
             format!("{{ {} }}", lines.collect::<Vec<_>>().join(", "))
         }
-        Value::Tables(tables) => {
-            let one = |table: &Vec<(&str, Value)>| {
+        KeyValue::Tables(tables) => {
+            let one = |table: &Vec<(&str, KeyValue)>| {
                 let keys: Vec<String> = table.iter().map(|(name, v)| format!("{name} = {}", toml(v))).collect();
                 format!("{{ {} }}", keys.join(", "))
             };
             format!("[{}]", tables.iter().map(one).collect::<Vec<_>>().join(", "))
         }
-        Value::Free(m) => free(&serde_json::Value::Object(m.clone())),
-        Value::Integers(l) => format!("{l:?}"),
-        Value::Numbers(l) => format!("[{}]", l.iter().map(|x| number(*x)).collect::<Vec<_>>().join(", ")),
-        Value::Pairs(l) => {
+        KeyValue::Free(m) => free(&serde_json::Value::Object(m.clone())),
+        KeyValue::Integers(l) => format!("{l:?}"),
+        KeyValue::Numbers(l) => format!("[{}]", l.iter().map(|x| number(*x)).collect::<Vec<_>>().join(", ")),
+        KeyValue::Pairs(l) => {
             let pairs: Vec<String> = l.iter().map(|(a, b)| format!("[{a}, {b}]")).collect();
             format!("[{}]", pairs.join(", "))
         }
-        Value::Pair([a, b]) => format!("[{}, {}]", number(*a), number(*b)),
+        KeyValue::Pair([a, b]) => format!("[{}, {}]", number(*a), number(*b)),
     }
 }
 
@@ -80,30 +80,30 @@ pub fn number(x: f64) -> String {
 }
 
 /// Formats the entry for the resolved recipe: `all-linear` and file names as written.
-fn line(entry: &Entry) -> String {
+fn line(entry: &KeyEntry) -> String {
     format!("{} = {}", entry.key.name, toml(&entry.value))
 }
 
 /// Every key with its value and the origin of the value. Parsing it gives the same recipe.
-pub fn resolved(values: &Values, settings: &Settings) -> String {
+pub fn resolved(values: &KeyValues, settings: &RecipeSections) -> String {
     let mut out = String::from("# Every key of this run, its value, and the source of the value.\n");
     for (table, _) in TABLES {
         out.push_str(&format!("\n[{table}]\n"));
         for entry in values.0.iter().filter(|e| e.key.table == *table) {
             let no_effect = unused(values, settings, entry.key);
             let origin = match entry.origin {
-                Origin::Recipe => "recipe".to_string(),
-                Origin::Argument => "argument".to_string(),
-                Origin::Default if entry.key.default.is_empty() => {
+                ValueOrigin::Recipe => "recipe".to_string(),
+                ValueOrigin::Argument => "argument".to_string(),
+                ValueOrigin::Default if entry.key.default.is_empty() => {
                     out.push_str(&format!("# {} is not set\n", entry.key.name));
                     continue;
                 }
-                Origin::Default => format!("default: {}", entry.key.reason),
+                ValueOrigin::Default => format!("default: {}", entry.key.reason),
             };
             let line = line(entry);
             let text = match no_effect {
                 // Commented out: a default without effect must not look like a choice.
-                Some(why) if entry.origin == Origin::Default => format!("# {line}  # no effect with {why}"),
+                Some(why) if entry.origin == ValueOrigin::Default => format!("# {line}  # no effect with {why}"),
                 Some(why) => format!("{line}  # {origin}; no effect with {why}"),
                 None => format!("{line}  # {origin}"),
             };
@@ -163,7 +163,7 @@ pub fn reference() -> String {
 }
 
 /// The row of a key in `docs/recipe.md`.
-pub fn row(key: &Key) -> String {
+pub fn row(key: &RecipeKey) -> String {
     let (default, reason) = match key.default {
         "" => ("required".to_string(), "-"),
         d => (format!("`{d}`"), key.reason),

@@ -1,6 +1,6 @@
 //! The JSON schema of a recipe, for editors: made from the table of keys.
 
-use super::table::{self, Key, Range};
+use super::table::{self, KeyRange, RecipeKey};
 use super::value::ValueKind;
 use serde_json::{Map, Value, json};
 
@@ -54,7 +54,7 @@ fn insert(root: &mut Map<String, Value>, path: &str, table: Map<String, Value>) 
     }
 }
 
-pub fn property(key: &Key) -> Value {
+pub fn property(key: &RecipeKey) -> Value {
     let mut out = kind(key);
     let mut description = key.doc.to_string();
     if let Some((other, values)) = key.when {
@@ -87,8 +87,8 @@ fn as_json(item: &toml_edit::Item) -> Option<Value> {
     item.as_value().and_then(value)
 }
 
-fn kind(key: &Key) -> Map<String, Value> {
-    let Range { min, max, .. } = key.range;
+fn kind(key: &RecipeKey) -> Map<String, Value> {
+    let KeyRange { min, max, .. } = key.range;
     let out = match key.kind {
         ValueKind::Text => json!({"type": "string"}),
         ValueKind::Name(names) => json!({"enum": names}),
@@ -135,7 +135,7 @@ fn kind(key: &Key) -> Map<String, Value> {
     }
 }
 
-fn number(range: Range) -> Value {
+fn number(range: KeyRange) -> Value {
     let mut out = json!({"type": "number"});
     out[if range.min_open { "exclusiveMinimum" } else { "minimum" }] = json!(range.min);
     if range.max.is_finite() {

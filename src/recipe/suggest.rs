@@ -2,7 +2,7 @@
 
 use super::draft::WrittenValue;
 use super::peers;
-use super::table::{Key, KeyPath, TABLES, keys};
+use super::table::{KeyPath, RecipeKey, TABLES, keys};
 use super::types::{BlockKeys, Freeze, LoraKeys};
 use super::value::ValueKind;
 pub use crate::base::suggest::nearest;
@@ -92,7 +92,7 @@ pub fn list_hint(path: &str, typed: &str) -> Option<String> {
 }
 
 /// The hint for a value of the wrong type.
-pub fn type_hint(key: &Key, typed: &WrittenValue) -> Option<String> {
+pub fn type_hint(key: &RecipeKey, typed: &WrittenValue) -> Option<String> {
     let text = match typed {
         WrittenValue::Text(t) => t.trim().to_lowercase(),
         WrittenValue::Flag(b) => b.to_string(),

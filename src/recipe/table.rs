@@ -4,12 +4,12 @@
 //! From a section come the typed values, parsing, "did you mean", the resolved recipe, `docs/recipe.md` and the JSON
 //! schema.
 
-use super::check::Values;
+use super::check::KeyValues;
 use super::device_ref::DeviceRef;
-use super::lower::Faults;
+use super::lower::KeyFaults;
 use super::model_ref::ModelRef;
 use super::types::*;
-use super::value::{Auto, Chunk, Setting, ValueKind};
+use super::value::{Auto, ChunkSize, KeyType, ValueKind};
 use crate::base::Error;
 use ft_base::named;
 use std::fmt;
@@ -38,7 +38,7 @@ impl fmt::Display for KeyPath {
 }
 
 /// The key has an effect only if the key `.0` has one of the values `.1`.
-pub type When = Option<(KeyPath, &'static [&'static str])>;
+pub type KeyCondition = Option<(KeyPath, &'static [&'static str])>;
 
 /// The allowed change of a key when a run is resumed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -48,12 +48,12 @@ pub enum OnResume {
     /// The value: what the run computes does not depend on it.
     Value,
     /// The path that it holds, if a hash proves that the content is the same.
-    Path(Content),
+    Path(PathContent),
 }
 
 /// The content of a path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Content {
+pub enum PathContent {
     BaseModel,
     TrainingRows,
     /// As `TrainingRows`, of a list of tables in which only the paths may change.
@@ -65,22 +65,22 @@ pub enum Content {
 
 /// One row of the table.
 #[derive(Debug)]
-pub struct Key {
+pub struct RecipeKey {
     pub path: KeyPath,
     pub table: &'static str,
     pub name: &'static str,
     pub kind: ValueKind,
     /// Range of a number.
-    pub range: Range,
+    pub range: KeyRange,
     /// TOML text; empty means that the key is required.
     pub default: &'static str,
     pub reason: &'static str,
     pub doc: &'static str,
-    pub when: When,
+    pub when: KeyCondition,
     pub on_resume: OnResume,
 }
 
-impl Key {
+impl RecipeKey {
     /// True if the key accepts `auto` in place of a value of its kind.
     pub fn accepts_auto(&self) -> bool {
         self.default == "\"auto\"" && !matches!(self.kind, ValueKind::Text | ValueKind::Name(_))
@@ -89,14 +89,14 @@ impl Key {
 
 /// `min` to `max`; an open end is excluded.
 #[derive(Debug, Clone, Copy)]
-pub struct Range {
+pub struct KeyRange {
     pub min: f64,
     pub max: f64,
     pub min_open: bool,
     pub max_open: bool,
 }
 
-impl Range {
+impl KeyRange {
     pub fn contains(&self, x: f64) -> bool {
         let above = if self.min_open { x > self.min } else { x >= self.min };
         let below = if self.max_open { x < self.max } else { x <= self.max };
@@ -105,8 +105,8 @@ impl Range {
 }
 
 /// `min` or more.
-pub(super) const fn from(min: i64) -> Range {
-    Range {
+pub(super) const fn from(min: i64) -> KeyRange {
+    KeyRange {
         max: f64::INFINITY,
         max_open: true,
         ..between(min, min)
@@ -114,8 +114,8 @@ pub(super) const fn from(min: i64) -> Range {
 }
 
 /// `min` to `max`, both included.
-pub(super) const fn between(min: i64, max: i64) -> Range {
-    Range {
+pub(super) const fn between(min: i64, max: i64) -> KeyRange {
+    KeyRange {
         min: min as f64,
         max: max as f64,
         min_open: false,
@@ -124,47 +124,47 @@ pub(super) const fn between(min: i64, max: i64) -> Range {
 }
 
 /// A count that is multiplied with other counts: the product of three fits in 64 bits.
-const MANY: Range = between(1, 1 << 20);
+const MANY: KeyRange = between(1, 1 << 20);
 /// One or more.
-const ONE_OR_MORE: Range = from(1);
+const ONE_OR_MORE: KeyRange = from(1);
 /// Zero or more.
-const POSITIVE_OR_ZERO: Range = from(0);
+const POSITIVE_OR_ZERO: KeyRange = from(0);
 /// More than zero.
-const POSITIVE: Range = Range {
+const POSITIVE: KeyRange = KeyRange {
     min_open: true,
     ..POSITIVE_OR_ZERO
 };
 /// 0 to 1 with both ends.
-const PART: Range = between(0, 1);
+const PART: KeyRange = between(0, 1);
 /// More than 0, up to 1.
-const RATIO: Range = Range { min_open: true, ..PART };
+const RATIO: KeyRange = KeyRange { min_open: true, ..PART };
 /// 0 up to, but not, 1.
-const BELOW_ONE: Range = Range { max_open: true, ..PART };
+const BELOW_ONE: KeyRange = KeyRange { max_open: true, ..PART };
 /// More than zero, less than one.
-const INSIDE_ONE: Range = Range {
+const INSIDE_ONE: KeyRange = KeyRange {
     min_open: true,
     ..BELOW_ONE
 };
 
 /// The results of a run do not depend on the key: rows are the same from a cache, bits on any number of ranks.
 const FREE: OnResume = OnResume::Value;
-const BASE_MODEL: OnResume = OnResume::Path(Content::BaseModel);
-const TRAINING_ROWS: OnResume = OnResume::Path(Content::TrainingRows);
-const EVALUATION_ROWS: OnResume = OnResume::Path(Content::EvaluationRows);
-const TEACHER: OnResume = OnResume::Path(Content::Teacher);
+const BASE_MODEL: OnResume = OnResume::Path(PathContent::BaseModel);
+const TRAINING_ROWS: OnResume = OnResume::Path(PathContent::TrainingRows);
+const EVALUATION_ROWS: OnResume = OnResume::Path(PathContent::EvaluationRows);
+const TEACHER: OnResume = OnResume::Path(PathContent::Teacher);
 
 /// A part of the recipe; `section!` declares it.
 pub trait Section: Sized {
     /// The name of the table, and its subject.
     const TABLE: (&'static str, &'static str);
     /// When its keys have an effect; a key can have its own.
-    const WHEN: When;
+    const WHEN: KeyCondition;
     /// The keys of this section, without those of the sections inside it.
-    const KEYS: &'static [Key];
+    const KEYS: &'static [RecipeKey];
     /// Adds the keys of this section, then those of the sections inside it.
-    fn collect(out: &mut Vec<&'static Key>);
+    fn collect(out: &mut Vec<&'static RecipeKey>);
     /// The typed values.
-    fn read(values: &Values) -> Self;
+    fn read(values: &KeyValues) -> Self;
 }
 
 /// Declares a section. A row is
@@ -174,7 +174,7 @@ pub trait Section: Sized {
 /// under the doc comment that describes the key to users. `default` is a TOML value; a key without it is required. `in`
 /// is the range of a number. `when`: the key has an effect only with these values of another key; a row without it has
 /// that of the section. `resume`: what may change when a run is resumed; nothing without it. `type as KIND` sets the
-/// accepted values if the type does not (`value::Setting`). `with` adds a section inside this one.
+/// accepted values if the type does not (`value::KeyType`). `with` adds a section inside this one.
 ///
 /// The result is the struct, a constant for each key (its `KeyPath`, `Self::key` inside the section), and `impl Section`.
 macro_rules! section {
@@ -207,13 +207,13 @@ macro_rules! section {
 
         impl Section for $name {
             const TABLE: (&'static str, &'static str) = ($table, concat!($($subject),+).trim_ascii_start());
-            const WHEN: When = [$(Some(($cause, &[$($causes),+] as &[&str])),)? None][0];
-            const KEYS: &'static [Key] = &[$(Key {
+            const WHEN: KeyCondition = [$(Some(($cause, &[$($causes),+] as &[&str])),)? None][0];
+            const KEYS: &'static [RecipeKey] = &[$(RecipeKey {
                 path: Self::$key,
                 table: $table,
                 name: stringify!($key),
                 // The first of the list: what the row says, else what holds without it.
-                kind: [$($kind,)? <$type as Setting<_>>::KIND][0],
+                kind: [$($kind,)? <$type as KeyType<_>>::KIND][0],
                 range: [$($range,)? from(i64::MIN)][0],
                 default: concat!($(stringify!($default))?),
                 reason: concat!($($reason)?),
@@ -222,12 +222,12 @@ macro_rules! section {
                 on_resume: [$($resume,)? OnResume::Nothing][0],
             }),*];
 
-            fn collect(out: &mut Vec<&'static Key>) {
+            fn collect(out: &mut Vec<&'static RecipeKey>) {
                 out.extend(Self::KEYS);
                 $(<$inner_type>::collect(out);)*
             }
 
-            fn read(values: &Values) -> Self {
+            fn read(values: &KeyValues) -> Self {
                 Self {
                     $($key: values.get(Self::$key),)*
                     $($inner: Section::read(values),)*
@@ -252,7 +252,7 @@ pub mod tune;
 
 section! {
     /// Every key with its typed value, before `lower`. `auto` of a type that cannot be `None` is 0.
-    pub struct Settings in "" {
+    pub struct RecipeSections in "" {
         with model: Model;
         with memory: Memory;
         with data: Data;
@@ -260,29 +260,29 @@ section! {
         with optimizer: OptimizerKeys;
         with schedule: ScheduleKeys;
         with train: Train;
-        with preference: Preference;
-        with rl: RlConfig;
-        with distill: Distill;
-        with distributed: Distributed;
+        with preference: PreferenceSection;
+        with rl: RlSection;
+        with distill: DistillSection;
+        with distributed: DistributedSection;
     }
 }
 
 /// Every key.
-pub fn keys() -> impl Iterator<Item = &'static Key> {
-    static KEYS: LazyLock<Vec<&'static Key>> = LazyLock::new(|| {
+pub fn keys() -> impl Iterator<Item = &'static RecipeKey> {
+    static KEYS: LazyLock<Vec<&'static RecipeKey>> = LazyLock::new(|| {
         let mut keys = Vec::new();
-        Settings::collect(&mut keys);
+        RecipeSections::collect(&mut keys);
         keys
     });
     KEYS.iter().copied()
 }
 
-pub fn find(path: &str) -> Option<&'static Key> {
+pub fn find(path: &str) -> Option<&'static RecipeKey> {
     keys().find(|k| k.path.0 == path)
 }
 
 /// Contradictions between keys.
-pub fn check(settings: &Settings, faults: &mut Faults) {
+pub fn check(settings: &RecipeSections, faults: &mut KeyFaults) {
     model::check(settings, faults);
     sources::check(settings, faults);
     train::check(settings, faults);
@@ -295,7 +295,7 @@ pub fn check(settings: &Settings, faults: &mut Faults) {
 }
 
 /// The setting because of which a key has no effect.
-pub fn unused(settings: &Settings, key: KeyPath) -> Option<String> {
+pub fn unused(settings: &RecipeSections, key: KeyPath) -> Option<String> {
     preference::unused(settings, key)
         .or_else(|| rl::unused(settings, key))
         .or_else(|| model::unused(settings, key))
@@ -322,10 +322,10 @@ pub const TABLES: &[(&str, &str)] = &[
     Freeze::TABLE,
     OptimizerKeys::TABLE,
     ScheduleKeys::TABLE,
-    Preference::TABLE,
-    Grpo::TABLE,
-    Ppo::TABLE,
-    Distill::TABLE,
+    PreferenceSection::TABLE,
+    GrpoSection::TABLE,
+    PpoSection::TABLE,
+    DistillSection::TABLE,
     Train::TABLE,
-    Distributed::TABLE,
+    DistributedSection::TABLE,
 ];

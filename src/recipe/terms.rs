@@ -4,10 +4,10 @@
 
 use super::table::KeyPath;
 use super::table::adapters::LoraKeys as Lora;
-use super::table::distill::Distill;
-use super::table::distributed::Distributed;
+use super::table::distill::DistillSection;
+use super::table::distributed::DistributedSection;
 use super::table::model::{Data, Memory, Model};
-use super::table::preference::Preference;
+use super::table::preference::PreferenceSection;
 use super::table::quality::{JudgeKeys, Quality};
 use super::table::train::Train;
 use super::table::tune::BlockKeys as Block;
@@ -51,12 +51,12 @@ pub const TERMS: &[(&str, Term)] = &[
     ("look at the encoded rows", Text("look at the rows with `ft data`")),
     ("StreamSpec::batch_size", Key(Train::batch_size)),
     ("StreamSpec::accumulation", Key(Train::gradient_accumulation_steps)),
-    ("Length::Epochs", Key(Train::num_epochs)),
-    ("Length::Steps", Key(Train::max_steps)),
-    ("Want::Judged", Value(Train::stage, "kto")),
+    ("RunLength::Epochs", Key(Train::num_epochs)),
+    ("RunLength::Steps", Key(Train::max_steps)),
+    ("PreferencePart::Judged", Value(Train::stage, "kto")),
     (
         "JudgedLoss::ApoZeroUnpaired",
-        Value(Preference::loss_type, "apo_zero_unpaired"),
+        Value(PreferenceSection::loss_type, "apo_zero_unpaired"),
     ),
     (
         "lower the limit of the answer",
@@ -83,8 +83,8 @@ pub const TERMS: &[(&str, Term)] = &[
         "keep the layer inputs on the device",
         Text("set `memory.activations = \"recompute\"`"),
     ),
-    ("SequenceBy::Keys", Value(Distributed::sequence_by, "gather")),
-    ("Collective::set_timeout", Key(Distributed::timeout)),
+    ("SequenceBy::Keys", Value(DistributedSection::sequence_by, "gather")),
+    ("Collective::set_timeout", Key(DistributedSection::timeout)),
     (
         "store all weights on every rank",
         Text("set `distributed.weights = \"replicated\"`"),
@@ -122,11 +122,11 @@ pub const TERMS: &[(&str, Term)] = &[
     ("Judges::columns", Key(JudgeKeys::columns)),
     ("ScreenSpec::threshold", Key(Quality::dedup_threshold)),
     ("ScreenSpec::ngram", Key(Quality::decontaminate_ngram)),
-    ("Teacher::live", Key(Distill::teacher)),
-    ("Teacher::Stored", Key(Distill::teacher_cache)),
-    ("Hidden::new", Key(Distill::hidden_weight)),
-    ("hidden::check_map", Key(Distill::layer_map)),
-    ("hidden::auto_map", Value(Distill::layer_map, "auto")),
+    ("Teacher::live", Key(DistillSection::teacher)),
+    ("Teacher::Stored", Key(DistillSection::teacher_cache)),
+    ("HiddenDistance::new", Key(DistillSection::hidden_weight)),
+    ("hidden::check_map", Key(DistillSection::layer_map)),
+    ("hidden::auto_map", Value(DistillSection::layer_map, "auto")),
     ("write to another disk", Text("set `train.output_dir` to another disk")),
     (
         "use another directory for the run",

@@ -1,7 +1,7 @@
 //! Tests of the complete path from text to recipe.
 
 use super::table::*;
-use super::value::Setting;
+use super::value::KeyType;
 use super::*;
 use crate::base::ErrorKind;
 
@@ -148,7 +148,7 @@ fn every_default_is_valid_and_has_a_reason() {
 }
 
 /// A value of the key's kind that is not its default.
-fn another(key: &Key) -> String {
+fn another(key: &RecipeKey) -> String {
     // Keys whose rules accept only some values of their kind.
     let special = [
         (Model::device, "cpu"),
@@ -233,7 +233,7 @@ fn a_key_is_declared_in_one_place() {
     let read = |arguments: &[&str]| {
         let arguments: Vec<String> = arguments.iter().map(|a| a.to_string()).collect();
         let mut draft = Draft::new("", "r.toml", &arguments);
-        let mut values = Values::defaults(Example::KEYS.iter());
+        let mut values = KeyValues::defaults(Example::KEYS.iter());
         check::check(&mut draft, &mut values, &mut Vec::new());
         let problems: String = draft.problems.iter().map(|p| p.error.to_string()).collect();
         (Example::read(&values), problems)

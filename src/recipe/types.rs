@@ -19,7 +19,7 @@ pub use crate::rlhf::correction::RolloutCorrection;
 pub use crate::rlhf::grpo::{GrpoLoss, ImportanceLevel};
 pub use crate::rlhf::preference::config::{FDivergence, JudgedLoss, PairLoss};
 pub use crate::source::policy::WeightStorage;
-pub use ft_base::Named;
+pub use ft_base::NamedEnum;
 pub use ft_data::{ChatRole, ColumnRole, Long, Render, RowFormat, TextUnit, TrainOn};
 
 #[derive(Debug, Clone)]
@@ -30,18 +30,18 @@ pub struct Recipe {
     pub tune: Tune,
     pub optimizer: OptimizerConfig,
     pub schedule: ScheduleConfig,
-    pub preference: Preference,
-    pub distill: Distill,
+    pub preference: PreferenceSection,
+    pub distill: DistillSection,
     pub train: Train,
-    pub rl: RlConfig,
-    pub distributed: Distributed,
-    pub open: Open,
+    pub rl: RlSection,
+    pub distributed: DistributedSection,
+    pub open: OpenKeys,
 }
 
 /// `auto` keys whose value depends on rows and model (`setup::defaults`). Until it is resolved, the field of the key
 /// holds a value for runs of unknown size.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Open {
+pub struct OpenKeys {
     pub num_epochs: bool,
     pub learning_rate: bool,
     pub gradient_accumulation_steps: bool,

@@ -1,7 +1,7 @@
-//! The values of keys: as TOML types (`Value`), and as the types of the fields of a section (`Setting`).
+//! The values of keys: as TOML types (`KeyValue`), and as the types of the fields of a section (`KeyType`).
 
-use super::table::Key;
-use super::types::{Named, WeightStorage};
+use super::table::RecipeKey;
+use super::types::{NamedEnum, WeightStorage};
 use crate::base::units;
 use ft_data::{ChatRole, ColumnRole};
 use serde_json::Map as JsonMap;
@@ -37,14 +37,14 @@ pub enum ValueKind {
     /// A table from some of these names to texts.
     Fields(&'static [&'static str]),
     /// A list of tables with these keys.
-    Tables(&'static [Key]),
+    Tables(&'static [RecipeKey]),
     /// A table from user-defined names to texts, numbers, flags, lists and tables.
     Free,
 }
 
 /// A value of one of these kinds; `auto` is a text.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Value {
+pub enum KeyValue {
     Text(String),
     Integer(i64),
     Number(f64),
@@ -56,27 +56,27 @@ pub enum Value {
     Pairs(Vec<(usize, usize)>),
     Map(Vec<(String, String)>),
     /// The written keys of each table.
-    Tables(Vec<Vec<(&'static str, Value)>>),
+    Tables(Vec<Vec<(&'static str, KeyValue)>>),
     Free(JsonMap<String, serde_json::Value>),
 }
 
 /// The type of a field of a section. `By` is a marker: with it one implementation for
 /// all enums can stand beside those of other types.
-pub trait Setting<By> {
+pub trait KeyType<By> {
     /// The values that a key of this type accepts.
     const KIND: ValueKind;
     /// Converts `value`, which is of kind `KIND` or `auto`, to the typed value.
-    fn read(value: &Value) -> Self;
+    fn read(value: &KeyValue) -> Self;
 }
 
 pub struct ByName;
 pub struct ByKind;
 
-impl<T: Named> Setting<ByName> for T {
+impl<T: NamedEnum> KeyType<ByName> for T {
     const KIND: ValueKind = ValueKind::Name(T::NAMES);
-    fn read(value: &Value) -> Self {
+    fn read(value: &KeyValue) -> Self {
         match value {
-            Value::Text(name) => T::of(name),
+            KeyValue::Text(name) => T::of(name),
             _ => T::of(""),
         }
     }
@@ -84,7 +84,7 @@ impl<T: Named> Setting<ByName> for T {
 
 /// The value of a key that splits work into chunks.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub enum Chunk {
+pub enum ChunkSize {
     /// The planner chooses.
     #[default]
     Auto,
@@ -94,7 +94,7 @@ pub enum Chunk {
     Of(usize),
 }
 
-impl Chunk {
+impl ChunkSize {
     /// As written: 0 is `Whole`.
     pub fn of(n: usize) -> Self {
         if n == 0 { Self::Whole } else { Self::Of(n) }
@@ -167,7 +167,7 @@ const STORAGES: [&str; 1 + WeightStorage::NAMES.len()] = {
     names
 };
 
-impl Named for Auto<WeightStorage> {
+impl NamedEnum for Auto<WeightStorage> {
     const NAMES: &'static [&'static str] = &STORAGES;
     fn of(name: &str) -> Self {
         WeightStorage::parse(name).map_or(Self::Auto, Self::Of)
@@ -184,9 +184,9 @@ impl Auto<WeightStorage> {
 /// `type: kind, value => typed value`. Any other value, such as the `auto` of a number, gives the default of the type.
 macro_rules! settings {
     ($($(#[doc = $doc:literal])? $type:ty: $kind:expr, $value:pat => $typed:expr;)+) => {
-        $($(#[doc = $doc])? impl Setting<ByKind> for $type {
+        $($(#[doc = $doc])? impl KeyType<ByKind> for $type {
             const KIND: ValueKind = $kind;
-            fn read(value: &Value) -> Self {
+            fn read(value: &KeyValue) -> Self {
                 match value {
                     $value => $typed,
                     _ => Self::default(),
@@ -196,36 +196,36 @@ macro_rules! settings {
     };
 }
 settings! {
-    String: ValueKind::Text, Value::Text(t) => t.clone();
+    String: ValueKind::Text, KeyValue::Text(t) => t.clone();
     /// `None` is the empty text.
-    Option<String>: ValueKind::Text, Value::Text(t) => Some(t.clone()).filter(|t| !t.is_empty());
-    Auto<String>: ValueKind::Text, Value::Text(t) => Auto::from(t.as_str());
-    bool: ValueKind::Flag, Value::Flag(b) => *b;
+    Option<String>: ValueKind::Text, KeyValue::Text(t) => Some(t.clone()).filter(|t| !t.is_empty());
+    Auto<String>: ValueKind::Text, KeyValue::Text(t) => Auto::from(t.as_str());
+    bool: ValueKind::Flag, KeyValue::Flag(b) => *b;
     /// `None` is `auto`.
-    Option<bool>: ValueKind::Flag, Value::Flag(b) => Some(*b);
-    i64: ValueKind::Integer, Value::Integer(i) => *i;
-    u64: ValueKind::Integer, Value::Integer(i) => u64::try_from(*i).unwrap_or(0);
-    usize: ValueKind::Integer, Value::Integer(i) => usize::try_from(*i).unwrap_or(0);
+    Option<bool>: ValueKind::Flag, KeyValue::Flag(b) => Some(*b);
+    i64: ValueKind::Integer, KeyValue::Integer(i) => *i;
+    u64: ValueKind::Integer, KeyValue::Integer(i) => u64::try_from(*i).unwrap_or(0);
+    usize: ValueKind::Integer, KeyValue::Integer(i) => usize::try_from(*i).unwrap_or(0);
     /// `None` is `auto`.
-    Option<usize>: ValueKind::Integer, Value::Integer(i) => usize::try_from(*i).ok();
+    Option<usize>: ValueKind::Integer, KeyValue::Integer(i) => usize::try_from(*i).ok();
     /// Bytes; `None` is `auto`.
-    Option<u64>: ValueKind::Size, Value::Text(t) => units::parse_bytes(t).ok();
-    Chunk: ValueKind::Integer, Value::Integer(n) => usize::try_from(*n).map_or(Chunk::Auto, Chunk::of);
-    f64: ValueKind::Number, Value::Number(x) => *x;
+    Option<u64>: ValueKind::Size, KeyValue::Text(t) => units::parse_bytes(t).ok();
+    ChunkSize: ValueKind::Integer, KeyValue::Integer(n) => usize::try_from(*n).map_or(ChunkSize::Auto, ChunkSize::of);
+    f64: ValueKind::Number, KeyValue::Number(x) => *x;
     /// `None` is `auto`.
-    Option<f64>: ValueKind::Number, Value::Number(x) => Some(*x);
-    [f64; 2]: ValueKind::Pair, Value::Pair(p) => *p;
-    Vec<String>: ValueKind::Texts, Value::List(l) => l.clone();
-    Vec<Auto<String>>: ValueKind::Texts, Value::List(l) => l.iter().map(|t| Auto::from(t.as_str())).collect();
-    Vec<usize>: ValueKind::Integers, Value::Integers(l) => l.clone();
-    Vec<f64>: ValueKind::Numbers, Value::Numbers(l) => l.clone();
+    Option<f64>: ValueKind::Number, KeyValue::Number(x) => Some(*x);
+    [f64; 2]: ValueKind::Pair, KeyValue::Pair(p) => *p;
+    Vec<String>: ValueKind::Texts, KeyValue::List(l) => l.clone();
+    Vec<Auto<String>>: ValueKind::Texts, KeyValue::List(l) => l.iter().map(|t| Auto::from(t.as_str())).collect();
+    Vec<usize>: ValueKind::Integers, KeyValue::Integers(l) => l.clone();
+    Vec<f64>: ValueKind::Numbers, KeyValue::Numbers(l) => l.clone();
     /// `None` is `auto`.
-    Option<Vec<(usize, usize)>>: ValueKind::Pairs, Value::Pairs(l) => Some(l.clone());
-    JsonMap<String, serde_json::Value>: ValueKind::Free, Value::Free(m) => m.clone();
+    Option<Vec<(usize, usize)>>: ValueKind::Pairs, KeyValue::Pairs(l) => Some(l.clone());
+    JsonMap<String, serde_json::Value>: ValueKind::Free, KeyValue::Free(m) => m.clone();
     Vec<(String, WeightStorage)>: ValueKind::Map(WeightStorage::NAMES),
-        Value::Map(m) => m.iter().filter_map(|(name, t)| Some((name.clone(), WeightStorage::parse(t)?))).collect();
+        KeyValue::Map(m) => m.iter().filter_map(|(name, t)| Some((name.clone(), WeightStorage::parse(t)?))).collect();
     Vec<(String, ChatRole)>: ValueKind::Map(ChatRole::NAMES),
-        Value::Map(m) => m.iter().filter_map(|(name, t)| Some((name.clone(), ChatRole::parse(t)?))).collect();
+        KeyValue::Map(m) => m.iter().filter_map(|(name, t)| Some((name.clone(), ChatRole::parse(t)?))).collect();
     Vec<(ColumnRole, String)>: ValueKind::Fields(ColumnRole::NAMES),
-        Value::Map(m) => m.iter().filter_map(|(name, t)| Some((ColumnRole::parse(name)?, t.clone()))).collect();
+        KeyValue::Map(m) => m.iter().filter_map(|(name, t)| Some((ColumnRole::parse(name)?, t.clone()))).collect();
 }

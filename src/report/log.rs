@@ -11,12 +11,12 @@ pub(super) const METRICS: &str = "metrics.jsonl";
 pub(super) const EVENTS: &str = "events.jsonl";
 pub(super) const SAMPLES: &str = "samples.jsonl";
 
-pub(super) struct Log {
+pub(super) struct LogFile {
     file: Option<AppendFile>,
     fault: Option<Error>,
 }
 
-impl Log {
+impl LogFile {
     pub(super) fn open(path: &Path) -> Self {
         Self::of(AppendFile::open(path))
     }

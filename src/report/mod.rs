@@ -13,13 +13,13 @@ pub use fullscreen::FullScreen;
 pub use layout::{ascii, columns, visible, visible_but_colors, wrapped};
 pub use log::{evaluations, has_evaluation, truncate_after};
 pub use screen::{
-    Style, above, aside, ask, bug, clear, error, last_words, note, result_is_terminal, result_width, start, style,
-    warn, width,
+    OutputStyle, above, aside, ask, bug, clear, error, last_words, note, result_is_terminal, result_width, start,
+    style, warn, width,
 };
 
 use crate::base::files;
 use crate::history;
-use log::Log;
+use log::LogFile;
 use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
 use terminal::Terminal;
@@ -67,12 +67,12 @@ impl EvalMetrics {
 
 /// Writes `metrics.jsonl` and `events.jsonl` of one run directory, and lines to the terminal.
 pub struct Reporter {
-    metrics: Log,
-    events: Log,
+    metrics: LogFile,
+    events: LogFile,
     /// Created with the first sample.
-    samples: Option<Log>,
+    samples: Option<LogFile>,
     /// The event file of TensorBoard.
-    board: Option<Log>,
+    board: Option<LogFile>,
     dir: PathBuf,
     terminal: Terminal,
     /// Mean loss of the last printed line.
@@ -90,8 +90,8 @@ impl Reporter {
         // Before the files are opened: the rewrite gives them new inodes.
         let truncated = truncate_after(dir, resumed_from).and_then(|()| log::drop_torn_events(dir));
         let mut reporter = Self {
-            metrics: Log::open(&dir.join(log::METRICS)),
-            events: Log::open(&dir.join(log::EVENTS)),
+            metrics: LogFile::open(&dir.join(log::METRICS)),
+            events: LogFile::open(&dir.join(log::EVENTS)),
             samples: None,
             board: None,
             dir: dir.to_path_buf(),
@@ -110,9 +110,9 @@ impl Reporter {
     /// Writes and prints nothing: for a rank that is not the first.
     pub fn silent(dir: &Path, total_steps: u64) -> Self {
         Self {
-            metrics: Log::none(),
-            events: Log::none(),
-            samples: Some(Log::none()),
+            metrics: LogFile::none(),
+            events: LogFile::none(),
+            samples: Some(LogFile::none()),
             board: None,
             dir: dir.to_path_buf(),
             terminal: Terminal::new(total_steps, 0),
@@ -124,7 +124,7 @@ impl Reporter {
 
     /// With `wanted`: writes the metrics to an event file of TensorBoard too, with those that are there already.
     pub fn with_event_file(mut self, wanted: bool) -> Self {
-        self.board = wanted.then(|| Log::event_file(&self.dir));
+        self.board = wanted.then(|| LogFile::event_file(&self.dir));
         self.complain();
         self
     }
@@ -232,7 +232,7 @@ impl Reporter {
     /// Writes a line of `samples.jsonl`: text that the model generated during the run.
     pub fn sample(&mut self, sample: &Value) {
         let path = self.dir.join(log::SAMPLES);
-        self.samples.get_or_insert_with(|| Log::open(&path)).line(sample);
+        self.samples.get_or_insert_with(|| LogFile::open(&path)).line(sample);
         self.complain();
     }
 
@@ -253,10 +253,10 @@ impl Reporter {
             self.warn(&format!("cannot remove metrics of an earlier evaluation: {e}"));
         }
         if self.board.is_some() && size() != before {
-            self.board = Some(Log::event_file(&self.dir));
+            self.board = Some(LogFile::event_file(&self.dir));
         }
         // The rewrite creates a new inode.
-        self.metrics = Log::open(&path);
+        self.metrics = LogFile::open(&path);
         self.complain();
     }
 

@@ -6,7 +6,7 @@
 
 use super::fullscreen;
 use super::layout::{ascii, clipped, columns, fit, visible, wrapped};
-use crate::base::progress::{self, ProgressUnit, Seen};
+use crate::base::progress::{self, PhaseSnapshot, ProgressUnit};
 use crate::base::signal::{self, Notice};
 use crate::base::units;
 use std::io::{IsTerminal, Write};
@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 /// The output style; `cli` derives it from flags, the environment and the type of standard error.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Style {
+pub struct OutputStyle {
     /// Redraw the progress line in place.
     pub bar: bool,
     pub color: bool,
@@ -29,10 +29,10 @@ pub struct Style {
     pub silent: bool,
 }
 
-static STYLE: OnceLock<Style> = OnceLock::new();
+static STYLE: OnceLock<OutputStyle> = OnceLock::new();
 
 /// Sets the style of the whole process and begins to show progress; only the first call counts.
-pub fn start(style: Style) {
+pub fn start(style: OutputStyle) {
     if STYLE.set(style).is_err() {
         return;
     }
@@ -47,7 +47,7 @@ pub fn start(style: Style) {
 }
 
 /// The style of the process; plain text where none was set.
-pub fn style() -> Style {
+pub fn style() -> OutputStyle {
     STYLE.get().copied().unwrap_or_default()
 }
 
@@ -79,21 +79,21 @@ pub fn result_is_terminal() -> bool {
     std::io::stdout().is_terminal()
 }
 
-struct Screen {
+struct TerminalScreen {
     /// Columns of the current progress line; 0: there is none.
     drawn: usize,
     /// Time of the last visible output.
     last: Option<Instant>,
 }
 
-static SCREEN: Mutex<Screen> = Mutex::new(Screen { drawn: 0, last: None });
+static SCREEN: Mutex<TerminalScreen> = Mutex::new(TerminalScreen { drawn: 0, last: None });
 
 /// Time without output before a progress line is drawn: on a terminal, and in a log.
 const SOON: Duration = Duration::from_millis(400);
 const SELDOM: Duration = Duration::from_secs(10);
 const TICK: Duration = Duration::from_millis(100);
 
-fn screen() -> MutexGuard<'static, Screen> {
+fn screen() -> MutexGuard<'static, TerminalScreen> {
     SCREEN.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -105,7 +105,7 @@ fn write(text: &str) {
     let _ = stderr.write_all(text.as_bytes()).and_then(|()| stderr.flush());
 }
 
-impl Screen {
+impl TerminalScreen {
     fn erase(&mut self) {
         if self.drawn == 0 {
             return;
@@ -116,7 +116,7 @@ impl Screen {
         self.drawn = 0;
     }
 
-    fn draw(&mut self, open: &[Seen]) {
+    fn draw(&mut self, open: &[PhaseSnapshot]) {
         let room = width().unwrap_or(80).saturating_sub(1);
         let line = progress_line(open, room, style().unicode);
         let now = columns(&line);
@@ -160,7 +160,7 @@ pub(super) fn put(label: Option<(&str, &str)>, text: &str) {
 }
 
 fn lines(label: Option<(&str, &str)>, text: &str, width: Option<usize>) -> String {
-    let Style { color, unicode, .. } = style();
+    let OutputStyle { color, unicode, .. } = style();
     let text = visible(text);
     let text = if unicode { text } else { ascii(&text) };
     let whole = match label {
@@ -195,7 +195,7 @@ pub fn note(line: &str) {
 
 /// As `note`, in a color.
 pub(super) fn colored(code: &str, line: &str) {
-    let Style { color, quiet, .. } = style();
+    let OutputStyle { color, quiet, .. } = style();
     if quiet {
         return;
     }
@@ -283,7 +283,7 @@ fn tell(notice: Notice) {
 }
 
 /// ` (micro-batch 12 of 40, about 50 s)`
-fn details(open: &[Seen], finishes: Option<Option<Duration>>) -> String {
+fn details(open: &[PhaseSnapshot], finishes: Option<Option<Duration>>) -> String {
     let parts = progress::current(open).map_or(&[][..], |(_, parts)| parts);
     let mut said: Vec<String> = Vec::new();
     // A position in the layers alone does not help the user.
@@ -308,7 +308,7 @@ fn details(open: &[Seen], finishes: Option<Option<Duration>>) -> String {
 }
 
 /// Remaining time of a step: from the progress of its parts, else from earlier steps.
-fn time_left(parts: &[Seen], usual: Option<Duration>) -> Option<Duration> {
+fn time_left(parts: &[PhaseSnapshot], usual: Option<Duration>) -> Option<Duration> {
     let (first, inner) = parts.split_first()?;
     let elapsed = first.started.elapsed();
     match progress::fraction(first, inner) {
@@ -337,7 +337,7 @@ fn tick() {
 }
 
 /// `reading rows.jsonl: 12.0 of 57.0 MiB, 12 s`
-fn plain_line(open: &[Seen]) -> String {
+fn plain_line(open: &[PhaseSnapshot]) -> String {
     let Some((head, parts)) = progress::current(open) else {
         return String::new();
     };
@@ -349,7 +349,7 @@ fn plain_line(open: &[Seen]) -> String {
 }
 
 /// `12 of 40 batches`, `12.0 MiB of 1.0 GiB`
-fn amount(seen: &Seen, of: &str) -> String {
+fn amount(seen: &PhaseSnapshot, of: &str) -> String {
     let number = |n| match seen.unit {
         ProgressUnit::Bytes => units::bytes(n),
         ProgressUnit::Count(_) => units::count(n),
@@ -365,7 +365,7 @@ fn amount(seen: &Seen, of: &str) -> String {
     }
 }
 
-fn part_of(part: &Seen) -> Option<String> {
+fn part_of(part: &PhaseSnapshot) -> Option<String> {
     match (part.note.is_empty(), part.total) {
         (false, _) => Some(part.note.clone()),
         // A single part is not worth showing.
@@ -375,7 +375,7 @@ fn part_of(part: &Seen) -> Option<String> {
 }
 
 /// One line of at most `room` columns.
-fn progress_line(open: &[Seen], room: usize, unicode: bool) -> String {
+fn progress_line(open: &[PhaseSnapshot], room: usize, unicode: bool) -> String {
     let Some((head, parts)) = progress::current(open) else {
         return String::new();
     };
@@ -401,7 +401,7 @@ fn progress_line(open: &[Seen], room: usize, unicode: bool) -> String {
 }
 
 /// The phase that contains the current one: `answering 64/200 questions`. Training itself is not shown.
-fn around(open: &[Seen]) -> Option<String> {
+fn around(open: &[PhaseSnapshot]) -> Option<String> {
     let mut phases = open.iter().rev().filter(|s| !s.part);
     let outer = phases.nth(1).filter(|s| s.unit != ProgressUnit::Count("steps"))?;
     Some(format!("{} {}", outer.label, amount(outer, "/")).trim_end().to_string())
@@ -431,8 +431,8 @@ fn spinner(elapsed: Duration) -> String {
 mod tests {
     use super::*;
 
-    fn seen(label: &str, done: u64, total: u64, unit: ProgressUnit, part: bool) -> Seen {
-        Seen {
+    fn seen(label: &str, done: u64, total: u64, unit: ProgressUnit, part: bool) -> PhaseSnapshot {
+        PhaseSnapshot {
             label: label.into(),
             unit,
             part,
@@ -443,7 +443,7 @@ mod tests {
         }
     }
 
-    fn training() -> Vec<Seen> {
+    fn training() -> Vec<PhaseSnapshot> {
         let mut head = seen("training", 7, 120, ProgressUnit::Count("steps"), false);
         head.note = "loss 2.5000  eta 1m 05s".into();
         let mut layer = seen("layers", 20, 72, ProgressUnit::Count(""), true);

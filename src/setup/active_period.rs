@@ -1,6 +1,6 @@
 //! The sets of parameters that a run trains one after the other.
 
-use crate::engine::Active;
+use crate::engine::ActiveSet;
 use crate::source::Placement;
 
 /// Elements of parameters that were trained earlier in the run and are inactive now.
@@ -40,7 +40,7 @@ impl InactiveElements {
 /// A set of parameters that is active at one time.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ActivePeriod {
-    pub active: Active,
+    pub active: ActiveSet,
     pub inactive: InactiveElements,
     /// True if another set becomes active after it.
     pub deactivates: bool,
@@ -48,7 +48,7 @@ pub struct ActivePeriod {
 
 impl ActivePeriod {
     /// A run with only one set.
-    pub fn alone(active: Active) -> Self {
+    pub fn alone(active: ActiveSet) -> Self {
         Self {
             active,
             inactive: InactiveElements::default(),

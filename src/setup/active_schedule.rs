@@ -1,12 +1,12 @@
 //! The parameters that a method trains at each step.
 
 use crate::base::{Error, Result};
-use crate::engine::Active;
-use crate::engine::active::{Corrected, group_of};
+use crate::engine::ActiveSet;
+use crate::engine::active::{CorrectedParams, group_of};
 use crate::hf::AdapterSet;
 use crate::model::Spec;
 use crate::model::spec::is_constant;
-use crate::optim::{BlockSchedule, Masks, Optimizer};
+use crate::optim::{BlockSchedule, Optimizer, UpdateMasks};
 use crate::recipe::{self, Correction, CorrectionScope, Method, Recipe, TuneKeys};
 use crate::setup::{ActivePeriod, InactiveElements};
 use crate::source::{Group, ParamInfo, StoragePolicy};
@@ -18,7 +18,7 @@ const SWITCHES: usize = 10_000;
 
 /// Full, freeze and LoRA train one fixed set; the block method changes the set on a schedule.
 pub enum ActiveSchedule {
-    Static(Active),
+    Static(ActiveSet),
     Blocks(Box<Blocks>),
 }
 
@@ -64,13 +64,13 @@ impl ActiveSchedule {
             .filter(|p| !is_constant(&p.name) && !frozen_router(&p.name));
         let params = &trainable.cloned().collect::<Vec<_>>()[..];
         Ok(match tune.method {
-            Method::Full => Self::Static(Active::new(params.iter().map(|p| p.name.to_string()))),
+            Method::Full => Self::Static(ActiveSet::new(params.iter().map(|p| p.name.to_string()))),
             Method::Freeze => {
                 let layers = frozen(recipe, spec, params)?;
                 let rows = adapter_set.trained_rows();
-                Self::Static(Active::new(layers.names().map(str::to_string).chain(rows)))
+                Self::Static(ActiveSet::new(layers.names().map(str::to_string).chain(rows)))
             }
-            Method::Lora => Self::Static(Active::new(adapter_set.trained())),
+            Method::Lora => Self::Static(ActiveSet::new(adapter_set.trained())),
             Method::Block => {
                 let mut schedule = BlockSchedule::new(&tune.block, params, spec.tied, recipe.train.seed)?;
                 schedule.always.extend(adapter_set.trained_rows());
@@ -106,7 +106,7 @@ impl ActiveSchedule {
     /// of the run.
     pub fn with_adapters(mut self, method: Method, adapter_set: &AdapterSet) -> Self {
         match &mut self {
-            Self::Static(active) if method == Method::Lora => *active = Active::new(adapter_set.trained()),
+            Self::Static(active) if method == Method::Lora => *active = ActiveSet::new(adapter_set.trained()),
             Self::Static(_) => {}
             Self::Blocks(b) => b.adapters = matrices(adapter_set),
         }
@@ -116,14 +116,14 @@ impl ActiveSchedule {
     /// Adds these parameters of the objective, which train in every step.
     pub fn with_objective_params(mut self, names: impl Iterator<Item = String>) -> Self {
         match &mut self {
-            Self::Static(active) => *active = Active::new(active.names().map(str::to_string).chain(names)),
+            Self::Static(active) => *active = ActiveSet::new(active.names().map(str::to_string).chain(names)),
             Self::Blocks(b) => b.schedule.always.extend(names),
         }
         self
     }
 
     /// The active parameters at optimizer step `step`, counted from 1.
-    pub fn active(&self, step: u64) -> Active {
+    pub fn active(&self, step: u64) -> ActiveSet {
         match self {
             Self::Static(active) => active.clone(),
             Self::Blocks(b) => b.set(&b.schedule.active(step), b.schedule.masks(step)),
@@ -308,7 +308,7 @@ impl Blocks {
             *kept = (found, kept.1 || deactivates);
         }
         let alone = turns.len() == 1;
-        let turns: Vec<Found> = turns
+        let turns: Vec<ActiveBlocks> = turns
             .into_iter()
             .map(|(set, (inactive, deactivates))| (set, inactive, deactivates && !alone))
             .collect();
@@ -323,14 +323,14 @@ impl Blocks {
     }
 
     /// With a correction each set has every parameter of the model: a few sets represent all similar ones.
-    fn fewer(&self, turns: Vec<Found>, storage: &StoragePolicy) -> Vec<Found> {
+    fn fewer(&self, turns: Vec<ActiveBlocks>, storage: &StoragePolicy) -> Vec<ActiveBlocks> {
         if self.correction == Correction::None {
             return turns;
         }
-        let mut alike: BTreeMap<(u64, Vec<InactiveElements>), Vec<Found>> = BTreeMap::new();
+        let mut alike: BTreeMap<(u64, Vec<InactiveElements>), Vec<ActiveBlocks>> = BTreeMap::new();
         for turn in turns {
             let names = turn.0.iter().flat_map(|b| &self.schedule.blocks[*b].params);
-            let shape = Active::new(names.cloned()).shape();
+            let shape = ActiveSet::new(names.cloned()).shape();
             let storages = turn
                 .0
                 .iter()
@@ -358,7 +358,7 @@ impl Blocks {
     }
 
     /// The trained and the corrected parameters while these blocks are active.
-    fn set(&self, active: &[usize], masks: Option<Masks>) -> Active {
+    fn set(&self, active: &[usize], masks: Option<UpdateMasks>) -> ActiveSet {
         let s = &self.schedule;
         let names: BTreeSet<String> = active
             .iter()
@@ -369,30 +369,30 @@ impl Blocks {
         let first = active.iter().min().copied().unwrap_or(0);
         let partial = self.scope == CorrectionScope::Partial;
         match self.correction {
-            Correction::None => Active::new(names).masked(masks),
+            Correction::None => ActiveSet::new(names).masked(masks),
             Correction::Sgd | Correction::Signsgd => {
                 let is_corrected = self.corrected(active);
                 let others = s.blocks.iter().enumerate().filter(|(i, _)| is_corrected(*i));
                 let others = others.flat_map(|(_, b)| b.params.iter());
-                let corrected = Corrected {
+                let corrected = CorrectedParams {
                     names: others.filter(|n| !names.contains(*n)).cloned().collect(),
                     scale: self.scale,
                     sign: self.correction == Correction::Signsgd,
                 };
-                Active::new(names).with_corrections(Some(corrected))
+                ActiveSet::new(names).with_corrections(Some(corrected))
             }
             Correction::Lora => {
                 let lowest = s.blocks[first].params.iter().map(|n| group_of(n)).min();
                 let inside = |n: &&String| !partial || lowest.is_none_or(|l| group_of(n) >= l);
                 let adapters = self.adapters.iter().filter(inside).cloned();
-                Active::new(names.into_iter().chain(adapters))
+                ActiveSet::new(names.into_iter().chain(adapters))
             }
         }
     }
 }
 
 /// Blocks that are active together, the elements deactivated before them, and whether another set follows.
-type Found = (Vec<usize>, InactiveElements, bool);
+type ActiveBlocks = (Vec<usize>, InactiveElements, bool);
 
 /// Elements of a block when it is inactive, by storage: dense or quantized.
 fn inactive_storage(block: &[(Arc<str>, u64)], storage: &StoragePolicy) -> InactiveElements {
@@ -410,7 +410,7 @@ fn inactive_storage(block: &[(Arc<str>, u64)], storage: &StoragePolicy) -> Inact
     }
 }
 
-fn frozen(recipe: &Recipe, spec: &Spec, params: &[ParamInfo]) -> Result<Active> {
+fn frozen(recipe: &Recipe, spec: &Spec, params: &[ParamInfo]) -> Result<ActiveSet> {
     let freeze = &recipe.tune.freeze;
     let layers = spec.layers.len();
     if freeze.trainable_layers > layers {
@@ -444,7 +444,7 @@ fn frozen(recipe: &Recipe, spec: &Spec, params: &[ParamInfo]) -> Result<Active> 
         return Err(Error::usage("method `freeze` trains nothing")
             .hint("set `tune.freeze.trainable_layers` or name parameters in `tune.freeze.trainable`"));
     }
-    Ok(Active::new(chosen))
+    Ok(ActiveSet::new(chosen))
 }
 
 #[cfg(test)]

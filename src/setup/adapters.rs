@@ -15,12 +15,12 @@ use std::sync::Arc;
 /// Errors: targets that match nothing, sizes that the adapter kind does not allow, an adapter directory that does not
 /// fit.
 pub fn of(recipe: &Recipe, spec: &Spec) -> Result<hf::AdapterSet> {
-    with(recipe, spec, Values::Drawn)
+    with(recipe, spec, AdapterValues::Drawn)
 }
 
 /// The values of fresh adapters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Values {
+pub enum AdapterValues {
     /// The initial ones.
     Drawn,
     /// None: a plan needs the shapes only.
@@ -28,7 +28,7 @@ pub enum Values {
 }
 
 /// As `of`, with these values.
-pub fn with(recipe: &Recipe, spec: &Spec, values: Values) -> Result<hf::AdapterSet> {
+pub fn with(recipe: &Recipe, spec: &Spec, values: AdapterValues) -> Result<hf::AdapterSet> {
     match recipe.tune.method {
         Method::Lora => fresh_or_given(recipe, spec, values),
         // A block run merges its adapters at the end, so no config is saved.
@@ -81,7 +81,7 @@ fn check_new_tokens(recipe: &Recipe, loaded: &LoadedAdapter) -> Result<()> {
     }
 }
 
-fn fresh_or_given(recipe: &Recipe, spec: &Spec, values: Values) -> Result<hf::AdapterSet> {
+fn fresh_or_given(recipe: &Recipe, spec: &Spec, values: AdapterValues) -> Result<hf::AdapterSet> {
     if let Some(dir) = &recipe.tune.lora.adapter {
         let loaded = hf::load_adapter(&locate::adapter_directory(dir)?, spec)?;
         check_new_tokens(recipe, &loaded)?;
@@ -131,8 +131,8 @@ fn fresh_or_given(recipe: &Recipe, spec: &Spec, values: Values) -> Result<hf::Ad
     }
     let (lora, base) = (&recipe.tune.lora, Some(recipe.model.path.to_string()));
     let mut set = match values {
-        Values::Drawn => hf::adapters_to_fill(lora, spec, base, recipe.train.seed)?,
-        Values::Shapes => hf::adapter_shapes(lora, spec, base)?,
+        AdapterValues::Drawn => hf::adapters_to_fill(lora, spec, base, recipe.train.seed)?,
+        AdapterValues::Shapes => hf::adapter_shapes(lora, spec, base)?,
     };
     if let Some(config) = &mut set.config {
         config.revision = base_revision(recipe);

@@ -9,7 +9,7 @@ use crate::data::{Batch, Dataset, Example, Examples, IGNORE};
 use crate::distill::spans::{self, TokenBytes, Vocabularies};
 use crate::distill::{AlignedBatch, AlignedRows};
 use crate::ops::distill::aligned::{AlignedSpan, SharedIds};
-use crate::recipe::{Alignment, Distill, Recipe};
+use crate::recipe::{Alignment, DistillSection, Recipe};
 use crate::setup::ModelDir;
 use crate::setup::rows;
 use crate::setup::sources::RowSet;
@@ -51,7 +51,7 @@ impl Aligner {
         if found.counts[2] == 0 {
             return Err(
                 Error::new("no answer has the same text for the teacher and for the student")
-                    .at(Distill::teacher)
+                    .at(DistillSection::teacher)
                     .found(format!(
                         "{} trained tokens, none of them in a common span",
                         count(found.counts[0])

@@ -136,10 +136,10 @@ pub fn resolve(recipe: &Recipe, spec: &Spec, lengths: Option<&[u32]>, before: &R
             let now = whole_groups(recipe);
             resolved.train.gradient_accumulation_steps = choose(key, before.number(key), now as f64, why) as usize;
         }
-        resolved.open = recipe::Open::default();
+        resolved.open = recipe::OpenKeys::default();
         return (resolved, choices);
     }
-    let step = Step::of(&resolved, lengths);
+    let step = RowsPerStep::of(&resolved, lengths);
     if open.gradient_accumulation_steps {
         let found = before.number(key);
         resolved.train.gradient_accumulation_steps = choose(key, found, step.accumulation as f64, step.why()) as usize;
@@ -155,7 +155,7 @@ pub fn resolve(recipe: &Recipe, spec: &Spec, lengths: Option<&[u32]>, before: &R
         };
         resolved.data.packing_length = choose(key, found, step.length as f64, why) as usize;
     }
-    resolved.open = recipe::Open::default();
+    resolved.open = recipe::OpenKeys::default();
     (resolved, choices)
 }
 
@@ -253,7 +253,7 @@ fn learning_rate(recipe: &Recipe, hidden: usize) -> f64 {
 }
 
 /// The number of rows per step, and how it is reached.
-struct Step {
+struct RowsPerStep {
     accumulation: usize,
     /// Largest number of tokens of a packed sequence.
     length: usize,
@@ -274,7 +274,7 @@ enum Goal {
     AllRows,
 }
 
-impl Step {
+impl RowsPerStep {
     fn of(recipe: &Recipe, lengths: &[u32]) -> Self {
         let (data, train) = (&recipe.data, &recipe.train);
         let n = lengths.len() as f64;
@@ -337,7 +337,7 @@ mod tests {
 
     /// (accumulation, tokens of a packed sequence) for `n` rows of `tokens`.
     fn step(more: &str, n: usize, tokens: u32) -> (usize, usize) {
-        let step = Step::of(&recipe(more), &vec![tokens; n]);
+        let step = RowsPerStep::of(&recipe(more), &vec![tokens; n]);
         (step.accumulation, step.length)
     }
 

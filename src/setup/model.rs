@@ -18,8 +18,10 @@ use crate::recipe::{self, DeviceRef, Dtype, Method, ModelInit, ModelRef, RankWei
 use crate::report;
 use crate::setup::locate::{adapter_directory, model_config};
 use crate::setup::vocabulary::{NewRows, TextChanges};
-use crate::source::sharded::{Division, WeightOrigin};
-use crate::source::{Disk, Resident, Sharded, StoragePolicy, TrainableStore, Uploaded, disk, resident};
+use crate::source::sharded::{MatrixDivision, WeightOrigin};
+use crate::source::{
+    DiskWeights, ResidentWeights, ShardedWeights, StoragePolicy, TrainableStore, UploadedWeights, disk, resident,
+};
 use crate::source::{ParamInfo, Placement};
 use candle_core::{Device, Tensor};
 use std::collections::BTreeSet;
@@ -27,7 +29,7 @@ use std::ops::{Deref, DerefMut};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-mod decoded;
+mod dequantized;
 mod stored;
 
 pub use stored::StoredWeights;
@@ -73,7 +75,7 @@ impl DerefMut for ModelDir {
 
 /// The files of a model that must be on this machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Needed {
+enum NeededFiles {
     /// `config.json`; of a hub id no other file is downloaded.
     Config,
     All,
@@ -94,7 +96,7 @@ impl ModelDir {
     }
 
     pub fn read(named: &ModelRef, revision: &str, init: ModelInit, changes: &TextChanges) -> Result<Self> {
-        ModelFiles::find(named, revision, init, Needed::All)?.with_text(changes)
+        ModelFiles::find(named, revision, init, NeededFiles::All)?.with_text(changes)
     }
 
     /// The chat template as a trait object of `data`.
@@ -113,10 +115,10 @@ impl ModelFiles {
     ///
     /// Errors: no such directory, hub id or shape; a config that is not supported.
     pub fn of_config(named: &ModelRef, revision: &str, init: ModelInit) -> Result<Self> {
-        Self::find(named, revision, init, Needed::Config)
+        Self::find(named, revision, init, NeededFiles::Config)
     }
 
-    fn find(named: &ModelRef, revision: &str, init: ModelInit, needed: Needed) -> Result<Self> {
+    fn find(named: &ModelRef, revision: &str, init: ModelInit, needed: NeededFiles) -> Result<Self> {
         let (dir, config) = match named {
             ModelRef::Shape(text) => {
                 let config = shapes::config(text)?;
@@ -132,8 +134,8 @@ impl ModelFiles {
             }
             ModelRef::Hub(id) => {
                 let dir = match needed {
-                    Needed::Config => hub::resolve_config(id, revision)?,
-                    Needed::All => hub::resolve_model(id, revision, true)?,
+                    NeededFiles::Config => hub::resolve_config(id, revision)?,
+                    NeededFiles::All => hub::resolve_model(id, revision, true)?,
                 };
                 let config = read_config(&dir, init)?;
                 (dir, config)
@@ -308,19 +310,19 @@ impl ModelFiles {
         Ok(TrainableNetwork::new(self.spec.clone(), store, device.clone()))
     }
 
-    /// Reads the weights from `decoded`, if given.
+    /// Reads the weights from `dequantized`, if given.
     fn resident(
         &self,
         storage: &StoragePolicy,
         init: ModelInit,
         seed: u64,
-        decoded: Option<Weights>,
+        dequantized: Option<Weights>,
         device: &Device,
-    ) -> Result<Resident> {
+    ) -> Result<ResidentWeights> {
         let params = self.spec.params();
         let source = match init {
             ModelInit::Pretrained => {
-                let weights = match decoded {
+                let weights = match dequantized {
                     Some(weights) => Arc::new(weights),
                     None => self.weights()?,
                 };
@@ -332,13 +334,13 @@ impl ModelFiles {
                         self.dir.display()
                     ));
                 }
-                let source = Resident::load(params, &weights, |p| storage.of(p), device)?;
+                let source = ResidentWeights::load(params, &weights, |p| storage.of(p), device)?;
                 source.with_originals(move |p, dtype| resident::read_dense(&weights, p, dtype, &Device::Cpu))
             }
             ModelInit::Random => {
                 let resident::RandomWeights { seed, std, norm } = self.random_weights(seed);
                 let names: Vec<_> = params.iter().map(|p| p.name.clone()).collect();
-                let source = Resident::random_stored(params, seed, std, norm, |p| storage.of(p), device)?;
+                let source = ResidentWeights::random_stored(params, seed, std, norm, |p| storage.of(p), device)?;
                 source.with_originals(move |p, dtype| {
                     let index = names.iter().position(|n| *n == p.name).unwrap_or(0) as u64 + 1;
                     resident::draw_tensor(p, index, dtype, resident::RandomWeights { seed, std, norm })
@@ -384,30 +386,30 @@ impl ModelFiles {
         let (dtype, init, seed) = (recipe.model.dtype, recipe.model.init, recipe.train.seed);
         dtype.runs_on(!device.is_cpu())?;
         let storage = &strategy.storage;
-        let (writer, run_dir) = decoded::writer(recipe, run_dir, ranks)?;
-        let decoded = if self.stored(init)?.is_decoded(recipe.tune.method) {
+        let (writer, run_dir) = dequantized::writer(recipe, run_dir, ranks)?;
+        let dequantized = if self.stored(init)?.is_dequantized(recipe.tune.method) {
             Some(self.decode(storage, dtype, &run_dir, &writer)?)
         } else {
             None
         };
         let head_rows = match strategy.placement {
             Placement::Device => {
-                let store = Arc::new(self.resident(storage, init, seed, decoded, device)?);
+                let store = Arc::new(self.resident(storage, init, seed, dequantized, device)?);
                 return Ok(TrainableNetwork::new(self.spec.clone(), store, device.clone()));
             }
             Placement::Sharded | Placement::ShardedHost | Placement::ExpertParallel => {
                 let division = match strategy.placement {
-                    Placement::ExpertParallel => Division::Experts,
-                    _ if recipe.distributed.weights == RankWeights::ShardedInNode => Division::InNode,
-                    _ => Division::Elements,
+                    Placement::ExpertParallel => MatrixDivision::Experts,
+                    _ if recipe.distributed.weights == RankWeights::ShardedInNode => MatrixDivision::InNode,
+                    _ => MatrixDivision::Elements,
                 };
                 let params = self.spec.params();
-                let origin = match (init, decoded) {
+                let origin = match (init, dequantized) {
                     (ModelInit::Pretrained, Some(weights)) => WeightOrigin::Files(Arc::new(weights)),
                     (ModelInit::Pretrained, None) => WeightOrigin::Files(self.weights()?),
                     (ModelInit::Random, _) => WeightOrigin::random(&params, self.random_weights(seed)),
                 };
-                let store = Sharded::open(params, origin, |p| storage.of(p), ranks.clone(), division, device)?;
+                let store = ShardedWeights::open(params, origin, |p| storage.of(p), ranks.clone(), division, device)?;
                 if strategy.placement == Placement::ShardedHost {
                     return self.upload(Arc::new(store), HostMemory::Temporary, device);
                 }
@@ -419,7 +421,7 @@ impl ModelFiles {
             }
             Placement::Host => {
                 let host = self
-                    .resident(storage, init, seed, decoded, &Device::Cpu)?
+                    .resident(storage, init, seed, dequantized, &Device::Cpu)?
                     .with_quantized_tensors()?;
                 return self.upload(Arc::new(host), HostMemory::Stable, device);
             }
@@ -427,7 +429,7 @@ impl ModelFiles {
         };
         let params = self.spec.params();
         let weights = match init {
-            ModelInit::Pretrained if decoded.is_some() => decoded.map_or_else(|| self.open_weights(), Ok)?,
+            ModelInit::Pretrained if dequantized.is_some() => dequantized.map_or_else(|| self.open_weights(), Ok)?,
             // The disk tier opens the files again: it sets read hints on its own handles.
             ModelInit::Pretrained => self.open_weights()?,
             ModelInit::Random => self.draw(&params, seed, dtype, &run_dir, &writer)?,
@@ -441,7 +443,7 @@ impl ModelFiles {
             head: self.spec.head_name().to_string(),
             head_rows,
         };
-        let store = Arc::new(Disk::open_written(params, weights, options, writer)?);
+        let store = Arc::new(DiskWeights::open_written(params, weights, options, writer)?);
         if device.is_cpu() {
             Ok(TrainableNetwork::new(self.spec.clone(), store, device.clone()))
         } else {
@@ -449,9 +451,9 @@ impl ModelFiles {
         }
     }
 
-    /// Wraps a store on the host so that its weights are uploaded to `device`; `memory` as in `Uploaded::new`.
+    /// Wraps a store on the host so that its weights are uploaded to `device`; `memory` as in `UploadedWeights::new`.
     fn upload(&self, host: Arc<dyn TrainableStore>, memory: HostMemory, device: &Device) -> Result<TrainableNetwork> {
-        let store = Uploaded::new(host, self.spec.head_name(), memory, device)?;
+        let store = UploadedWeights::new(host, self.spec.head_name(), memory, device)?;
         Ok(TrainableNetwork::new(
             self.spec.clone(),
             Arc::new(store),
@@ -465,7 +467,7 @@ impl ModelFiles {
 pub const TRAINED: &str = "trained";
 pub const DRAWN: &str = "drawn";
 /// Decoded weights of quantized files, if other parameters than adapters are trained.
-pub const DECODED: &str = "decoded";
+pub const DEQUANTIZED: &str = "decoded";
 /// Scratch directory of a teacher on the disk.
 pub const TEACHER: &str = "teacher";
 /// Quantized data of the weights that are stored quantized.
@@ -539,7 +541,7 @@ impl ModelFiles {
         let storage = StoragePolicy::dense(dtype.unwrap_or(stored));
         spec.runs_on(!device.is_cpu())?;
         storage.dtype().runs_on(!device.is_cpu())?;
-        let source = Resident::load(spec.params(), &weights, |p| storage.of(p), device)?;
+        let source = ResidentWeights::load(spec.params(), &weights, |p| storage.of(p), device)?;
         let mut network = Network::new(spec.clone(), Arc::new(source), device.clone());
         if let (Some(dir), Some(print)) = (adapter, &print) {
             let loaded = hf::load_adapter(dir, &spec)?;

@@ -93,7 +93,7 @@ pub fn read(recipe: &Recipe, model: &ModelDir, screen: Option<&Screen>) -> Resul
         max_length: recipe.data.max_length,
         embedding_rows: model.spec.vocab,
     };
-    let limits = limits(recipe, model.spec.decoded_positions());
+    let limits = limits(recipe, model.spec.generated_positions());
     let room = limits.answer;
     let load = |rows: RowSet, screen: Option<&Screen>| {
         let sources = sources(recipe, rows)?;

@@ -1,8 +1,8 @@
 //! Sizes of the micro-batches of a run, from the lengths of its rows, for a recipe and for changes of it.
 
 use crate::base::Result;
-use crate::data::Measure;
-use crate::data::order::{BatchStream, Largest, Order, StreamSpec};
+use crate::data::RowMeasure;
+use crate::data::order::{BatchOrder, BatchStream, LargestBatch, StreamSpec};
 use crate::data::{Dataset, Mixture};
 use crate::recipe::{Recipe, Stage};
 use crate::setup::prompts;
@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 /// An evaluation: forward passes over batches, or answers that are written.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Evaluation {
+pub struct EvaluationSize {
     /// Tokens of the largest batch, and of its longest document; 0: no batch.
     pub tokens: usize,
     pub longest: usize,
@@ -26,8 +26,8 @@ pub const SAMPLE_TOKENS: usize = 48;
 
 /// Sizes of the micro-batches of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Sizes {
-    pub largest: Largest,
+pub struct MicroBatchSizes {
+    pub largest: LargestBatch,
     /// Micro-batches per step, or fewer if the run has no more.
     pub micro_batches: usize,
     /// Optimizer steps of the run.
@@ -58,7 +58,7 @@ pub struct RowSizes {
     shuffle: bool,
     mixture: Option<Arc<Mixture>>,
     /// Cache of results: the planner asks again for each strategy.
-    found: RefCell<Vec<(StreamSpec, Option<Sizes>)>>,
+    found: RefCell<Vec<(StreamSpec, Option<MicroBatchSizes>)>>,
 }
 
 impl RowSizes {
@@ -66,7 +66,7 @@ impl RowSizes {
     pub fn new(recipe: &Recipe, stream: &BatchStream, eval: Option<&Dataset>) -> Result<Self> {
         let answers = recipe.train.stage == Stage::Distill && recipe.distill.lmbda > 0.0;
         let lengths = if answers {
-            let length = |row: &Measure| {
+            let length = |row: &RowMeasure| {
                 let answered = row.answer as usize + recipe.distill.max_new_tokens;
                 row.length.max(answered.min(recipe.data.max_length) as u32)
             };
@@ -80,7 +80,7 @@ impl RowSizes {
         } else {
             lengths
         };
-        let answered = |row: &Measure| row.length as usize + (BYTES - 1) * row.trained as usize;
+        let answered = |row: &RowMeasure| row.length as usize + (BYTES - 1) * row.trained as usize;
         let answered = match eval {
             Some(eval) => eval.examples.measures()?.iter().map(answered).max().unwrap_or(0),
             None => 0,
@@ -103,7 +103,7 @@ impl RowSizes {
     }
 
     /// The sizes of an evaluation of `recipe`.
-    pub fn evaluation(&self, recipe: &Recipe) -> Evaluation {
+    pub fn evaluation(&self, recipe: &Recipe) -> EvaluationSize {
         let stage = recipe.train.stage;
         let lengths = self.eval.iter().map(|n| (*n as usize).min(recipe.data.max_length));
         let longest = lengths.clone().max().unwrap_or(0);
@@ -123,7 +123,7 @@ impl RowSizes {
         // A token of the prompt has at least one byte, so bytes bound the tokens.
         let prompts = &recipe.train.sample_prompts;
         let prompt = prompts.iter().map(|p| p.len() + SAMPLE_TOKENS).max().unwrap_or(0);
-        Evaluation {
+        EvaluationSize {
             tokens: if reinforces { 0 } else { tokens },
             longest: if reinforces { 0 } else { longest },
             answers: answers.max(prompts.len().min(ANSWERED)),
@@ -136,7 +136,7 @@ impl RowSizes {
     }
 
     /// The sizes for a recipe or a changed recipe. `None`: it cannot run with these rows.
-    pub fn of(&self, recipe: &Recipe) -> Option<Sizes> {
+    pub fn of(&self, recipe: &Recipe) -> Option<MicroBatchSizes> {
         let spec = rows::stream(recipe, self.lengths.len());
         let known = self
             .found
@@ -152,7 +152,7 @@ impl RowSizes {
         sizes
     }
 
-    fn find(&self, recipe: &Recipe, spec: StreamSpec) -> Option<Sizes> {
+    fn find(&self, recipe: &Recipe, spec: StreamSpec) -> Option<MicroBatchSizes> {
         let most = recipe.data.max_length as u32;
         let lengths: Arc<[u32]> = if self.lengths.iter().all(|n| *n <= most) {
             self.lengths.clone()
@@ -166,13 +166,13 @@ impl RowSizes {
         };
         let answers = prompts::reinforces(recipe).then(|| largest_of_answers(&lengths, recipe));
         let shuffle = spec.shuffle && self.shuffle;
-        let order = Order::mixed(lengths, StreamSpec { shuffle, ..spec }, self.mixture.clone()).ok()?;
+        let order = BatchOrder::mixed(lengths, StreamSpec { shuffle, ..spec }, self.mixture.clone()).ok()?;
         let steps = order.steps();
         let micro_batches = match answers {
             Some(_) => spec.accumulation as u64,
             None => order.micro_batches().clamp(1, spec.accumulation as u64),
         };
-        Some(Sizes {
+        Some(MicroBatchSizes {
             largest: answers.unwrap_or_else(|| order.largest()),
             micro_batches: micro_batches as usize,
             steps,
@@ -183,12 +183,12 @@ impl RowSizes {
 
 /// A micro-batch can contain any answers of a rollout. Worst case: those to the longest prompts, each with all its
 /// answers.
-fn largest_of_answers(lengths: &[u32], recipe: &Recipe) -> Largest {
+fn largest_of_answers(lengths: &[u32], recipe: &Recipe) -> LargestBatch {
     let mut lengths: Vec<usize> = lengths.iter().map(|n| *n as usize).collect();
     lengths.sort_unstable_by(|a, b| b.cmp(a));
     let (rows, group) = (recipe.train.batch_size, recipe.rl.num_generations.max(1));
     let answers = lengths.iter().cycle().flat_map(|n| std::iter::repeat_n(*n, group));
-    Largest {
+    LargestBatch {
         tokens: answers.take(rows).sum(),
         longest: lengths.first().copied().unwrap_or(1),
         documents: rows,

@@ -1,11 +1,13 @@
 //! The rows of a recipe: reads them for a run, or shows them to the user.
 
 use crate::base::{Error, Result};
-use crate::data::order::{BatchStream, Length, StreamSpec};
+use crate::data::order::{BatchStream, RunLength, StreamSpec};
 use crate::data::peek::RowKind;
-use crate::data::preference::Want;
+use crate::data::preference::PreferencePart;
 use crate::data::screen::stats::RowStats;
-use crate::data::{self, Dataset, Reading, Screen, ScreenSpec, Screened, Source, TokenCache, dataset, reading};
+use crate::data::{
+    self, Dataset, ReadingReport, Screen, ScreenCounts, ScreenSpec, Source, TokenCache, dataset, reading,
+};
 use crate::formats::template::named;
 use crate::recipe::{self, Alignment, Auto, JudgedLoss, Long, Recipe, Render, RowFormat, Stage, TrainOn};
 use crate::report;
@@ -22,7 +24,7 @@ pub struct RecipeRows {
     /// Prompts of an RL stage.
     pub questions: Option<PromptSet>,
     /// The training rows that were dropped.
-    pub screened: Option<Screened>,
+    pub screened: Option<ScreenCounts>,
 }
 
 impl RecipeRows {
@@ -236,11 +238,11 @@ pub fn counts(recipe: &Recipe, train: &Dataset, stream: &BatchStream) -> Value {
 /// Returns a warning if the chat template rendered no training row, but will render other prompts: samples, evaluation
 /// rows, later commands. `None`: there are no such prompts.
 pub fn rendered_later(train: &Dataset, eval: Option<&Dataset>, recipe: &Recipe, has_template: bool) -> Option<String> {
-    let plain = |r: &Reading| !r.layout.renders();
+    let plain = |r: &ReadingReport| !r.layout.renders();
     if !has_template || train.readings.is_empty() || !train.readings.iter().all(plain) {
         return None;
     }
-    let texts = |r: &Reading| r.layout.format == RowFormat::Text;
+    let texts = |r: &ReadingReport| r.layout.format == RowFormat::Text;
     let mut later = Vec::new();
     if !recipe.train.sample_prompts.is_empty() && recipe.data.render != Render::Plain {
         later.push("`train.sample_prompts`");
@@ -337,20 +339,20 @@ pub fn stream(recipe: &Recipe, rows: usize) -> StreamSpec {
         shuffle: recipe.data.shuffle,
         seed: recipe.train.seed,
         length: if prompts::reinforces(recipe) {
-            Length::Steps(prompts::steps(recipe, rows))
+            RunLength::Steps(prompts::steps(recipe, rows))
         } else {
-            Length::new(recipe.train.max_steps, recipe.train.num_epochs)
+            RunLength::new(recipe.train.max_steps, recipe.train.num_epochs)
         },
     }
 }
 
 /// The form of rows that a stage needs; `None`: it does not use preferences.
-fn preference_form(stage: recipe::Stage) -> Option<Want> {
+fn preference_form(stage: recipe::Stage) -> Option<PreferencePart> {
     match stage {
-        recipe::Stage::Reward => Some(Want::WholePairs),
-        recipe::Stage::Dpo | recipe::Stage::Simpo => Some(Want::Pairs),
-        recipe::Stage::Orpo => Some(Want::PairsAndPrompts),
-        recipe::Stage::Kto => Some(Want::Judged),
+        recipe::Stage::Reward => Some(PreferencePart::WholePairs),
+        recipe::Stage::Dpo | recipe::Stage::Simpo => Some(PreferencePart::Pairs),
+        recipe::Stage::Orpo => Some(PreferencePart::PairsAndPrompts),
+        recipe::Stage::Kto => Some(PreferencePart::Judged),
         _ => None,
     }
 }

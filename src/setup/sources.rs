@@ -16,7 +16,7 @@ pub enum RowSet<'a> {
 }
 
 /// Where the files of one source are.
-struct Place<'a> {
+struct SourcePlace<'a> {
     revision: &'a str,
     part: DatasetPart<'a>,
 }
@@ -37,7 +37,7 @@ fn splits(wanted: &Auto<String>) -> Vec<&str> {
 pub fn sources(recipe: &Recipe, rows: RowSet) -> Result<Vec<Source>> {
     let data = &recipe.data;
     let plain = |paths: &[String], limit: usize, splits: &[&str]| -> Result<Vec<Source>> {
-        let place = Place {
+        let place = SourcePlace {
             revision: &data.revision,
             part: DatasetPart {
                 config: data.config.as_deref(),
@@ -74,7 +74,7 @@ pub fn sources(recipe: &Recipe, rows: RowSet) -> Result<Vec<Source>> {
     let split_of_data = data.split.to_string();
     for keys in &data.sources {
         let split = [keys.split.as_deref().unwrap_or(&split_of_data)];
-        let place = Place {
+        let place = SourcePlace {
             revision: keys.revision.as_deref().unwrap_or(&data.revision),
             part: DatasetPart {
                 config: keys.config.as_deref().or(data.config.as_deref()),
@@ -122,7 +122,7 @@ fn limit_together(sources: &mut Vec<Source>, limit: usize) {
 }
 
 /// The files of a path: a file, a folder, a pattern, or a hub dataset.
-fn find(path: &str, place: &Place) -> Result<Vec<String>> {
+fn find(path: &str, place: &SourcePlace) -> Result<Vec<String>> {
     let here = Path::new(path);
     let found = if here.is_dir() {
         folder(here, place)?
@@ -135,7 +135,7 @@ fn find(path: &str, place: &Place) -> Result<Vec<String>> {
 }
 
 /// The data files in a folder; if it has none, those in the folders below it.
-fn folder(path: &Path, place: &Place) -> Result<Vec<PathBuf>> {
+fn folder(path: &Path, place: &SourcePlace) -> Result<Vec<PathBuf>> {
     let mut names = Vec::new();
     inside(path, path, 0, &mut names)?;
     let top: Vec<String> = names.iter().filter(|name| !name.contains('/')).cloned().collect();

@@ -1,14 +1,16 @@
 //! The teacher of a distillation: opens its directory, checks that it fits the student, and loads its network.
 
 use crate::base::{Error, Result, staging};
-use crate::comm::{Alone, Collective};
+use crate::comm::{Collective, SingleRank};
 use crate::data::Dataset;
 use crate::distill::hidden;
 use crate::engine::StepStrategy;
 use crate::formats::Tokenizer;
 use crate::model::{Network, Spec};
 use crate::ops::cross_entropy::PIECE;
-use crate::recipe::{Alignment, Auto, Data, Distill, Dtype, ModelInit, Recipe, Stage, TeacherTier, WeightStorage};
+use crate::recipe::{
+    Alignment, Auto, Data, DistillSection, Dtype, ModelInit, Recipe, Stage, TeacherTier, WeightStorage,
+};
 use crate::setup::vocabulary::TextChanges;
 use crate::setup::{ModelDir, ModelFiles, StoredWeights};
 use crate::source::Placement;
@@ -57,10 +59,12 @@ const PROBES: [&str; 3] = [
 pub fn open(recipe: &Recipe, model: &ModelDir) -> Result<TeacherModel> {
     let d = &recipe.distill;
     let Some(path) = &d.teacher else {
-        return Err(Error::usage("no teacher is given").at(Distill::teacher));
+        return Err(Error::usage("no teacher is given").at(DistillSection::teacher));
     };
     if path.is_shape() {
-        return Err(Error::usage("a built-in shape has random weights: it cannot be a teacher").at(Distill::teacher));
+        return Err(
+            Error::usage("a built-in shape has random weights: it cannot be a teacher").at(DistillSection::teacher),
+        );
     }
     let teacher = ModelDir::read(
         path,
@@ -68,9 +72,9 @@ pub fn open(recipe: &Recipe, model: &ModelDir) -> Result<TeacherModel> {
         ModelInit::Pretrained,
         &TextChanges::default(),
     )
-    .map_err(|e| e.or_at(Distill::teacher))?;
+    .map_err(|e| e.or_at(DistillSection::teacher))?;
     if d.alignment == Alignment::None {
-        check_tokenizers(&model.tokenizer, &teacher.tokenizer).map_err(|e| e.or_at(Distill::teacher))?;
+        check_tokenizers(&model.tokenizer, &teacher.tokenizer).map_err(|e| e.or_at(DistillSection::teacher))?;
     }
     teacher.check_weights(ModelInit::Pretrained)?;
     let stored = teacher.stored(ModelInit::Pretrained)?;
@@ -91,7 +95,7 @@ pub fn refuse_alignment(recipe: &Recipe) -> Result<()> {
         Alignment::None => Ok(()),
         other => Err(
             Error::usage("outputs of a teacher with another tokenizer cannot be stored")
-                .at(Distill::alignment)
+                .at(DistillSection::alignment)
                 .found(format!("`{}`", other.name()))
                 .expected(
                     "`none`: stored outputs have only the most likely ids of each token; two tokenizers need all probabilities",
@@ -138,7 +142,7 @@ impl TeacherModel {
         if highest as usize >= self.model.spec.vocab {
             return Err(
                 Error::new("the rows contain a token for which the teacher has no embedding")
-                    .at(Distill::teacher)
+                    .at(DistillSection::teacher)
                     .found(format!("id {highest}"))
                     .expected(format!("below {}", self.model.spec.vocab)),
             );
@@ -160,7 +164,7 @@ impl TeacherModel {
             ..StepStrategy::new(self.dtype)
         };
         let loaded = {
-            let alone: Arc<dyn Collective> = Arc::new(Alone::default());
+            let alone: Arc<dyn Collective> = Arc::new(SingleRank::default());
             self.model.load_for(&strategy, &own, scratch, device, &alone)?
         };
         Ok(loaded.network)
@@ -203,7 +207,7 @@ pub fn spec(recipe: &Recipe, student: &Spec, on_gpu: bool) -> Result<Option<Teac
         return Ok(None);
     }
     let files = ModelFiles::of_config(path, &d.teacher_revision, ModelInit::Pretrained)
-        .map_err(|e| e.or_at(Distill::teacher))?;
+        .map_err(|e| e.or_at(DistillSection::teacher))?;
     let stored = files.stored_if_here(ModelInit::Pretrained)?.unwrap_or_default();
     let (dtype, storage) = storage(recipe, &files.spec, stored)?;
     let spec = files.spec;

@@ -3,7 +3,7 @@
 use crate::base::lock::{self, RunLock};
 use crate::base::{Error, Result, files, staging};
 use crate::checkpoint::{self, LoadedState};
-use crate::data::{Screened, summary};
+use crate::data::{ScreenCounts, summary};
 use crate::model::Spec;
 use crate::ops::CpuBackend;
 use crate::plan::Plan;
@@ -12,19 +12,19 @@ use crate::report::{self, Reporter};
 use crate::setup::ModelDir;
 use crate::setup::rows::RecipeRows;
 use crate::source::Placement;
-use crate::train::owner::{self, DirectoryState, Manifest};
+use crate::train::owner::{self, DirectoryState, OwnedFiles};
 use crate::train::starts;
 use crate::train::state;
-use crate::train::{Options, Resume};
+use crate::train::{Resume, TrainOptions};
 use serde_json::json;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 /// A run directory that this process owns. If it is dropped before `begin`, the directory stays unchanged.
-pub struct Directory {
+pub struct RunDirectory {
     path: PathBuf,
     lock: Option<RunLock>,
-    manifest: Manifest,
+    manifest: OwnedFiles,
     /// The directory held no run.
     new: bool,
     /// This process created the directory.
@@ -42,7 +42,7 @@ pub struct Directory {
 ///
 /// Errors: the directory does not hold a run; it holds a run, and neither `--resume` nor `--overwrite` is given; there
 /// is no checkpoint to resume from.
-pub fn check(run_dir: &Path, options: &Options) -> Result<()> {
+pub fn check(run_dir: &Path, options: &TrainOptions) -> Result<()> {
     let kind = DirectoryState::of(run_dir)?;
     owner::refuse_links(run_dir)?;
     match (&kind, &options.resume) {
@@ -107,7 +107,7 @@ fn resumable(run_dir: &Path) -> Result<bool> {
 }
 
 /// Bytes that `--overwrite` frees.
-pub fn freed(run_dir: &Path, options: &Options) -> u64 {
+pub fn freed(run_dir: &Path, options: &TrainOptions) -> u64 {
     match DirectoryState::of(run_dir) {
         Ok(DirectoryState::Run(manifest)) if options.overwrite => manifest.bytes(run_dir),
         _ => 0,
@@ -121,16 +121,16 @@ pub fn freed(run_dir: &Path, options: &Options) -> u64 {
 /// processes of this run were removed.
 pub fn open(
     run_dir: &Path,
-    options: &Options,
+    options: &TrainOptions,
     same: &dyn Fn(&LoadedState) -> Result<()>,
-) -> Result<(Directory, Option<LoadedState>)> {
+) -> Result<(RunDirectory, Option<LoadedState>)> {
     let made = run_dir.symlink_metadata().is_err();
     let new = DirectoryState::of(run_dir)? == DirectoryState::New;
     files::create_dir_all(run_dir)?;
-    let mut out = Directory {
+    let mut out = RunDirectory {
         path: run_dir.to_path_buf(),
         lock: None,
-        manifest: Manifest::default(),
+        manifest: OwnedFiles::default(),
         new,
         made,
         written: false,
@@ -189,13 +189,13 @@ pub fn open(
     Ok((out, resumed))
 }
 
-impl Directory {
+impl RunDirectory {
     /// The directory for a rank that writes nothing into it.
     pub fn of_other_rank(run_dir: &Path) -> Self {
         Self {
             path: run_dir.to_path_buf(),
             lock: None,
-            manifest: Manifest::default(),
+            manifest: OwnedFiles::default(),
             new: false,
             made: false,
             written: false,
@@ -262,7 +262,7 @@ impl Directory {
     }
 }
 
-impl Drop for Directory {
+impl Drop for RunDirectory {
     fn drop(&mut self) {
         if self.begun || !self.new {
             return;
@@ -289,7 +289,7 @@ pub fn describe(run_dir: &Path, loaded: &recipe::LoadedRecipe, plan: &Plan) -> R
 }
 
 /// Writes the list of dropped training rows, one object a line; no file if nothing is screened.
-fn list_dropped(run_dir: &Path, screened: Option<&Screened>) -> Result<()> {
+fn list_dropped(run_dir: &Path, screened: Option<&ScreenCounts>) -> Result<()> {
     let Some(screened) = screened else { return Ok(()) };
     let text: String = screened.dropped.iter().map(|d| format!("{}\n", d.json())).collect();
     files::write_atomic(&run_dir.join(owner::DROPPED), text.as_bytes())

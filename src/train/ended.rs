@@ -4,8 +4,8 @@ use crate::base::paths::shell_word;
 use crate::base::{Error, ErrorKind, Result};
 use crate::engine::Engine;
 use crate::recipe::{self, DeviceRef, LoadedRecipe};
-use crate::train::program::{self, Options, Outcome};
-use crate::train::running::Run;
+use crate::train::program::{self, TrainOptions, TrainOutcome};
+use crate::train::running::TrainingRun;
 use crate::{checkpoint, ops};
 use serde_json::json;
 use std::path::Path;
@@ -14,7 +14,7 @@ use std::path::Path;
 ///
 /// Errors: any invalid input (before the first step), a loss or gradient that is not finite, a full disk, a device that fails;
 /// a signal after the state was saved (exit code 128 + signal).
-pub fn train(loaded: &LoadedRecipe, options: &Options) -> Result<Outcome> {
+pub fn train(loaded: &LoadedRecipe, options: &TrainOptions) -> Result<TrainOutcome> {
     program::train(loaded, options).map_err(|e| {
         if is_of_driver(&e) {
             let recipe = &loaded.recipe;
@@ -52,7 +52,7 @@ fn device_failed(run_dir: &Path, device: &DeviceRef, e: Error) -> Error {
     ))
 }
 
-impl Run<'_> {
+impl TrainingRun<'_> {
     /// Records why the run ends after `step`. Returns the error.
     pub fn ended(&mut self, step: u64, e: Error) -> Error {
         self.reporter.event("stop", json!({"step": step, "reason": e.what()}));

@@ -16,7 +16,7 @@ use crate::peft::{Adapter, Lora};
 use crate::recipe::{Dtype, ModelInit, Recipe, Stage};
 use crate::rlhf::preference::reward;
 use crate::setup::ModelDir;
-use crate::source::{Group, Numbers, ParamInfo, Sublayer};
+use crate::source::{Group, ParamElements, ParamInfo, Sublayer};
 use crate::train::stage::preference;
 use crate::train::starts;
 use candle_core::{DType, Device, Tensor};
@@ -231,7 +231,7 @@ fn adapter(trained: &TrainedModel, out: &Path, note: &mut dyn FnMut(&str), way: 
     hf::adapter_over(out, &config, &adapters, &whole, &model.dir, &mut |dir| {
         // The score head is part of the adapter directory.
         let written = base(trained, &dir.join("base"), false, dtype, way, &mut |name, sink| {
-            if quantized && let Some(values) = decoded(engine, name)? {
+            if quantized && let Some(values) = dequantized(engine, name)? {
                 return sink(Values::F32(&values));
             }
             let module = name.trim_end_matches(".weight");
@@ -268,7 +268,7 @@ fn exact(engine: &Engine, name: &str) -> Result<Vec<f32>> {
 }
 
 /// Returns the dequantized values of a weight; `None` if it is not quantized.
-fn decoded(engine: &Engine, name: &str) -> Result<Option<Vec<f32>>> {
+fn dequantized(engine: &Engine, name: &str) -> Result<Option<Vec<f32>>> {
     let source = &engine.network.source;
     let Ok(p) = source.param(name) else {
         return Ok(None);
@@ -293,9 +293,9 @@ fn as_stored(engine: &Engine, name: &str, sink: &mut dyn FnMut(Values) -> Result
         };
     }
     engine.store.read(name, &mut |numbers| match numbers {
-        Numbers::F32(values) => sink(Values::F32(values)),
-        Numbers::Bf16(values, _) => sink(Values::Bf16(values)),
-        Numbers::F16(values, _) => sink(Values::F16(values)),
+        ParamElements::F32(values) => sink(Values::F32(values)),
+        ParamElements::Bf16(values, _) => sink(Values::Bf16(values)),
+        ParamElements::F16(values, _) => sink(Values::F16(values)),
     })
 }
 

@@ -4,12 +4,12 @@
 use crate::base::{Error, Result, files, memory};
 use crate::checkpoint::{self, LoadedState};
 use crate::data::Dataset;
-use crate::engine::{Active, Engine, StepStrategy, TrainConfig};
+use crate::engine::{ActiveSet, Engine, StepStrategy, TrainConfig};
 use crate::hf;
 use crate::model::Objective;
 use crate::plan::memory_plan::pin_resumed_choices;
 use crate::recipe::{self, ModelInit, Recipe, Stage};
-use crate::rlhf::preference::Reward;
+use crate::rlhf::preference::RewardObjective;
 use crate::setup::active_schedule;
 use crate::setup::adapters;
 use crate::setup::allocation;
@@ -19,7 +19,7 @@ use crate::source::Placement;
 use crate::source::StoragePolicy;
 use crate::train::Resume;
 use crate::train::finish::{self, TrainedModel};
-use crate::train::ranks::Ranks;
+use crate::train::ranks::RunRanks;
 use crate::train::stage::preference;
 use crate::train::starts::{self, AdapterInitContext};
 use crate::train::state;
@@ -28,7 +28,7 @@ use std::path::{Path, PathBuf};
 
 /// The result of an export from a checkpoint.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Written {
+pub struct CheckpointExport {
     pub adapter: bool,
     /// The step of the checkpoint.
     pub step: u64,
@@ -37,9 +37,9 @@ pub struct Written {
 }
 
 /// A temporary directory; it is removed on drop.
-pub struct Scratch(pub PathBuf);
+pub struct ScratchDirectory(pub PathBuf);
 
-impl Scratch {
+impl ScratchDirectory {
     /// Chooses a new name next to `path`; the parent directory must exist.
     pub fn beside(path: &Path) -> Result<Self> {
         let scratch = files::temporary(path);
@@ -50,7 +50,7 @@ impl Scratch {
     }
 }
 
-impl Drop for Scratch {
+impl Drop for ScratchDirectory {
     fn drop(&mut self) {
         if self.0.is_dir() {
             // If this fails, the next run in this directory removes it.
@@ -62,7 +62,7 @@ impl Drop for Scratch {
 /// Writes the equivalent of `final/` after the step of the checkpoint in `dir`.
 ///
 /// Errors: the base model is not the one of the run; `out` cannot be written.
-pub fn write(dir: &Path, out: &Path) -> Result<Written> {
+pub fn write(dir: &Path, out: &Path) -> Result<CheckpointExport> {
     let loaded = checkpoint::load(dir)?;
     let fingerprint = state::fingerprint(&loaded);
     let written = recipe::again(&fingerprint.recipe).map_err(|e| e.within(dir.display()))?;
@@ -97,7 +97,7 @@ pub fn write(dir: &Path, out: &Path) -> Result<Written> {
     };
     let bytes = storage.bytes(&params);
     checkpoint::check_space(out, bytes)?;
-    let scratch = Scratch::beside(&out.with_extension("weights"))?;
+    let scratch = ScratchDirectory::beside(&out.with_extension("weights"))?;
     let fits = memory::available().is_none_or(|free| bytes < free / 10 * 8);
     let placement = if fits {
         Placement::Device
@@ -112,7 +112,7 @@ pub fn write(dir: &Path, out: &Path) -> Result<Written> {
         storage,
         ..StepStrategy::new(recipe.model.dtype)
     };
-    let mut loaded_model = model.load_for(&strategy, recipe, &scratch.0, &device, &Ranks::default().0)?;
+    let mut loaded_model = model.load_for(&strategy, recipe, &scratch.0, &device, &RunRanks::default().0)?;
     let network = &mut loaded_model.network;
     adapter_set.attach(network)?;
     let config = TrainConfig {
@@ -130,7 +130,7 @@ pub fn write(dir: &Path, out: &Path) -> Result<Written> {
             train: &Dataset::default(),
             base: &fingerprint.base,
             cache: &scratch.0,
-            ranks: &Ranks::default(),
+            ranks: &RunRanks::default(),
             store: &*loaded_model.store,
             note: &mut |_| {},
         };
@@ -138,12 +138,12 @@ pub fn write(dir: &Path, out: &Path) -> Result<Written> {
     }
     let objective: Box<dyn Objective> = if recipe.train.stage == Stage::Reward {
         let pad = preference::pad_id(&model.tokenizer);
-        Box::new(Reward::new(model.spec.hidden, 0.0, pad, 0.0, 0, &device)?)
+        Box::new(RewardObjective::new(model.spec.hidden, 0.0, pad, 0.0, 0, &device)?)
     } else {
         Box::new(CausalLm::new(model.spec.vocab))
     };
     let optimizer = active_schedule::optimizer(recipe);
-    let none = Active::new([]);
+    let none = ActiveSet::new([]);
     let mut engine = Engine::with_config(loaded_model, objective, optimizer, strategy, &none, config)?;
     state::restore_weights(&loaded, &mut engine)?;
     let mut notes = Vec::new();
@@ -155,7 +155,7 @@ pub fn write(dir: &Path, out: &Path) -> Result<Written> {
         print: &base,
     };
     finish::export(&trained, out, &mut |line| notes.push(line.to_string()))?;
-    Ok(Written {
+    Ok(CheckpointExport {
         adapter: adapter_set.config.is_some(),
         step: loaded.step,
         notes,

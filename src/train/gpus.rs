@@ -6,7 +6,7 @@ use crate::comm::Patience;
 use crate::ops::device;
 use crate::recipe::{DeviceRef, Model};
 use crate::setup;
-use crate::train::ranks::Ranks;
+use crate::train::ranks::RunRanks;
 use candle_core::Device;
 use serde_json::{Value, json};
 
@@ -29,13 +29,13 @@ impl OwnDevice {
 
 /// The data of a rank about its machine.
 #[derive(Debug, Clone, PartialEq)]
-struct Seen {
+struct RankGpus {
     host: String,
     /// Identifiers of the GPUs that it sees, by ordinal.
     gpus: Vec<String>,
 }
 
-impl Ranks {
+impl RunRanks {
     /// Opens the device. `auto`: a GPU of its own for each rank, if the machines have GPUs. `cuda:0`: the same GPU
     /// for all ranks that see it as this one.
     ///
@@ -59,7 +59,7 @@ impl Ranks {
         let gpus = device::identities().unwrap_or_default();
         let said = json!({ "host": world.host, "gpus": gpus }).to_string();
         let all = self.0.bytes(said.into_bytes(), Patience::Long)?;
-        let all: Vec<Seen> = all.iter().map(|bytes| seen(bytes)).collect();
+        let all: Vec<RankGpus> = all.iter().map(|bytes| seen(bytes)).collect();
         let taken: Vec<Option<usize>> = if *asked == DeviceRef::Auto {
             assign(&all)?
         } else {
@@ -106,10 +106,10 @@ fn own(device: Device, sharing: usize) -> Result<OwnDevice> {
     Ok(OwnDevice { device, sharing, kind })
 }
 
-fn seen(bytes: &[u8]) -> Seen {
+fn seen(bytes: &[u8]) -> RankGpus {
     let said: Value = serde_json::from_slice(bytes).unwrap_or_default();
     let text = |value: &Value| value.as_str().unwrap_or_default().to_string();
-    Seen {
+    RankGpus {
         host: text(&said["host"]),
         gpus: said["gpus"]
             .as_array()
@@ -118,7 +118,7 @@ fn seen(bytes: &[u8]) -> Seen {
 }
 
 /// The ordinal of the GPU of each rank; `None` for all if there are none.
-fn assign(all: &[Seen]) -> Result<Vec<Option<usize>>> {
+fn assign(all: &[RankGpus]) -> Result<Vec<Option<usize>>> {
     let Some(without) = all.iter().position(|rank| rank.gpus.is_empty()) else {
         return assign_own(all);
     };
@@ -134,13 +134,13 @@ fn assign(all: &[Seen]) -> Result<Vec<Option<usize>>> {
     }
 }
 
-fn assign_own(all: &[Seen]) -> Result<Vec<Option<usize>>> {
+fn assign_own(all: &[RankGpus]) -> Result<Vec<Option<usize>>> {
     let mut taken = vec![None; all.len()];
     // A scheduler may show each rank other GPUs: those that see the fewest choose first.
     let mut order: Vec<usize> = (0..all.len()).collect();
     order.sort_by_key(|rank| (all[*rank].gpus.len(), *rank));
     for rank in order {
-        let Seen { host, gpus } = &all[rank];
+        let RankGpus { host, gpus } = &all[rank];
         let others: Vec<&String> = (0..all.len())
             .filter(|other| all[*other].host == *host)
             .filter_map(|other| all[other].gpus.get(taken[other]?))
@@ -165,8 +165,8 @@ fn assign_own(all: &[Seen]) -> Result<Vec<Option<usize>>> {
 mod tests {
     use super::*;
 
-    fn seen_by(all: &[(&str, &[&str])]) -> Vec<Seen> {
-        let one = |(host, gpus): &(&str, &[&str])| Seen {
+    fn seen_by(all: &[(&str, &[&str])]) -> Vec<RankGpus> {
+        let one = |(host, gpus): &(&str, &[&str])| RankGpus {
             host: host.to_string(),
             gpus: gpus.iter().map(|gpu| gpu.to_string()).collect(),
         };

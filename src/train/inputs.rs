@@ -36,11 +36,11 @@ pub fn batches(examples: &[Example]) -> Vec<Batch> {
 /// The covariances of one layer.
 #[derive(Default)]
 pub struct Covariances {
-    groups: Vec<Group>,
+    groups: Vec<InputGroup>,
 }
 
 /// Linears with the same input share one covariance.
-struct Group {
+struct InputGroup {
     modules: Vec<String>,
     covariance: Covariance,
 }
@@ -106,7 +106,7 @@ impl Observer for CovarianceObserver {
         let at = match groups.iter().position(|g| g.modules.iter().any(|m| m == module)) {
             Some(at) => at,
             None => {
-                groups.push(Group {
+                groups.push(InputGroup {
                     modules: vec![module.to_string()],
                     covariance: Covariance::new(x.dim(1)?),
                 });

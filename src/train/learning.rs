@@ -179,7 +179,7 @@ pub fn warnings(recipe: &Recipe, schedule: &ActiveSchedule, stream: &BatchStream
 }
 
 /// Monitors the losses of a run for divergence, and checks if any step changed a weight.
-pub struct Watch {
+pub struct LearningWatch {
     first: Vec<f64>,
     last: VecDeque<f64>,
     steps: u64,
@@ -194,7 +194,7 @@ pub struct Watch {
 /// Number of losses in a mean.
 const MEAN: usize = 10;
 
-impl Watch {
+impl LearningWatch {
     pub fn new(recipe: &Recipe, vocab: usize) -> Self {
         let tokens = matches!(recipe.train.stage, Stage::Sft | Stage::Pretrain);
         Self {
@@ -328,7 +328,7 @@ mod tests {
     #[test]
     fn a_diverging_loss_gets_one_warning() {
         let losses = |stage: &str, losses: &[f64]| {
-            let mut watch = Watch::new(&recipe(&format!("[train]\nstage = \"{stage}\"\n")), 1000);
+            let mut watch = LearningWatch::new(&recipe(&format!("[train]\nstage = \"{stage}\"\n")), 1000);
             let mut warnings: Vec<String> = losses.iter().filter_map(|l| watch.step(*l, 1.0, 1.0)).collect();
             warnings.extend(watch.end());
             warnings.len()
@@ -351,7 +351,7 @@ mod tests {
     #[test]
     fn a_run_that_moved_nothing_says_so() {
         for (rate, norm, moved) in [(1e-3, 1.0, true), (0.0, 1.0, false), (1e-3, 0.0, false)] {
-            let mut watch = Watch::new(&recipe(""), 1000);
+            let mut watch = LearningWatch::new(&recipe(""), 1000);
             assert!(watch.end().is_empty());
             watch.step(1.0, rate, norm);
             assert_eq!(watch.end().is_empty(), moved, "{rate} {norm}");

@@ -9,12 +9,12 @@
 use crate::base::{Error, Result};
 use crate::model::Network;
 use crate::model::linear::Linear;
-use crate::peft::Frozen;
+use crate::peft::FrozenLinear;
 use crate::peft::start::{self, InitPair, algebra};
 use crate::quant::{self, Format};
 use crate::recipe::{Dtype, LoraInit, LoraKeys};
-use crate::source::{Numbers, TrainableStore};
-use crate::train::starts::{AdapterInitContext, Progress, Task, each, set, tasks};
+use crate::source::{ParamElements, TrainableStore};
+use crate::train::starts::{AdapterInitContext, InitProgress, InitTask, each, set, tasks};
 use faer::{Mat, MatRef};
 
 /// The result for one linear.
@@ -31,17 +31,17 @@ struct LoftqResult {
 /// Errors: no weight is quantized, or the full-precision weights are not available.
 pub(super) fn fill(s: &mut AdapterInitContext, network: &Network) -> Result<()> {
     let (iterations, dtype) = (s.recipe.tune.lora.loftq_iter, s.recipe.model.dtype);
-    let progress = Progress::new(LoraInit::Loftq.name(), network);
+    let progress = InitProgress::new(LoraInit::Loftq.name(), network);
     let (mut before, mut after, mut n) = (0.0, 0.0, 0usize);
     for layer in 0..network.linear_groups() {
         // A linear without quantization error keeps the default initialization.
-        let quantized = |t: &Task| t.linear.weight.format().is_some_and(|f| f != Format::Bf16);
-        let tasks: Vec<Task> = tasks(network, layer)?.into_iter().filter(quantized).collect();
+        let quantized = |t: &InitTask| t.linear.weight.format().is_some_and(|f| f != Format::Bf16);
+        let tasks: Vec<InitTask> = tasks(network, layer)?.into_iter().filter(quantized).collect();
         let mut originals = Vec::new();
         for task in &tasks {
             originals.push(original(s.store, &task.linear)?);
         }
-        let jobs: Vec<(Task, Mat<f64>)> = tasks.into_iter().zip(originals).collect();
+        let jobs: Vec<(InitTask, Mat<f64>)> = tasks.into_iter().zip(originals).collect();
         let found = each(&jobs, |(t, _)| t, |(task, w)| one(task, w.as_ref(), iterations, dtype))?;
         for ((task, _), found) in jobs.iter().zip(&found) {
             if let Some(values) = &found.codes {
@@ -73,9 +73,9 @@ fn original(store: &dyn TrainableStore, linear: &Linear) -> Result<Mat<f64>> {
     let mut values: Vec<f32> = Vec::with_capacity(outputs * inputs);
     store.read(&linear.name, &mut |numbers| {
         match numbers {
-            Numbers::F32(some) => values.extend_from_slice(some),
-            Numbers::Bf16(some, _) => values.extend(some.iter().map(|x| x.to_f32())),
-            Numbers::F16(some, _) => values.extend(some.iter().map(|x| x.to_f32())),
+            ParamElements::F32(some) => values.extend_from_slice(some),
+            ParamElements::Bf16(some, _) => values.extend(some.iter().map(|x| x.to_f32())),
+            ParamElements::F16(some, _) => values.extend(some.iter().map(|x| x.to_f32())),
         }
         Ok(())
     })?;
@@ -83,7 +83,7 @@ fn original(store: &dyn TrainableStore, linear: &Linear) -> Result<Mat<f64>> {
 }
 
 /// Q₁ = q(W); then (A, B) is the best rank-R approximation of W - Qₜ, and Qₜ₊₁ = q(W - s·B·A).
-fn one(task: &Task, w: MatRef<'_, f64>, iterations: usize, dtype: Dtype) -> Result<LoftqResult> {
+fn one(task: &InitTask, w: MatRef<'_, f64>, iterations: usize, dtype: Dtype) -> Result<LoftqResult> {
     let Some(format) = task.linear.weight.format() else {
         return Err(Error::new("LoftQ needs a quantized weight"));
     };

@@ -32,4 +32,4 @@ pub mod verify;
 pub use crate::setup::defaults::Resume;
 pub use ended::train;
 pub use learning::RateSweep;
-pub use program::{Options, Outcome};
+pub use program::{TrainOptions, TrainOutcome};

@@ -1,7 +1,7 @@
 //! Ownership of the files in a run directory: the manifest `run.json`, how to recognize a run without a manifest, and
 //! the removal of a run. Uses names and contents of files only; independent of training.
 
-use crate::base::staging::{self, Cleaned};
+use crate::base::staging::{self, CleanupReport};
 use crate::base::{Error, Result, files, lock};
 use crate::checkpoint;
 use crate::history;
@@ -22,7 +22,7 @@ pub const ROWS: &str = "rows.jsonl";
 const PROCESSES: usize = 256;
 
 /// Scratch directories in a run directory.
-const SCRATCH: [&str; 4] = [setup::TRAINED, setup::DRAWN, setup::DECODED, setup::TEACHER];
+const SCRATCH: [&str; 4] = [setup::TRAINED, setup::DRAWN, setup::DEQUANTIZED, setup::TEACHER];
 
 /// Scratch directory of a rank other than 0, in the run directory.
 pub fn of_rank(run_dir: &Path, rank: usize) -> PathBuf {
@@ -60,16 +60,16 @@ pub fn is_name(name: &str) -> bool {
 
 /// The files that ft created in a run directory.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct Manifest {
+pub struct OwnedFiles {
     /// Ids of processes that worked here, the latest last.
     processes: Vec<u32>,
     /// Files of `final/` at the time of writing.
-    finals: BTreeMap<String, Stored>,
+    finals: BTreeMap<String, StoredFile>,
 }
 
 /// A file as it was written.
 #[derive(Debug, Clone, Default, PartialEq)]
-struct Stored {
+struct StoredFile {
     size: u64,
     /// Modification time in nanoseconds.
     changed: i64,
@@ -83,7 +83,7 @@ pub enum DirectoryState {
     /// The directory is empty or does not exist (hidden entries do not count).
     New,
     /// A run of ft.
-    Run(Manifest),
+    Run(OwnedFiles),
     /// Another directory, with some of its entries.
     Other(Vec<String>),
 }
@@ -115,11 +115,11 @@ impl DirectoryState {
         if names.is_empty() {
             return Ok(Self::New);
         }
-        if let Some(manifest) = Manifest::read(run_dir)? {
+        if let Some(manifest) = OwnedFiles::read(run_dir)? {
             return Ok(Self::Run(manifest));
         }
         if is_run_without_manifest(run_dir) {
-            Ok(Self::Run(Manifest::default()))
+            Ok(Self::Run(OwnedFiles::default()))
         } else {
             Ok(Self::Other(names))
         }
@@ -176,7 +176,7 @@ fn name_of(path: &Path) -> String {
         .unwrap_or_default()
 }
 
-impl Manifest {
+impl OwnedFiles {
     /// Returns `None` if the manifest does not exist or is damaged.
     fn read(run_dir: &Path) -> Result<Option<Self>> {
         let path = run_dir.join(MANIFEST);
@@ -203,7 +203,7 @@ impl Manifest {
             processes: processes.filter_map(|p| p.as_u64()?.try_into().ok()).collect(),
             finals: finals
                 .filter_map(|(name, file)| {
-                    let stored = Stored {
+                    let stored = StoredFile {
                         size: file[0].as_u64()?,
                         changed: file[1].as_i64()?,
                         hash: file[2].as_str().unwrap_or_default().to_string(),
@@ -237,7 +237,7 @@ impl Manifest {
     }
 
     /// Removes unfinished files of earlier processes. `last`: the process that held the lock before this one.
-    pub fn clean(&self, run_dir: &Path, last: Option<u32>) -> Result<Cleaned> {
+    pub fn clean(&self, run_dir: &Path, last: Option<u32>) -> Result<CleanupReport> {
         let processes: BTreeSet<u32> = self.processes.iter().copied().chain(last).collect();
         checkpoint::clean_leftovers(run_dir, &processes, &is_name)
     }
@@ -274,7 +274,7 @@ impl Manifest {
 
     /// True if each file of this directory is in `final/` too, with the same bytes.
     fn doubles(&self, dir: &Path) -> bool {
-        let same = |(name, now): (&String, &Stored)| {
+        let same = |(name, now): (&String, &StoredFile)| {
             let known = self.finals.get(name).filter(|stored| stored.size == now.size);
             known.is_some_and(|stored| checkpoint::hash(&dir.join(name)).is_ok_and(|(_, hash)| hash == stored.hash))
         };
@@ -283,9 +283,9 @@ impl Manifest {
 
     /// True if this directory is an unchanged `final/` of this run.
     fn is_final(&self, dir: &Path) -> bool {
-        let same = |now: &BTreeMap<String, Stored>| {
+        let same = |now: &BTreeMap<String, StoredFile>| {
             let mut files = now.iter().zip(&self.finals);
-            let equal = |a: &Stored, b: &Stored| (a.size, a.changed) == (b.size, b.changed);
+            let equal = |a: &StoredFile, b: &StoredFile| (a.size, a.changed) == (b.size, b.changed);
             now.len() == self.finals.len() && files.all(|(a, b)| a.0 == b.0 && equal(a.1, b.1))
         };
         !self.finals.is_empty() && staging::is_directory(dir) && inside(dir).is_ok_and(|now| same(&now))
@@ -401,7 +401,7 @@ pub fn remove_scratch(run_dir: &Path) -> Result<()> {
 
 /// Regular files below `dir` by relative path, without hashes. Other entries have size 0 and time -1, which no manifest
 /// contains.
-fn inside(dir: &Path) -> Result<BTreeMap<String, Stored>> {
+fn inside(dir: &Path) -> Result<BTreeMap<String, StoredFile>> {
     let mut out = BTreeMap::new();
     let mut open = vec![dir.to_path_buf()];
     while let Some(next) = open.pop() {
@@ -411,7 +411,7 @@ fn inside(dir: &Path) -> Result<BTreeMap<String, Stored>> {
                 Ok(m) if m.is_dir() => open.push(path),
                 Ok(m) if m.is_file() => {
                     let changed = m.mtime().saturating_mul(1_000_000_000).saturating_add(m.mtime_nsec());
-                    let stored = Stored {
+                    let stored = StoredFile {
                         size: m.len(),
                         changed,
                         hash: String::new(),
@@ -419,9 +419,9 @@ fn inside(dir: &Path) -> Result<BTreeMap<String, Stored>> {
                     out.insert(name, stored);
                 }
                 _ => {
-                    let other = Stored {
+                    let other = StoredFile {
                         changed: -1,
-                        ..Stored::default()
+                        ..StoredFile::default()
                     };
                     out.insert(name, other);
                 }
@@ -457,7 +457,7 @@ mod tests {
         assert_eq!(DirectoryState::of(d).unwrap(), DirectoryState::New);
         // Killed while the first manifest was written, at any byte; a file of another program with this name is not ours.
         let torn = d.join(format!("{MANIFEST}{}77", files::TEMPORARY));
-        Manifest::default().write(d).unwrap();
+        OwnedFiles::default().write(d).unwrap();
         let whole = std::fs::read(d.join(MANIFEST)).unwrap();
         std::fs::remove_file(d.join(MANIFEST)).unwrap();
         for cut in 0..whole.len() {
@@ -484,8 +484,11 @@ mod tests {
         put(d, &["recipe.toml", "resolved.toml"]);
         std::fs::write(d.join("plan.json"), "{}").unwrap();
         crate::report::write_environment(d, "avx2").unwrap();
-        assert_eq!(DirectoryState::of(d).unwrap(), DirectoryState::Run(Manifest::default()));
-        let mut manifest = Manifest::default();
+        assert_eq!(
+            DirectoryState::of(d).unwrap(),
+            DirectoryState::Run(OwnedFiles::default())
+        );
+        let mut manifest = OwnedFiles::default();
         manifest.join(d).unwrap();
         assert_eq!(DirectoryState::of(d).unwrap(), DirectoryState::Run(manifest));
         std::fs::write(d.join("run.json"), r#"{"format": "ft run 2"}"#).unwrap();
@@ -508,7 +511,7 @@ mod tests {
     fn a_run_is_removed_and_nothing_else() {
         let dir = tempfile::tempdir().unwrap();
         let d = dir.path();
-        let mut manifest = Manifest::default();
+        let mut manifest = OwnedFiles::default();
         manifest.join(d).unwrap();
         checkpoint::save(d, 3, &json!({}), &[], &mut |_, _, _| Ok(())).unwrap();
         checkpoint::save(d, 4, &json!({}), &[], &mut |_, _, _| Ok(())).unwrap();
@@ -556,7 +559,7 @@ mod tests {
             let dir = tempfile::tempdir().unwrap();
             let d = dir.path();
             put(d, &["final/config.json"]);
-            let mut manifest = Manifest::default();
+            let mut manifest = OwnedFiles::default();
             assert!(!manifest.exported(d, &d.join("final.left")).unwrap().0);
             std::thread::sleep(std::time::Duration::from_millis(20));
             edit(d);

@@ -37,7 +37,7 @@ impl<'a> Profile<'a> {
     /// Before step `step`: begins or ends the recording. Returns the span of the step.
     ///
     /// Errors: the trace cannot be written.
-    pub fn before(&mut self, step: u64, reporter: &mut Reporter) -> Result<trace::Open> {
+    pub fn before(&mut self, step: u64, reporter: &mut Reporter) -> Result<trace::SpanGuard> {
         if let Some((first, last)) = self.steps {
             if step == first {
                 trace::start();
@@ -107,7 +107,7 @@ fn chrome(spans: &[Span]) -> Value {
 
 /// Times of equal work.
 #[derive(Debug, Default, Clone, PartialEq)]
-struct Sum {
+struct TimeSum {
     count: u64,
     /// With the work inside of it.
     total: Duration,
@@ -116,8 +116,8 @@ struct Sum {
 }
 
 /// The times by name, and by name and weight for work that has a weight.
-fn sums(spans: &[Span]) -> BTreeMap<String, Sum> {
-    let mut sums: BTreeMap<String, Sum> = BTreeMap::new();
+fn sums(spans: &[Span]) -> BTreeMap<String, TimeSum> {
+    let mut sums: BTreeMap<String, TimeSum> = BTreeMap::new();
     // The spans that are open at a place, as indices: each is inside of the one before.
     let mut open: Vec<usize> = Vec::new();
     let mut inside = vec![Duration::ZERO; spans.len()];
@@ -149,7 +149,7 @@ fn sums(spans: &[Span]) -> BTreeMap<String, Sum> {
 
 /// Lines of a table: the work that takes most time by itself first.
 fn table(spans: &[Span]) -> Vec<String> {
-    let mut sums: Vec<(String, Sum)> = sums(spans).into_iter().collect();
+    let mut sums: Vec<(String, TimeSum)> = sums(spans).into_iter().collect();
     sums.sort_by_key(|(_, sum)| std::cmp::Reverse(sum.own));
     let whole: Duration = sums.iter().map(|(_, sum)| sum.own).sum();
     let steps = sums
@@ -161,7 +161,7 @@ fn table(spans: &[Span]) -> Vec<String> {
         "{:<36} {:>7} {:>10} {:>10} {:>6}",
         "per step", "calls", "own ms", "total ms", "own %"
     )];
-    let line = |(name, sum): &(String, Sum)| {
+    let line = |(name, sum): &(String, TimeSum)| {
         let share = 100.0 * sum.own.as_secs_f64() / whole.as_secs_f64().max(1e-12);
         let calls = sum.count as f64 / steps as f64;
         format!(

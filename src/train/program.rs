@@ -16,20 +16,20 @@ use crate::train::best::BestModel;
 use crate::train::budget::Budget;
 use crate::train::learning::RateSweep;
 use crate::train::next;
-use crate::train::ranks::Ranks;
-use crate::train::running::{self, Pace, Run};
+use crate::train::ranks::RunRanks;
+use crate::train::running::{self, RunPace, TrainingRun};
 use crate::train::state::RunFingerprint;
 use begin::begin;
 use candle_core::Device;
 use directory::OpenedRun;
 use engine::Trainer;
-use inputs::{Decisions, RunInputs};
+use inputs::{RunDecisions, RunInputs};
 use std::path::{Path, PathBuf};
 use steps::run_steps;
 
 /// Command-line options of `ft train`, beside the recipe.
 #[derive(Debug, Clone, Default)]
-pub struct Options {
+pub struct TrainOptions {
     /// The checkpoint from which the run continues.
     pub resume: Resume,
     /// Resume from an older checkpoint if the newest one is damaged.
@@ -39,7 +39,7 @@ pub struct Options {
     /// Stop after the plan.
     pub dry_run: bool,
     /// The ranks of the run.
-    pub ranks: Ranks,
+    pub ranks: RunRanks,
     /// The command line, for the user who looks at the run later.
     pub command: String,
     /// Steps of a profile; 0: none.
@@ -51,7 +51,7 @@ pub struct Options {
 }
 
 /// The result of a run.
-pub struct Outcome {
+pub struct TrainOutcome {
     pub final_dir: Option<PathBuf>,
     pub plan: Plan,
     /// The resolved recipe.
@@ -64,7 +64,7 @@ pub struct Outcome {
 /// The values that all parts of a run use.
 #[derive(Clone, Copy)]
 struct RunContext<'a> {
-    options: &'a Options,
+    options: &'a TrainOptions,
     inputs: &'a RunInputs,
     /// Without `auto` for keys that depend on rows and model.
     recipe: &'a Recipe,
@@ -76,7 +76,7 @@ struct RunContext<'a> {
 }
 
 impl RunContext<'_> {
-    fn ranks(&self) -> &Ranks {
+    fn ranks(&self) -> &RunRanks {
         &self.options.ranks
     }
 
@@ -101,7 +101,7 @@ fn due(step: u64, every: usize) -> bool {
 ///
 /// Errors: any invalid input (before the first step), a loss or gradient that is not finite, a full disk; a signal
 /// after the state was saved (exit code 128 + signal).
-pub fn train(loaded: &LoadedRecipe, options: &Options) -> Result<Outcome> {
+pub fn train(loaded: &LoadedRecipe, options: &TrainOptions) -> Result<TrainOutcome> {
     let recipe = memory_plan::pin_resumed_choices(&loaded.recipe, &options.resume)?;
     let run_dir = PathBuf::from(&recipe.train.output_dir);
     let ranks = &options.ranks;
@@ -115,7 +115,7 @@ pub fn train(loaded: &LoadedRecipe, options: &Options) -> Result<Outcome> {
 
     // All input errors are found before anything is written.
     let inputs = RunInputs::read(&recipe)?;
-    let Decisions {
+    let RunDecisions {
         loaded,
         recipe,
         mut adapters,
@@ -124,8 +124,8 @@ pub fn train(loaded: &LoadedRecipe, options: &Options) -> Result<Outcome> {
         plan,
         strategy,
         refused,
-    } = Decisions::new(loaded, &inputs, options, &own)?;
-    let outcome = |final_dir: Option<PathBuf>, peak_memory_bytes: u64| Outcome {
+    } = RunDecisions::new(loaded, &inputs, options, &own)?;
+    let outcome = |final_dir: Option<PathBuf>, peak_memory_bytes: u64| TrainOutcome {
         next: final_dir
             .as_deref()
             .map_or(Vec::new(), |dir| next::after_training(&recipe, dir)),
@@ -183,7 +183,7 @@ pub fn train(loaded: &LoadedRecipe, options: &Options) -> Result<Outcome> {
     if ranks.is_root() && start_step > 0 {
         best.replay(&run_dir);
     }
-    let mut run = Run {
+    let mut run = TrainingRun {
         ranks,
         best,
         recipe: &recipe,
@@ -201,10 +201,10 @@ pub fn train(loaded: &LoadedRecipe, options: &Options) -> Result<Outcome> {
         directory,
         budget,
         stopped: false,
-        pace: Pace {
+        pace: RunPace {
             saved: start_step,
             several: ranks.several(),
-            ..Pace::default()
+            ..RunPace::default()
         },
     };
     begin(&mut run, &mut engine, &cx, start_step)?;

@@ -2,13 +2,13 @@
 //! answer. All ranks call the same methods in the same order.
 
 use crate::base::{Error, Result, files, signal, worker};
-use crate::comm::{Alone, Collective, Patience};
+use crate::comm::{Collective, Patience, SingleRank};
 use crate::model::Spec;
 use crate::ops::CpuBackend;
 use crate::plan::{PlanDevice, ProcessState};
-use crate::recipe::{Distributed, RankWeights, Recipe, Train};
+use crate::recipe::{DistributedSection, RankWeights, Recipe, Train};
 use crate::source::sharded::Machines;
-use crate::train::Options;
+use crate::train::TrainOptions;
 use crate::train::gpus::OwnDevice;
 use crate::train::state::RunFingerprint;
 use serde_json::{Value, json};
@@ -19,15 +19,15 @@ use std::sync::Arc;
 
 /// The ranks of a run.
 #[derive(Clone)]
-pub struct Ranks(pub Arc<dyn Collective>);
+pub struct RunRanks(pub Arc<dyn Collective>);
 
-impl Default for Ranks {
+impl Default for RunRanks {
     fn default() -> Self {
-        Self(Arc::new(Alone::default()))
+        Self(Arc::new(SingleRank::default()))
     }
 }
 
-impl fmt::Debug for Ranks {
+impl fmt::Debug for RunRanks {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let world = self.0.world();
         write!(f, "rank {} of {}", world.rank, world.size)
@@ -35,13 +35,18 @@ impl fmt::Debug for Ranks {
 }
 
 /// Something that must be the same on all ranks.
-pub type Fact = (String, String);
+pub type SharedFact = (String, String);
 
 /// Facts that a table of differences shows at most.
 const SHOWN: usize = 8;
 
 /// The facts that must be the same on all ranks: program, recipe, inputs and decisions.
-pub fn agreed(fingerprint: &RunFingerprint, strategy: &str, device: &str, options: &Options) -> Result<Vec<Fact>> {
+pub fn agreed(
+    fingerprint: &RunFingerprint,
+    strategy: &str,
+    device: &str,
+    options: &TrainOptions,
+) -> Result<Vec<SharedFact>> {
     let mut all = of_program()?;
     all.extend(
         fingerprint
@@ -61,7 +66,7 @@ pub fn agreed(fingerprint: &RunFingerprint, strategy: &str, device: &str, option
     Ok(all)
 }
 
-impl Ranks {
+impl RunRanks {
     /// True for rank 0, which writes the files of the run.
     pub fn is_root(&self) -> bool {
         self.0.world().is_root()
@@ -167,7 +172,7 @@ impl Ranks {
             .collect();
         let machines = match Machines::of_hosts(&hosts) {
             Err(e) if weights == RankWeights::ShardedInNode => {
-                return Err(e.at(Distributed::weights).hint(
+                return Err(e.at(DistributedSection::weights).hint(
                     "start the same number of ranks on each machine, or set `distributed.weights = \"sharded\"`",
                 ));
             }
@@ -203,14 +208,14 @@ impl Ranks {
     /// Compares what must be the same on all ranks.
     ///
     /// Errors: the differences, as all ranks see them.
-    pub fn same(&self, facts: &[Fact]) -> Result<()> {
+    pub fn same(&self, facts: &[SharedFact]) -> Result<()> {
         if !self.several() {
             return Ok(());
         }
         let own = serde_json::to_vec(facts).map_err(|e| Error::internal("facts cannot be written").cause(e))?;
         let all = self.0.bytes(own, Patience::Long)?;
-        let read = |bytes: &Vec<u8>| serde_json::from_slice::<Vec<Fact>>(bytes).unwrap_or_default();
-        let all: Vec<Vec<Fact>> = all.iter().map(read).collect();
+        let read = |bytes: &Vec<u8>| serde_json::from_slice::<Vec<SharedFact>>(bytes).unwrap_or_default();
+        let all: Vec<Vec<SharedFact>> = all.iter().map(read).collect();
         let found = differences(&all);
         if found.is_empty() {
             return Ok(());
@@ -252,7 +257,7 @@ pub fn check(recipe: &Recipe, spec: &Spec, on_gpu: bool, size: usize) -> Result<
     if !size.is_multiple_of(shared.ranks) {
         return Err(
             Error::usage("the ranks cannot be divided into groups that share a micro-batch")
-                .at(Distributed::sequence)
+                .at(DistributedSection::sequence)
                 .found(format!("{} with {size} ranks", shared.ranks))
                 .expected(format!("a divisor of {size}")),
         );
@@ -274,7 +279,7 @@ pub fn check(recipe: &Recipe, spec: &Spec, on_gpu: bool, size: usize) -> Result<
     if on_gpu && shared.ranks > 1 && !shared.by_heads(spec.heads) {
         return Err(
             Error::usage("on GPUs ranks share a micro-batch by heads of attention only")
-                .at(Distributed::sequence_by)
+                .at(DistributedSection::sequence_by)
                 .found(format!("{} query heads, {} ranks that share them", spec.heads, shared.ranks))
                 .expected("`ulysses`, and ranks that divide the query heads: the backward pass of attention on a GPU needs the queries of all keys")
                 .hint("set another `distributed.sequence`, or `model.device = \"cpu\"`"),
@@ -283,7 +288,7 @@ pub fn check(recipe: &Recipe, spec: &Spec, on_gpu: bool, size: usize) -> Result<
     let weights = recipe.distributed.weights;
     if on_gpu && weights == RankWeights::ExpertParallel {
         return Err(Error::usage("divided experts are not supported on GPUs yet")
-            .at(Distributed::weights)
+            .at(DistributedSection::weights)
             .found(weights.name())
             .expected("`replicated` or `sharded` on a GPU")
             .hint("set `distributed.weights = \"sharded\"`: each rank has a part of every layer in host memory"));
@@ -292,7 +297,7 @@ pub fn check(recipe: &Recipe, spec: &Spec, on_gpu: bool, size: usize) -> Result<
 }
 
 /// The facts about this program and processor.
-pub fn of_program() -> Result<Vec<Fact>> {
+pub fn of_program() -> Result<Vec<SharedFact>> {
     let mut hasher = blake3::Hasher::new();
     if let Some(program) = worker::program() {
         let fault = |e: std::io::Error| {
@@ -320,7 +325,7 @@ pub fn of_program() -> Result<Vec<Fact>> {
 }
 
 /// One line for each rank and fact that differs from rank 0.
-fn differences(all: &[Vec<Fact>]) -> Vec<String> {
+fn differences(all: &[Vec<SharedFact>]) -> Vec<String> {
     let Some((first, others)) = all.split_first() else {
         return Vec::new();
     };
@@ -374,7 +379,7 @@ mod tests {
 
     #[test]
     fn one_rank_agrees_with_itself() {
-        let ranks = Ranks::default();
+        let ranks = RunRanks::default();
         assert!(ranks.is_root() && !ranks.several());
         assert_eq!(
             (ranks.most(7, Patience::Step).unwrap(), ranks.of_root(true).unwrap()),

@@ -1,13 +1,13 @@
 //! A training run between two steps: saves, evaluates, shows samples, stops after a signal, explains a failure.
 //! Uses the engine and the run directory; `train` defines the order of the events.
 
-use crate::base::signal::{Conduct, Stop};
+use crate::base::signal::{SignalReaction, Stop};
 use crate::base::units::bytes;
 use crate::base::{Error, ErrorKind, Result, memory, progress, signal, units};
 use crate::comm::Patience;
 use crate::data::{Batch, Dataset};
 use crate::engine::window::{self, MicroReport};
-use crate::engine::{self, Engine, Gradients, QueuedStep};
+use crate::engine::{self, Engine, GradientStorage, QueuedStep};
 use crate::history;
 use crate::ops;
 use crate::ops::step_stats::StepSums;
@@ -18,9 +18,9 @@ use crate::setup::ModelDir;
 use crate::setup::active_schedule::ActiveSchedule;
 use crate::train::best::BestModel;
 use crate::train::budget::Budget;
-use crate::train::directory::Directory;
-use crate::train::learning::Watch;
-use crate::train::ranks::Ranks;
+use crate::train::directory::RunDirectory;
+use crate::train::learning::LearningWatch;
+use crate::train::ranks::RunRanks;
 use crate::train::samples;
 use crate::train::stage::BatchSource;
 use crate::train::state::RunFingerprint;
@@ -31,7 +31,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 /// The state of a training run beside the engine.
-pub struct Run<'a> {
+pub struct TrainingRun<'a> {
     pub recipe: &'a Recipe,
     pub run_dir: &'a Path,
     pub model: &'a ModelDir,
@@ -41,10 +41,10 @@ pub struct Run<'a> {
     pub fingerprint: RunFingerprint,
     pub reporter: Reporter,
     pub plan: &'a Plan,
-    pub directory: Directory,
+    pub directory: RunDirectory,
     pub budget: Option<Budget>,
-    pub pace: Pace,
-    pub ranks: &'a Ranks,
+    pub pace: RunPace,
+    pub ranks: &'a RunRanks,
     /// On rank 0.
     pub best: BestModel,
     /// A signal ended the work on a window, and all ranks know it.
@@ -52,7 +52,7 @@ pub struct Run<'a> {
 }
 
 /// Prepares a stage for a new run. What a stage computes on rank 0 alone, the others get from it.
-pub fn prepare(batches: &mut dyn BatchSource, engine: &Engine, ranks: &Ranks) -> Result<()> {
+pub fn prepare(batches: &mut dyn BatchSource, engine: &Engine, ranks: &RunRanks) -> Result<()> {
     if !ranks.several() || !batches.is_made_by_root() {
         return batches.prepare(engine);
     }
@@ -67,7 +67,7 @@ pub fn prepare(batches: &mut dyn BatchSource, engine: &Engine, ranks: &Ranks) ->
 
 /// The last saved step, and the duration of the last step and save.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct Pace {
+pub struct RunPace {
     /// Step of the newest checkpoint.
     pub saved: u64,
     pub step: Option<Duration>,
@@ -82,7 +82,7 @@ pub struct Pace {
     pub several: bool,
 }
 
-impl Pace {
+impl RunPace {
     /// The steps that are lost if the process ends now, during step `step`.
     fn lost(&self, step: u64) -> String {
         match self.saved + 1 {
@@ -175,7 +175,7 @@ pub struct UnreadStep {
     pub queued: QueuedStep,
 }
 
-impl Run<'_> {
+impl TrainingRun<'_> {
     /// The micro-batches of step `step`, counted from 0: the window of all ranks. A window that depends on more than
     /// seed and weights is made by rank 0, and the others get it as the state of the stage.
     ///
@@ -218,7 +218,7 @@ impl Run<'_> {
     /// Waits for the numbers of a step, and writes its line of metrics.
     ///
     /// Errors: a loss or a gradient was not finite; see `failed`.
-    pub fn log_step(&mut self, engine: &mut Engine, unread: UnreadStep, watch: &mut Watch) -> Result<()> {
+    pub fn log_step(&mut self, engine: &mut Engine, unread: UnreadStep, watch: &mut LearningWatch) -> Result<()> {
         let (step, before) = (unread.step, unread.trained_before);
         let report = match engine.finish(&unread.queued) {
             Ok(report) => report,
@@ -279,12 +279,12 @@ impl Run<'_> {
 
     /// Registers the effect of a signal during step `step`.
     pub fn expect_signal(&self, step: u64, gives_up: bool) {
-        signal::conduct(Conduct::Stop(self.pace.within(step, gives_up)));
+        signal::conduct(SignalReaction::Stop(self.pace.within(step, gives_up)));
     }
 
     /// Registers the effect of a signal until the step after `step` begins.
     pub fn expect_signal_after(&self, step: u64) {
-        signal::conduct(Conduct::Stop(self.pace.after(step)));
+        signal::conduct(SignalReaction::Stop(self.pace.after(step)));
     }
 
     /// Draws `curves.svg`. Within a run only as long as that takes a hundredth of its time: it reads all metrics.
@@ -517,7 +517,7 @@ impl Run<'_> {
     /// Handles a failed step. If gradients are kept, the weights are still those of the step before, which are saved.
     pub fn failed(&mut self, engine: &Engine, step: u64, trained_tokens: u64, e: Error) -> Error {
         self.fingerprint.trained_tokens = trained_tokens;
-        let whole = engine.strategy.gradients == Gradients::Keep && !self.schedule.corrects_at_once();
+        let whole = engine.strategy.gradients == GradientStorage::Keep && !self.schedule.corrects_at_once();
         // After the error of one rank its part of the state is missing. A number that is not finite is the error of all ranks.
         let needs_all = engine.is_divided() || self.writes_parts();
         let together = !engine.trains_apart() && (!needs_all || e.kind() == ErrorKind::NonFinite);

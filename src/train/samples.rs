@@ -25,7 +25,7 @@ fn settings(model: &ModelDir, max_new_tokens: usize) -> GenerateSettings {
 }
 
 /// A prompt of the recipe, the answer of the current model, and the answer in the rows for evaluation.
-pub struct Sampled {
+pub struct SampledAnswer {
     pub prompt: String,
     pub answer: String,
     pub reference: Option<String>,
@@ -35,7 +35,12 @@ pub struct Sampled {
 const LOOKED_UP: usize = 2000;
 
 /// Greedy answers to `train.sample_prompts`, with the chat template if the model has one and `data.render` allows it.
-pub fn answers(recipe: &Recipe, model: &ModelDir, engine: &Engine, rows: Option<&Dataset>) -> Result<Vec<Sampled>> {
+pub fn answers(
+    recipe: &Recipe,
+    model: &ModelDir,
+    engine: &Engine,
+    rows: Option<&Dataset>,
+) -> Result<Vec<SampledAnswer>> {
     let prompts = &recipe.train.sample_prompts;
     let mut encoded = Vec::new();
     for prompt in prompts {
@@ -70,7 +75,7 @@ pub fn answers(recipe: &Recipe, model: &ModelDir, engine: &Engine, rows: Option<
     let reference = |ids: &Vec<u32>| questions.iter().find(|q| q.prompt == *ids).map(|q| q.answer.clone());
     let all = prompts.iter().zip(texts).zip(&encoded);
     Ok(all
-        .map(|((prompt, answer), ids)| Sampled {
+        .map(|((prompt, answer), ids)| SampledAnswer {
             prompt: prompt.clone(),
             answer,
             reference: reference(ids),

@@ -3,13 +3,13 @@
 use crate::base::{Result, progress};
 use crate::checkpoint;
 use crate::engine::Engine;
-use crate::train::running::Run;
+use crate::train::running::TrainingRun;
 use crate::train::state;
 use serde_json::json;
 use std::path::PathBuf;
 use std::time::Instant;
 
-impl Run<'_> {
+impl TrainingRun<'_> {
     /// Saves the state after `step`. All ranks call it.
     pub fn save(&mut self, engine: &Engine, step: u64) -> Result<()> {
         self.save_here(engine, step)?;

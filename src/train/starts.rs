@@ -7,7 +7,7 @@ use crate::base::progress::{self, Phase};
 use crate::base::{Error, Result, signal, units};
 use crate::comm::Patience;
 use crate::data::{Batch, Dataset};
-use crate::engine::{self, Active};
+use crate::engine::{self, ActiveSet};
 use crate::formats::adapter::Targets;
 use crate::hf;
 use crate::model::linear::Linear;
@@ -16,7 +16,7 @@ use crate::ops::step_stats::StepStats;
 use crate::ops::update;
 use crate::peft::lora::scaling;
 use crate::peft::start::{self, Component, Covariance, InitPair, algebra, cost};
-use crate::peft::{self, Adapter, Dora, Frozen, Lora};
+use crate::peft::{self, Adapter, Dora, FrozenLinear, Lora};
 use crate::recipe::{CordaArithmetic, LoraInit, Method, PeftType, Recipe};
 use crate::setup::ModelDir;
 use crate::setup::rows;
@@ -24,7 +24,7 @@ use crate::setup::sources::RowSet;
 use crate::source::TrainableStore;
 use crate::train::inputs;
 use crate::train::loftq;
-use crate::train::ranks::Ranks;
+use crate::train::ranks::RunRanks;
 use crate::train::start_cache as cache;
 use candle_core::{Device, Tensor};
 use rayon::prelude::*;
@@ -47,7 +47,7 @@ pub struct AdapterInitContext<'a> {
     /// Directory where results are cached for later runs.
     pub cache: &'a Path,
     /// The ranks of the job, which all initialize the same adapters.
-    pub ranks: &'a Ranks,
+    pub ranks: &'a RunRanks,
     /// Receives progress messages.
     pub note: &'a mut dyn FnMut(&str),
 }
@@ -91,19 +91,19 @@ pub fn fill(s: &mut AdapterInitContext, network: &mut Network, adapter_set: &mut
 }
 
 /// One linear whose pair is to be initialized.
-pub(super) struct Task {
+pub(super) struct InitTask {
     pub module: String,
     pub linear: Linear,
     adapter: Arc<Adapter>,
 }
 
-pub(super) fn tasks(network: &Network, layer: usize) -> Result<Vec<Task>> {
+pub(super) fn tasks(network: &Network, layer: usize) -> Result<Vec<InitTask>> {
     let linears = network.linears(layer)?.into_iter();
     Ok(linears
         .filter_map(|(module, linear)| {
             let adapter = linear.adapter.clone()?;
             adapter.lora()?;
-            Some(Task {
+            Some(InitTask {
                 module,
                 linear,
                 adapter,
@@ -112,7 +112,7 @@ pub(super) fn tasks(network: &Network, layer: usize) -> Result<Vec<Task>> {
         .collect())
 }
 
-impl Task {
+impl InitTask {
     /// W in f64, `[O, I]`.
     fn weight(&self) -> Result<faer::Mat<f64>> {
         let (outputs, inputs) = self.linear.dims();
@@ -140,7 +140,7 @@ pub(super) fn set(lora: &Lora, pair: &InitPair) -> Result<()> {
 /// Calls `f` for each job of a layer, some in parallel, and keeps the order; `task` returns the linear of a job.
 pub(super) fn each<J: Sync, T: Send>(
     jobs: &[J],
-    task: impl Fn(&J) -> &Task + Sync,
+    task: impl Fn(&J) -> &InitTask + Sync,
     f: impl Fn(&J) -> Result<T> + Sync,
 ) -> Result<Vec<T>> {
     let mut out = Vec::with_capacity(jobs.len());
@@ -157,7 +157,7 @@ pub(super) fn each<J: Sync, T: Send>(
 }
 
 /// Reports progress and remaining time.
-pub(super) struct Progress {
+pub(super) struct InitProgress {
     name: &'static str,
     begun: Instant,
     layers: usize,
@@ -168,7 +168,7 @@ pub(super) struct Progress {
 /// Least time between two progress messages; the progress line shows every layer.
 const NOTES: Duration = Duration::from_secs(10);
 
-impl Progress {
+impl InitProgress {
     pub fn new(name: &'static str, network: &Network) -> Self {
         Self {
             name,
@@ -209,7 +209,7 @@ impl Progress {
 fn from_weights(s: &mut AdapterInitContext, network: &Network) -> Result<()> {
     let lora = &s.recipe.tune.lora;
     let (init, iterations, seed) = (lora.init_lora_weights, lora.pissa_niter, s.recipe.train.seed);
-    let progress = Progress::new(init.name(), network);
+    let progress = InitProgress::new(init.name(), network);
     for layer in 0..network.linear_groups() {
         let tasks = tasks(network, layer)?;
         let pairs = each(
@@ -250,7 +250,7 @@ fn eva(s: &mut AdapterInitContext, network: &mut Network, adapter_set: &mut hf::
         first_rows(s.train, s.recipe.tune.lora.init_samples)?,
         s.recipe.tune.lora.eva.rho,
     );
-    let progress = Progress::new("eva", network);
+    let progress = InitProgress::new("eva", network);
     let mut all: Vec<Directions> = Vec::new();
     let mut budget = 0;
     inputs::observe(network, &batches, CordaArithmetic::Ft, &mut |layer, seen| {
@@ -268,7 +268,7 @@ fn eva(s: &mut AdapterInitContext, network: &mut Network, adapter_set: &mut hf::
         let begin = all.len();
         for (task, (rows, explained)) in tasks.iter().zip(found) {
             let own = seen.of(&task.module)?;
-            let same = |other: &Task| seen.of(&other.module).is_ok_and(|c| std::ptr::eq(c, own));
+            let same = |other: &InitTask| seen.of(&other.module).is_ok_and(|c| std::ptr::eq(c, own));
             let first = tasks.iter().position(same).unwrap_or(0);
             budget += task.lora()?.rank();
             all.push(Directions {
@@ -331,7 +331,7 @@ fn corda(s: &mut AdapterInitContext, network: &mut Network, adapter_set: &mut hf
         ));
     }
     let mut found: BTreeMap<String, Component> = BTreeMap::new();
-    let progress = Progress::new("corda", network);
+    let progress = InitProgress::new("corda", network);
     inputs::observe(network, &batches, arithmetic, &mut |layer, seen| {
         let tasks = tasks(network, layer)?;
         let components = each(
@@ -486,12 +486,12 @@ pub fn ranks_of(network: &Network, elements: impl Fn(&str) -> Option<usize>) -> 
 }
 
 /// Computes the pair from the gradient of each weight as soon as it exists, and keeps only the pair.
-struct Gradients<'a> {
-    active: &'a Active,
+struct PairGradients<'a> {
+    active: &'a ActiveSet,
     network: &'a Network,
 }
 
-impl GradSink for Gradients<'_> {
+impl GradSink for PairGradients<'_> {
     fn wants(&self, name: &str) -> bool {
         self.active.contains(name)
     }
@@ -513,13 +513,13 @@ fn from_gradient(s: &mut AdapterInitContext, network: &Network) -> Result<()> {
     let rows = s.recipe.tune.lora.init_samples.min(s.train.examples.len());
     let batch = Batch::from_examples(s.train.examples.head(rows)?);
     (s.note)(&format!("lora_ga: the gradient of {rows} rows"));
-    let active = Active::new(network.adapters.keys().map(|m| format!("{m}.weight")));
-    let mut sink = Gradients {
+    let active = ActiveSet::new(network.adapters.keys().map(|m| format!("{m}.weight")));
+    let mut sink = PairGradients {
         active: &active,
         network,
     };
     let step_stats = StepStats::new(&network.device)?;
     let _phase = progress::phase("initializing adapters (lora_ga)", 1, "gradient");
-    engine::Pass::new(network, s.objective, &active, &step_stats).window(&[batch], &mut sink)?;
+    engine::GradientPass::new(network, s.objective, &active, &step_stats).window(&[batch], &mut sink)?;
     Ok(())
 }

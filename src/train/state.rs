@@ -5,14 +5,14 @@
 //! so the step is their only state.
 
 use crate::base::{Error, Result, units};
-use crate::checkpoint::{self, DividedFile, Files, LoadedState, Sink};
+use crate::checkpoint::{self, CheckpointFile, DividedFile, LoadedState, TensorSink};
 use crate::comm::Collective;
 use crate::data::Dataset;
-use crate::engine::{Active, Ema, Engine, MomentValues, SavedMoment};
+use crate::engine::{ActiveSet, Ema, Engine, MomentValues, SavedMoment};
 use crate::formats::dtype::StoredDtype;
 use crate::formats::writer::{TensorPlan, Values};
 use crate::hf::Fingerprint;
-use crate::recipe::table::{self, Content, OnResume};
+use crate::recipe::table::{self, OnResume, PathContent};
 use crate::recipe::{self, LoadedRecipe};
 use crate::report;
 use crate::setup::active_schedule::ActiveSchedule;
@@ -110,7 +110,7 @@ pub fn save(
         dtype: StoredDtype::U8,
         ..plan("state".into(), stage_state.as_ref().map_or(0, Vec::len))
     }];
-    let file = |name: &'static str, tensors| Files { name, tensors };
+    let file = |name: &'static str, tensors| CheckpointFile { name, tensors };
     // What the ranks may divide, and what rank 0 writes.
     let mut large = vec![file(WEIGHTS, &weights), file(OPTIMIZER, &moments)];
     let mut small = Vec::new();
@@ -129,7 +129,7 @@ pub fn save(
         let found = by_name.get(&*tensor.name).copied();
         found.ok_or_else(|| Error::new("optimizer state is missing").at(&tensor.name))
     };
-    let mut fill = |file: &str, tensor: &TensorPlan, write: &mut Sink| match (file, &own) {
+    let mut fill = |file: &str, tensor: &TensorPlan, write: &mut TensorSink| match (file, &own) {
         (WEIGHTS, None) => engine.exact(&tensor.name, &mut |values| write(Values::F32(values))),
         (WEIGHTS, Some(own)) => own.exact(&tensor.name, &mut |values| write(Values::F32(values))),
         (RANKS, _) => write(Values::F32(scores.get(&tensor.name).map_or(&[], Vec::as_slice))),
@@ -286,7 +286,7 @@ fn restore_step_hook(loaded: &LoadedState, engine: &mut Engine) -> Result<()> {
 }
 
 /// Restores weights and moments; the engine is then in the state after step `loaded.step`, in which `active` were active.
-pub fn restore(loaded: &LoadedState, engine: &mut Engine, active: &Active) -> Result<()> {
+pub fn restore(loaded: &LoadedState, engine: &mut Engine, active: &ActiveSet) -> Result<()> {
     let device = engine.network.device.clone();
     let weights = loaded.open(WEIGHTS)?;
     let names: Vec<String> = weights.names().map(str::to_string).collect();
@@ -358,11 +358,11 @@ pub fn check_same(old: &RunFingerprint, new: &RunFingerprint) -> Result<()> {
         None | Some(OnResume::Nothing) => false,
         Some(OnResume::Value) => true,
         Some(OnResume::Path(content)) => match content {
-            Content::BaseModel => same_base && new.base != RANDOM,
-            Content::TrainingRows => old.data == new.data,
-            Content::Sources => old.data == new.data && recipe::without_paths(was) == recipe::without_paths(now),
-            Content::EvaluationRows => old.eval_data == new.eval_data,
-            Content::Teacher => true,
+            PathContent::BaseModel => same_base && new.base != RANDOM,
+            PathContent::TrainingRows => old.data == new.data,
+            PathContent::Sources => old.data == new.data && recipe::without_paths(was) == recipe::without_paths(now),
+            PathContent::EvaluationRows => old.eval_data == new.eval_data,
+            PathContent::Teacher => true,
         },
     };
     let mut differences = Vec::new();

@@ -7,7 +7,7 @@
 //! A shard holds, for M documents with T trained tokens in all: `documents` u8 `[M, 20]` (16 bytes of hash, 4 of the
 //! number of trained tokens), `ids` u16 or u32 `[T, k]`, `log_probs` f16 `[T, k]`, `rest` f32 `[T]`.
 
-use crate::base::signal::{Conduct, Stop};
+use crate::base::signal::{SignalReaction, Stop};
 use crate::base::{Error, Result, files, paths, progress, signal, staging};
 use crate::data::batch::Example;
 use crate::data::{Batch, Dataset, IGNORE};
@@ -16,7 +16,7 @@ use crate::formats::dtype::StoredDtype;
 use crate::formats::weights::Weights;
 use crate::formats::writer::{self, TensorPlan, Values};
 use crate::ops::distill::TopK;
-use crate::recipe::{Distill, Recipe};
+use crate::recipe::{DistillSection, Recipe};
 use crate::report;
 use crate::setup;
 use crate::setup::ModelDir;
@@ -38,7 +38,7 @@ type Hash = [u8; 16];
 
 /// The result of `cache`.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Report {
+pub struct CacheReport {
     pub out: PathBuf,
     pub documents: usize,
     pub tokens: usize,
@@ -123,7 +123,7 @@ fn shard_path(dir: &Path, index: usize) -> PathBuf {
 ///
 /// Errors: an invalid teacher or invalid rows; `out` holds something else, or outputs of another teacher, other rows or
 /// other settings; a signal (finished shards stay, the next call continues).
-pub fn cache(recipe: &Recipe, out: &Path, note: &mut dyn FnMut(&str)) -> Result<Report> {
+pub fn cache(recipe: &Recipe, out: &Path, note: &mut dyn FnMut(&str)) -> Result<CacheReport> {
     signal::install()?;
     let model = ModelDir::of_recipe(recipe)?;
     teacher::refuse_alignment(recipe)?;
@@ -154,7 +154,7 @@ pub fn cache(recipe: &Recipe, out: &Path, note: &mut dyn FnMut(&str)) -> Result<
     files::create_dir_all(out)?;
 
     let mut network = None;
-    let mut report = Report {
+    let mut report = CacheReport {
         out: out.to_path_buf(),
         documents: 0,
         tokens: 0,
@@ -166,7 +166,7 @@ pub fn cache(recipe: &Recipe, out: &Path, note: &mut dyn FnMut(&str)) -> Result<
     let scratch = out.join(setup::TEACHER);
     let all = shards.iter().map(Vec::len).sum();
     let phase = progress::phase("computing the teacher's outputs", all, "rows");
-    signal::conduct(Conduct::Stop(Stop {
+    signal::conduct(SignalReaction::Stop(Stop {
         what: "stopping after this batch".into(),
         then: "; complete shards are kept, and the same command continues after them".into(),
         lost: "the incomplete shard".into(),
@@ -176,7 +176,7 @@ pub fn cache(recipe: &Recipe, out: &Path, note: &mut dyn FnMut(&str)) -> Result<
         let path = shard_path(out, index);
         report.documents += documents.len();
         let stored = if path.is_file() {
-            Some(Shard::open(&path, &facts.key, facts.k)?)
+            Some(CacheShard::open(&path, &facts.key, facts.k)?)
         } else {
             None
         };
@@ -212,7 +212,7 @@ pub fn cache(recipe: &Recipe, out: &Path, note: &mut dyn FnMut(&str)) -> Result<
             phase.add(batch.documents.len().saturating_sub(1) as u64);
             if part.log_probs.iter().chain(&part.rest).any(|x| x.is_nan()) {
                 return Err(Error::new("the teacher's outputs are not finite")
-                    .at(Distill::teacher)
+                    .at(DistillSection::teacher)
                     .hint("check its weights, or set `distill.teacher_weights = \"f32\"`"));
             }
             top.ids.extend(part.ids);
@@ -251,7 +251,7 @@ fn check_place(out: &Path, facts: &CacheKey) -> Result<()> {
             .map(|n| n.to_string_lossy().into_owned())
             .unwrap_or_default();
         if name.starts_with("rows-") && name.ends_with(".safetensors") {
-            Shard::open(&path, &facts.key, facts.k)?;
+            CacheShard::open(&path, &facts.key, facts.k)?;
         } else if !(name == MANIFEST && is_manifest(&path) || name == setup::TEACHER && staging::is_marked(&path)) {
             return Err(Error::usage("the directory contains other files")
                 .at_path(&path)
@@ -327,14 +327,14 @@ fn tensor_head(name: &str, dtype: StoredDtype, shape: &[usize]) -> String {
 }
 
 /// An open shard.
-struct Shard {
+struct CacheShard {
     weights: Weights,
     narrow: bool,
     k: usize,
     tokens: usize,
 }
 
-impl Shard {
+impl CacheShard {
     /// Errors: outputs of another teacher, other rows or other settings; an incomplete file.
     fn open(path: &Path, key: &str, k: usize) -> Result<Self> {
         let weights = Weights::open_file(path)?;
@@ -448,12 +448,12 @@ impl Shard {
 }
 
 /// Stored outputs for training.
-pub struct Cache {
+pub struct TeacherCache {
     dir: PathBuf,
     key: String,
     common: usize,
     k: usize,
-    shards: Vec<Shard>,
+    shards: Vec<CacheShard>,
     /// For each document: shard, first token, number of trained tokens.
     places: HashMap<Hash, (usize, usize, usize)>,
 }
@@ -462,8 +462,8 @@ pub struct Cache {
 ///
 /// Errors: an incomplete directory; other rows, another temperature, more ids than the student has, or a different
 /// teacher than that of the recipe.
-pub fn open(dir: &Path, recipe: &Recipe, model: &ModelDir, rows: &Dataset) -> Result<Cache> {
-    let at = |e: Error| e.or_at(Distill::teacher_cache);
+pub fn open(dir: &Path, recipe: &Recipe, model: &ModelDir, rows: &Dataset) -> Result<TeacherCache> {
+    let at = |e: Error| e.or_at(DistillSection::teacher_cache);
     let path = dir.join(MANIFEST);
     if let (false, Some(hint)) = (dir.exists(), paths::hint(dir)) {
         return Err(paths::missing("directory", dir).hint(hint));
@@ -525,7 +525,7 @@ pub fn open(dir: &Path, recipe: &Recipe, model: &ModelDir, rows: &Dataset) -> Re
     let mut unknown = 0;
     for index in 0..number("shards") {
         let path = shard_path(dir, index);
-        let shard = Shard::open(&path, &key, k)?;
+        let shard = CacheShard::open(&path, &key, k)?;
         match shard.is_whole() {
             Some(true) => {}
             Some(false) => {
@@ -548,7 +548,7 @@ pub fn open(dir: &Path, recipe: &Recipe, model: &ModelDir, rows: &Dataset) -> Re
             dir.display()
         ));
     }
-    Ok(Cache {
+    Ok(TeacherCache {
         dir: dir.to_path_buf(),
         key,
         common,
@@ -558,14 +558,14 @@ pub fn open(dir: &Path, recipe: &Recipe, model: &ModelDir, rows: &Dataset) -> Re
     })
 }
 
-impl Cache {
+impl TeacherCache {
     /// Hash of all properties on which the stored numbers depend.
     pub fn key(&self) -> &str {
         &self.key
     }
 }
 
-impl StoredOutputs for Cache {
+impl StoredOutputs for TeacherCache {
     fn of(&self, batch: &Batch) -> Result<TopK> {
         let mut top: TopK = TopK {
             k: self.k,

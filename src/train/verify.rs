@@ -2,11 +2,11 @@
 
 use crate::base::{Error, Result};
 use crate::checkpoint;
-use crate::train::owner::{DirectoryState, FINAL, Manifest};
+use crate::train::owner::{DirectoryState, FINAL, OwnedFiles};
 use std::path::{Path, PathBuf};
 
 /// One checkpoint, or `final/`.
-pub struct Checked {
+pub struct CheckedDirectory {
     pub path: PathBuf,
     /// Number of files with a stored hash; `None`: an earlier version stored none.
     pub files: Option<usize>,
@@ -17,7 +17,7 @@ pub struct Checked {
 /// Reads every file of the checkpoints and of `final/`. Changes nothing.
 ///
 /// Errors: this is not the directory of a run.
-pub fn verify(run_dir: &Path) -> Result<Vec<Checked>> {
+pub fn verify(run_dir: &Path) -> Result<Vec<CheckedDirectory>> {
     if !matches!(DirectoryState::of(run_dir)?, DirectoryState::Run(_)) {
         return Err(Error::usage("this is not a run directory")
             .at_path(run_dir)
@@ -29,20 +29,20 @@ pub fn verify(run_dir: &Path) -> Result<Vec<Checked>> {
             Ok(manifest) => (manifest.files.len(), Vec::new()),
             Err(e) => (0, vec![e]),
         };
-        all.push(Checked {
+        all.push(CheckedDirectory {
             path,
             files: Some(files),
             errors,
         });
     }
     let path = run_dir.join(FINAL);
-    match Manifest::verify_final(run_dir)? {
-        Some((files, errors)) => all.push(Checked {
+    match OwnedFiles::verify_final(run_dir)? {
+        Some((files, errors)) => all.push(CheckedDirectory {
             path,
             files: Some(files),
             errors,
         }),
-        None if path.exists() => all.push(Checked {
+        None if path.exists() => all.push(CheckedDirectory {
             path,
             files: None,
             errors: Vec::new(),

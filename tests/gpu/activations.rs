@@ -130,8 +130,8 @@ fn rope_matches_the_cpu() {
                 gpu.random((n, half), DType::F32, 2),
                 gpu.random((n, half), DType::F32, 3),
             );
-            for direction in [rope::Direction::Forward, rope::Direction::Backward] {
-                for pairing in [rope::Pairing::Halves, rope::Pairing::Neighbors] {
+            for direction in [rope::RopeDirection::Forward, rope::RopeDirection::Backward] {
+                for pairing in [rope::RopePairing::Halves, rope::RopePairing::Neighbors] {
                     let y = rope::apply(&x.gpu, (&cos.gpu, &sin.gpu), e, pairing, direction).unwrap();
                     let want = rope::apply(&x.cpu, (&cos.cpu, &sin.cpu), e, pairing, direction).unwrap();
                     assert_eq!(y.dtype(), dtype);

@@ -4,11 +4,11 @@ use crate::families::compare;
 use crate::support::{Gpu, KINDS, assert_close, assert_same_bits, gpu, short};
 use candle_core::{DType, Device, Tensor};
 use ft::formats::Config;
-use ft::generate::{GenerateSettings, Limits, Request, answer};
+use ft::generate::{GenerateLimits, GenerateSettings, Request, answer};
 use ft::model::{Network, families};
 use ft::ops::delta_rule::{self, DeltaGradients, DeltaHeads, DeltaInputs};
 use ft::ops::{Dtype, short_conv};
-use ft::source::Resident;
+use ft::source::ResidentWeights;
 use serde_json::json;
 use std::path::Path;
 use std::sync::Arc;
@@ -191,7 +191,7 @@ fn network(model_type: &str, dtype: Dtype, device: &Device) -> Network {
     });
     let config = Config::from_map(config.as_object().unwrap().clone(), Path::new("config.json"));
     let spec = families::read(&config).unwrap();
-    let source = Resident::random(spec.params(), 5, 0.1, 0.8, dtype, device).unwrap();
+    let source = ResidentWeights::random(spec.params(), 5, 0.1, 0.8, dtype, device).unwrap();
     Network::new(spec, Arc::new(source), device.clone())
 }
 
@@ -209,7 +209,7 @@ fn greedy_answers_are_those_of_the_cpu() {
     for family in ["qwen3_5_text", "qwen3_next"] {
         let settings = GenerateSettings {
             max_new_tokens: 8,
-            limits: Limits::default(),
+            limits: GenerateLimits::default(),
             ..GenerateSettings::default()
         };
         let [here, there] = [&Device::Cpu, &gpu.device].map(|device| {

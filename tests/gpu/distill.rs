@@ -4,7 +4,7 @@ use crate::support::{KINDS, Pair, assert_close, assert_same_bits, gpu, short};
 use candle_core::{DType, Tensor};
 use ft::base::Result;
 use ft::data::IGNORE;
-use ft::ops::cross_entropy::{PIECE, Pieces};
+use ft::ops::cross_entropy::{OutputPieces, PIECE};
 use ft::ops::distill::{
     DistillOptions, DistillOutput, DistillSide, DistillTeacher, HeadMatrix, TopK, forward_backward, likeliest,
 };
@@ -136,7 +136,7 @@ fn whole_heads_and_heads_in_parts_match_the_cpu() {
                 // Both heads in parts, or one of them; the head of the student does not train then.
                 for (own_rows, other_rows) in [(PIECE, 2 * PIECE), (2 * PIECE, 0), (0, PIECE)] {
                     let parts = (part(&own.1.gpu, own_rows.max(1)), part(&other.1.gpu, other_rows.max(1)));
-                    let pieces = |rows, width, rows_of_part, part| Pieces {
+                    let pieces = |rows, width, rows_of_part, part| OutputPieces {
                         rows,
                         width,
                         rows_of_part,

@@ -75,13 +75,13 @@ fn wide(values: &[f32]) -> Vec<f64> {
 /// A weight `[o, i]` in int8 on the GPU, its scaled codes, and the scales of its rows.
 fn weight(gpu: &Gpu, (o, i): (usize, usize), dtype: DType) -> (Weight, Vec<f64>, Vec<f32>) {
     let values = flat(&gpu.random((o, i), DType::F32, 7).cpu);
-    let decoded = if dtype == DType::BF16 { Dtype::Bf16 } else { Dtype::F32 };
-    let coded = |decoded| quantize(&values, (o, i), Format::Int8 { group: 0 }, decoded).unwrap();
+    let dequantized_dtype = if dtype == DType::BF16 { Dtype::Bf16 } else { Dtype::F32 };
+    let coded = |dequantized_dtype| quantize(&values, (o, i), Format::Int8 { group: 0 }, dequantized_dtype).unwrap();
     let scales = values
         .chunks(i)
         .map(|row| row.iter().fold(0f32, |m, x| m.max(x.abs())) / 127.0)
         .collect();
-    let there = Weight::quantized_on(coded(decoded), &gpu.device).unwrap();
+    let there = Weight::quantized_on(coded(dequantized_dtype), &gpu.device).unwrap();
     (there, wide(&coded(Dtype::F32).dequantize()), scales)
 }
 

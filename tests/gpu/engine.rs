@@ -3,37 +3,37 @@
 use crate::support::{gpu, short};
 use candle_core::Device;
 use ft::data::{Batch, Example};
-use ft::engine::{Active, Engine, Gradients, StepStrategy};
+use ft::engine::{ActiveSet, Engine, GradientStorage, StepStrategy};
 use ft::model::{TrainableNetwork, families, shapes};
 use ft::ops::Dtype;
 use ft::ops::device::memory;
 use ft::optim::Optimizer;
 use ft::optim::config::{OptimizerConfig, OptimizerName, StateDtype};
 use ft::sft::CausalLm;
-use ft::source::Resident;
+use ft::source::ResidentWeights;
 use std::sync::Arc;
 
 /// How a step treats gradients, and its clipping.
-const WAYS: [(Gradients, f64); 3] = [
-    (Gradients::Keep, 0.5),
-    (Gradients::Fused, 0.0),
-    (Gradients::NormFirst, 0.5),
+const WAYS: [(GradientStorage, f64); 3] = [
+    (GradientStorage::Keep, 0.5),
+    (GradientStorage::Fused, 0.0),
+    (GradientStorage::NormFirst, 0.5),
 ];
 
-fn engine(device: &Device, way: (Gradients, f64)) -> (Engine, Active) {
+fn engine(device: &Device, way: (GradientStorage, f64)) -> (Engine, ActiveSet) {
     engine_with(device, way, Dtype::F32, OptimizerConfig::default())
 }
 
 fn engine_with(
     device: &Device,
-    (gradients, max_grad_norm): (Gradients, f64),
+    (gradients, max_grad_norm): (GradientStorage, f64),
     dtype: Dtype,
     config: OptimizerConfig,
-) -> (Engine, Active) {
+) -> (Engine, ActiveSet) {
     let spec = families::read(&shapes::config("shape:tiny").unwrap().unwrap()).unwrap();
     let (params, vocab) = (spec.params(), spec.vocab);
-    let source = Resident::random(params.clone(), 1, 0.02, 1.0, dtype, device).unwrap();
-    let active = Active::new(params.iter().map(|p| p.name.to_string()));
+    let source = ResidentWeights::random(params.clone(), 1, 0.02, 1.0, dtype, device).unwrap();
+    let active = ActiveSet::new(params.iter().map(|p| p.name.to_string()));
     let model = TrainableNetwork::new(spec, Arc::new(source), device.clone());
     let strategy = StepStrategy {
         gradients,
@@ -54,7 +54,7 @@ fn batch(step: u64) -> [Batch; 1] {
 }
 
 /// All weights, and how many updates each optimizer state counts.
-fn state(engine: &Engine, active: &Active) -> (Vec<u32>, Vec<u64>) {
+fn state(engine: &Engine, active: &ActiveSet) -> (Vec<u32>, Vec<u64>) {
     let mut weights = Vec::new();
     for name in active.names() {
         let add = &mut |some: &[f32]| {
@@ -143,7 +143,7 @@ fn after_a_step_that_is_not_finite_nothing_changes() {
         let after = state(&engine, &active);
         let bad = engine.queue_step(2, &batch(2), &active, 1e-3, false, None).unwrap();
         let next = engine.queue_step(3, &batch(3), &active, 1e-3, false, Some(&bad));
-        assert_eq!(next.is_err(), way.0 == Gradients::Keep);
+        assert_eq!(next.is_err(), way.0 == GradientStorage::Keep);
         let error = engine.finish(&bad).unwrap_err().to_string();
         assert!(error.contains("not finite"), "{error}");
         if let Ok(next) = next {
@@ -152,7 +152,7 @@ fn after_a_step_that_is_not_finite_nothing_changes() {
         let (weights, counts) = state(&engine, &active);
         assert!(weights == after.0, "{way:?}");
         // With the other ways the state of a failed run is not saved.
-        if way.0 == Gradients::Keep {
+        if way.0 == GradientStorage::Keep {
             assert_eq!(counts, after.1);
         }
     }

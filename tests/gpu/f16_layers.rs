@@ -7,15 +7,15 @@ use crate::train::{close, number};
 use candle_core::{DType, Device, Tensor};
 use ft::data::Batch;
 use ft::data::batch::Example;
-use ft::engine::sinks::Collect;
-use ft::engine::{Active, Pass};
+use ft::engine::sinks::CollectGradients;
+use ft::engine::{ActiveSet, GradientPass};
 use ft::formats::Config;
 use ft::generate::{Answer, GenerateSettings, answer};
 use ft::model::{Network, families};
 use ft::ops::step_stats::StepStats;
 use ft::ops::{Dtype, linear, rms_norm, short_conv, update};
 use ft::sft::CausalLm;
-use ft::source::Resident;
+use ft::source::ResidentWeights;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use tempfile::TempDir;
@@ -46,7 +46,7 @@ const LOSS_SCALE: f64 = 1024.0;
 fn open(family: &str, dtype: Dtype, device: &Device) -> Network {
     let spec = families::read(&Config::load(&golden(family)).unwrap()).unwrap();
     let seed = if family == "gpt_oss" { 9 } else { 7 };
-    let source = Resident::random(spec.params(), seed, 0.1, 0.8, dtype, device).unwrap();
+    let source = ResidentWeights::random(spec.params(), seed, 0.1, 0.8, dtype, device).unwrap();
     Network::new(spec, Arc::new(source), device.clone())
 }
 
@@ -60,8 +60,8 @@ fn batch() -> Batch {
 
 /// The loss, and the gradient of every parameter without the factor of the loss scale.
 fn loss_and_gradients(network: &Network, scale: f64) -> (f64, BTreeMap<String, Tensor>) {
-    let active = Active::new(network.spec.params().into_iter().map(|p| p.name.to_string()));
-    let mut sink = Collect {
+    let active = ActiveSet::new(network.spec.params().into_iter().map(|p| p.name.to_string()));
+    let mut sink = CollectGradients {
         active: &active,
         gradients: BTreeMap::new(),
     };
@@ -69,9 +69,9 @@ fn loss_and_gradients(network: &Network, scale: f64) -> (f64, BTreeMap<String, T
         CausalLm::new(network.spec.vocab),
         StepStats::new(&network.device).unwrap(),
     );
-    let pass = Pass {
+    let pass = GradientPass {
         loss_scale: scale,
-        ..Pass::new(network, &objective, &active, &stats)
+        ..GradientPass::new(network, &objective, &active, &stats)
     };
     let totals = pass.window(&[batch()], &mut sink).unwrap();
     for gradient in sink.gradients.values() {

@@ -4,7 +4,7 @@
 use crate::support::{gpu, short};
 use crate::train::{close, ft, number};
 use candle_core::Device;
-use ft::generate::{GenerateSettings, KvDtype, Limits, Request, answer};
+use ft::generate::{GenerateLimits, GenerateSettings, KvDtype, Request, answer};
 use ft::hf;
 use ft::ops::Dtype;
 use serde_json::Value;
@@ -230,9 +230,9 @@ fn greedy_answers_are_those_of_the_cpu() {
         {
             let settings = GenerateSettings {
                 max_new_tokens: 8,
-                limits: Limits {
+                limits: GenerateLimits {
                     kv_cache,
-                    ..Limits::default()
+                    ..GenerateLimits::default()
                 },
                 ..GenerateSettings::default()
             };

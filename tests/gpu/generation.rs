@@ -3,17 +3,19 @@
 use crate::support::{Gpu, KINDS, assert_close, assert_same_bits, flat, gpu, short};
 use candle_core::{DType, Device, Tensor};
 use ft::formats::Config;
-use ft::generate::{Answer, Formats, GenerateSettings, KvDtype, Limits, QuantizedCopy, Request, SampledModel, answer};
+use ft::generate::{
+    Answer, CopyFormats, GenerateLimits, GenerateSettings, KvDtype, QuantizedCopy, Request, SampledModel, answer,
+};
 use ft::hf;
 use ft::model::{Network, families};
 use ft::ops::attention;
 use ft::ops::device::memory;
 use ft::ops::kv_block::{KvBlock, KvDocument, KvPart, KvStep};
-use ft::ops::paged::{self, Document, PAGE, Page, PageForm};
+use ft::ops::paged::{self, PAGE, Page, PageForm, PagedDocument};
 use ft::ops::sample;
 use ft::quant::Format;
 use ft::recipe::Dtype;
-use ft::source::Resident;
+use ft::source::ResidentWeights;
 use serde_json::json;
 use std::path::Path;
 use std::sync::Arc;
@@ -37,9 +39,9 @@ fn requests() -> Vec<Request> {
 fn answers<'a>(model: impl Into<SampledModel<'a>>, kv_cache: Option<KvDtype>) -> Vec<Answer> {
     let settings = GenerateSettings {
         max_new_tokens: if short() { 6 } else { 20 },
-        limits: Limits {
+        limits: GenerateLimits {
             kv_cache,
-            ..Limits::default()
+            ..GenerateLimits::default()
         },
         ..GenerateSettings::default()
     };
@@ -174,7 +176,7 @@ fn shared_keys(dtype: Dtype, device: &Device) -> Network {
     });
     let config = Config::from_map(config.as_object().unwrap().clone(), Path::new("config.json"));
     let spec = families::read(&config).unwrap();
-    let source = Resident::random(spec.params(), 5, 0.1, 0.8, dtype, device).unwrap();
+    let source = ResidentWeights::random(spec.params(), 5, 0.1, 0.8, dtype, device).unwrap();
     Network::new(spec, Arc::new(source), device.clone())
 }
 
@@ -222,7 +224,7 @@ fn quantized_copies_answer_as_on_the_cpu() {
     for (dtype, most) in [(Dtype::F32, 1e-4), (Dtype::Bf16, 0.25)] {
         let (here, there) = (network(dtype, &Device::Cpu), network(dtype, &gpu.device));
         for format in formats.into_iter().take(if short() { 2 } else { 3 }) {
-            let copy = |network| QuantizedCopy::new(network, Formats::of(format)).unwrap();
+            let copy = |network| QuantizedCopy::new(network, CopyFormats::of(format)).unwrap();
             let (here, mut copied) = (copy(&here), copy(&there));
             assert_eq!(here.bytes(), copied.bytes());
             let want = answers(&here, None);
@@ -464,7 +466,7 @@ fn one(
                 part(text.own + text.new - tokens, further),
             ],
         });
-        on_cpu.push(Document {
+        on_cpu.push(PagedDocument {
             queries,
             pages: common_pages.iter().chain(own).collect(),
         });

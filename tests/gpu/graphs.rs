@@ -5,7 +5,8 @@ use crate::families::model;
 use crate::support::{gpu, short};
 use candle_core::Device;
 use ft::generate::{
-    Answer, Formats, GenerateSettings, KvDtype, Limits, QuantizedCopy, Request, SampledModel, Session, answer,
+    Answer, CopyFormats, GenerateLimits, GenerateSettings, KvDtype, QuantizedCopy, Request, SampledModel, Session,
+    answer,
 };
 use ft::hf;
 use ft::model::Network;
@@ -63,12 +64,12 @@ fn settings(kv_cache: Option<KvDtype>, temperature: f32) -> GenerateSettings {
         max_new_tokens: if short() { 9 } else { 24 },
         temperature,
         seed: 3,
-        limits: Limits {
+        limits: GenerateLimits {
             kv_cache,
             // Rows that end are replaced.
             rows: 2,
             graphs_after: Some(2),
-            ..Limits::default()
+            ..GenerateLimits::default()
         },
         ..GenerateSettings::default()
     }
@@ -120,11 +121,11 @@ fn a_graph_is_captured_again_when_the_lists_grow() {
     for (after, graphs) in [(1, 7), (3, 2)] {
         let settings = GenerateSettings {
             max_new_tokens: 9,
-            limits: Limits {
+            limits: GenerateLimits {
                 rows: 9,
                 share_prefixes: false,
                 graphs_after: Some(after),
-                ..Limits::default()
+                ..GenerateLimits::default()
             },
             ..settings(None, 0.8)
         };
@@ -179,9 +180,9 @@ fn a_text_that_outgrows_its_block_is_that_without_graphs() {
         for turn in 0..3 {
             let settings = GenerateSettings {
                 max_new_tokens: 12,
-                limits: Limits {
+                limits: GenerateLimits {
                     graphs_after,
-                    ..Limits::default()
+                    ..GenerateLimits::default()
                 },
                 ..GenerateSettings::default()
             };
@@ -243,7 +244,7 @@ fn quantized_copies_and_adapters_answer_as_without_graphs() {
         Format::Nf4 { double: true },
     ] {
         let network = network(Dtype::Bf16, &gpu.device);
-        let copy = QuantizedCopy::new(&network, Formats::of(format)).unwrap();
+        let copy = QuantizedCopy::new(&network, CopyFormats::of(format)).unwrap();
         let (_, steps) = same(&copy, &requests(251), &settings(None, 0.8), &format.to_string());
         assert!(steps > 0, "{format}");
     }

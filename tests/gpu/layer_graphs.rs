@@ -5,7 +5,7 @@ use crate::families::{compare_runs, model};
 use crate::support::{gpu, short};
 use candle_core::Device;
 use ft::data::{Batch, Example};
-use ft::engine::{Active, Engine, Gradients, StepStrategy};
+use ft::engine::{ActiveSet, Engine, GradientStorage, StepStrategy};
 use ft::hf;
 use ft::model::{TrainableNetwork, families, shapes};
 use ft::ops::{Dtype, graph, oracle, update};
@@ -13,7 +13,7 @@ use ft::optim::Optimizer;
 use ft::optim::config::OptimizerConfig;
 use ft::peft::LoraConfig;
 use ft::sft::CausalLm;
-use ft::source::Resident;
+use ft::source::ResidentWeights;
 use serde_json::Value;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -32,11 +32,11 @@ enum Tuning {
 }
 
 /// A model of equal layers.
-fn engine(device: &Device, dtype: Dtype, tuning: Tuning, strategy: StepStrategy) -> (Engine, Active) {
+fn engine(device: &Device, dtype: Dtype, tuning: Tuning, strategy: StepStrategy) -> (Engine, ActiveSet) {
     let mut spec = families::read(&shapes::config("shape:tiny").unwrap().unwrap()).unwrap();
     spec.layers = vec![spec.layers[0]; LAYERS];
     let (params, vocab) = (spec.params(), spec.vocab);
-    let source = Resident::random(params.clone(), 1, 0.02, 1.0, dtype, device).unwrap();
+    let source = ResidentWeights::random(params.clone(), 1, 0.02, 1.0, dtype, device).unwrap();
     let mut model = TrainableNetwork::new(spec, Arc::new(source), device.clone());
     let names: Vec<String> = match tuning {
         Tuning::Full => params.iter().map(|p| p.name.to_string()).collect(),
@@ -57,7 +57,7 @@ fn engine(device: &Device, dtype: Dtype, tuning: Tuning, strategy: StepStrategy)
             parts.iter().map(|p| p.name.to_string()).collect()
         }
     };
-    let active = Active::new(names);
+    let active = ActiveSet::new(names);
     let optimizer = Optimizer::new(OptimizerConfig::default());
     let engine = Engine::new(model, Box::new(CausalLm::new(vocab)), optimizer, strategy, &active).unwrap();
     (engine, active)
@@ -113,16 +113,16 @@ fn training_has_the_bits_of_training_without() {
     for dtype in [Dtype::Bf16, Dtype::F32] {
         for (tuning, gradients, clip, micro_batches, launches) in [
             // The lowest layer needs no gradient of its input, and is not recorded backward.
-            (Tuning::Lora, Gradients::Keep, 0.5, 1, 27 + 22),
+            (Tuning::Lora, GradientStorage::Keep, 0.5, 1, 27 + 22),
             // The second micro-batch has the lengths of the first.
-            (Tuning::Lora, Gradients::Keep, 0.5, 2, 57 + 47),
-            (Tuning::Full, Gradients::Keep, 0.5, 1, 27 + 27),
-            (Tuning::Full, Gradients::Keep, 0.5, 2, 57 + 57),
-            (Tuning::Full, Gradients::Fused, 0.0, 1, 27 + 27),
+            (Tuning::Lora, GradientStorage::Keep, 0.5, 2, 57 + 47),
+            (Tuning::Full, GradientStorage::Keep, 0.5, 1, 27 + 27),
+            (Tuning::Full, GradientStorage::Keep, 0.5, 2, 57 + 57),
+            (Tuning::Full, GradientStorage::Fused, 0.0, 1, 27 + 27),
             // Two passes.
-            (Tuning::Full, Gradients::NormFirst, 0.5, 1, 57 + 57),
+            (Tuning::Full, GradientStorage::NormFirst, 0.5, 1, 57 + 57),
             // Four layers above the active one need the gradient of their input only.
-            (Tuning::Layer, Gradients::Keep, 0.5, 1, 27 + 17),
+            (Tuning::Layer, GradientStorage::Keep, 0.5, 1, 27 + 17),
         ] {
             let what = format!("{dtype:?} {tuning:?} {gradients:?} {micro_batches}");
             // A slow device has one case in f32.

@@ -7,7 +7,7 @@ use ft::ops::expert_pairs::{self, JoinedPair, Members};
 use ft::ops::grouped::{self, GroupWeight};
 use ft::ops::latent::LatentHeads;
 use ft::ops::quantized::TILE;
-use ft::ops::rope::Pairing;
+use ft::ops::rope::RopePairing;
 use ft::ops::routing::{self, ExpertGroups, GroupScore, RouterSpec, Routing, Score};
 use ft::ops::{altup, linear, sparse_gate};
 use ft::quant::{Format, Weight, quantize};
@@ -459,9 +459,9 @@ fn heads_of_latent_attention_match_the_cpu() {
     let Some(gpu) = gpu() else { return };
     for (dtype, tolerance) in KINDS {
         for (n, heads, plain, rotary, value, pairing) in [
-            (5, 3, 8, 4, 6, Pairing::Neighbors),
-            (33, 2, 4, 6, 16, Pairing::Halves),
-            (2, 16, 128, 64, 128, Pairing::Neighbors),
+            (5, 3, 8, 4, 6, RopePairing::Neighbors),
+            (33, 2, 4, 6, 16, RopePairing::Halves),
+            (2, 16, 128, 64, 128, RopePairing::Neighbors),
         ] {
             let h = LatentHeads {
                 heads,

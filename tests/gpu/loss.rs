@@ -3,7 +3,7 @@
 use crate::support::{KINDS, Pair, assert_close, assert_same_bits, gpu, short};
 use candle_core::{DType, Device, Tensor};
 use ft::data::IGNORE;
-use ft::ops::cross_entropy::{self, CrossEntropyOptions, CrossEntropyOutput, PIECE, Pieces};
+use ft::ops::cross_entropy::{self, CrossEntropyOptions, CrossEntropyOutput, OutputPieces, PIECE};
 use ft::ops::step_stats::{StepStats, StepSums};
 
 const SHAPES: [(usize, usize, usize); 4] = [(1, 8, 5), (11, 16, 37), (70, 40, 300), (130, 128, 5003)];
@@ -171,7 +171,7 @@ fn a_head_in_parts_and_entropies_match_the_cpu() {
                         smoothing: if weights.is_some() { 0.1 } else { 0.0 },
                     };
                     let (want, want_sums) = run(&h.cpu, &head.weight(), targets, &options);
-                    let parts = Pieces {
+                    let parts = OutputPieces {
                         rows: v,
                         width: d,
                         rows_of_part,

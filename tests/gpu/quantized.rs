@@ -62,7 +62,7 @@ fn products_with_codes_match_the_cpu() {
 
 /// Weights larger than the dequantization buffer, in both directions.
 #[test]
-fn large_weights_are_decoded_block_by_block() {
+fn large_weights_are_dequantized_block_by_block() {
     let Some(gpu) = gpu() else { return };
     let format = Format::Nf4 { double: true };
     for (o, i) in [(18_000, 2080), (2080, 18_000)] {
@@ -91,8 +91,8 @@ fn rows_are_bit_equal() {
 #[test]
 fn activations_of_another_type_are_met_by_a_cast() {
     let Some(gpu) = gpu() else { return };
-    for (activations, decoded) in [(DType::F32, DType::BF16), (DType::BF16, DType::F32)] {
-        let (there, here) = weights(&gpu, (40, 128), Format::Int8 { group: 0 }, decoded);
+    for (activations, dequantized_dtype) in [(DType::F32, DType::BF16), (DType::BF16, DType::F32)] {
+        let (there, here) = weights(&gpu, (40, 128), Format::Int8 { group: 0 }, dequantized_dtype);
         for n in [2, 33] {
             let (x, dy) = (
                 gpu.random((n, 128), activations, 1),

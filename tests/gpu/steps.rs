@@ -4,17 +4,17 @@ use crate::support::{Gpu, flat, gpu};
 use candle_core::{DType, Device, Tensor};
 use ft::base::rng::{Permutation, Rng, Stream};
 use ft::ops::index_subset::{self, IndexSubset};
-use ft::ops::step::{self, FoundInf, Moment, ParameterStep, Precision, Rule};
+use ft::ops::step::{self, FoundInf, Moment, ParameterStep, Precision, UpdateRule};
 
-const RULES: [Rule; 5] = [
-    Rule::Adamw {
+const RULES: [UpdateRule; 5] = [
+    UpdateRule::Adamw {
         betas: [0.9, 0.999],
         eps: 1e-8,
     },
-    Rule::Sgd { momentum: 0.9 },
-    Rule::Sgd { momentum: 0.0 },
-    Rule::Lion { betas: [0.9, 0.99] },
-    Rule::Sign,
+    UpdateRule::Sgd { momentum: 0.9 },
+    UpdateRule::Sgd { momentum: 0.0 },
+    UpdateRule::Lion { betas: [0.9, 0.99] },
+    UpdateRule::Sign,
 ];
 
 #[derive(Clone, Copy, PartialEq)]
@@ -35,7 +35,7 @@ struct Parameter {
 }
 
 impl Parameter {
-    fn new(gpu: &Gpu, n: usize, form: Form, rule: Rule, int8: bool, device: &Device) -> Self {
+    fn new(gpu: &Gpu, n: usize, form: Form, rule: UpdateRule, int8: bool, device: &Device) -> Self {
         let values = flat(&gpu.random(n, DType::F32, n as u64).cpu);
         let there = |t: Tensor| t.to_device(device).unwrap();
         let (weight, low) = match form {
@@ -49,9 +49,9 @@ impl Parameter {
         };
         let moment = |there: bool| there.then(|| Moment::zeros(n, int8 && n >= 4096, device).unwrap());
         let (first, second) = match rule {
-            Rule::Adamw { .. } => (true, true),
-            Rule::Sgd { momentum } => (momentum != 0.0, false),
-            Rule::Lion { .. } => (true, false),
+            UpdateRule::Adamw { .. } => (true, true),
+            UpdateRule::Sgd { momentum } => (momentum != 0.0, false),
+            UpdateRule::Lion { .. } => (true, false),
             _ => (false, false),
         };
         Self {
@@ -123,7 +123,7 @@ impl Parameter {
     }
 }
 
-fn parameters(gpu: &Gpu, rule: Rule, int8: bool, device: &Device) -> Vec<Parameter> {
+fn parameters(gpu: &Gpu, rule: UpdateRule, int8: bool, device: &Device) -> Vec<Parameter> {
     let list = [
         (1, Form::Whole),
         (1003, Form::Master),
@@ -136,7 +136,7 @@ fn parameters(gpu: &Gpu, rule: Rule, int8: bool, device: &Device) -> Vec<Paramet
         .into()
 }
 
-fn run(rule: Rule, parameters: &[Parameter], steps: u64, coefficient: f32, gate: FoundInf) {
+fn run(rule: UpdateRule, parameters: &[Parameter], steps: u64, coefficient: f32, gate: FoundInf) {
     for k in 1..=steps {
         // Two groups: with and without weight decay.
         let items: Vec<ParameterStep> = parameters
@@ -253,7 +253,7 @@ fn parts_are_those_of_the_cpu() {
 
 /// A matrix with Adafactor, or a vector if it has one row.
 fn factored(gpu: &Gpu, (r, c): (usize, usize), form: Form, device: &Device) -> Parameter {
-    let mut p = Parameter::new(gpu, r * c, form, Rule::Adafactor, false, device);
+    let mut p = Parameter::new(gpu, r * c, form, UpdateRule::Adafactor, false, device);
     if r > 1 {
         for t in [&mut p.weight, &mut p.gradient] {
             *t = t.reshape((r, c)).unwrap();
@@ -274,7 +274,7 @@ fn adafactor_does_what_it_does_on_the_cpu() {
             let before = flat(&here.weight);
             for p in [&here, &there] {
                 for k in 1..=3 {
-                    step::step(Rule::Adafactor, &[p.item(0.1, k)], 0.7).unwrap();
+                    step::step(UpdateRule::Adafactor, &[p.item(0.1, k)], 0.7).unwrap();
                 }
             }
             let exact = |p: &Parameter| match form {
@@ -303,7 +303,7 @@ fn adafactor_does_what_it_does_on_the_cpu() {
                 finite: Some(&bad),
                 ..FoundInf::default()
             };
-            step::step_gated(Rule::Adafactor, &[there.item(0.1, 4)], 0.7, gate).unwrap();
+            step::step_gated(UpdateRule::Adafactor, &[there.item(0.1, 4)], 0.7, gate).unwrap();
             assert!(there.values() == values);
         }
     }

@@ -71,7 +71,7 @@ pub fn formats() -> Vec<Format> {
 
 /// A weight `[O, I]` of a format, dequantized to the type of the activations. Codes and scales of other tools are random.
 pub fn quantized((o, i): (usize, usize), format: Format, activations: DType, seed: u64) -> QMatrix {
-    let decoded = match activations {
+    let dequantized_dtype = match activations {
         DType::F16 => Dtype::F16,
         DType::BF16 => Dtype::Bf16,
         _ => Dtype::F32,
@@ -81,7 +81,7 @@ pub fn quantized((o, i): (usize, usize), format: Format, activations: DType, see
         all.to_vec1().unwrap()
     };
     if !format.is_read_only() {
-        return quantize(&numbers(o * i, seed), (o, i), format, decoded).unwrap();
+        return quantize(&numbers(o * i, seed), (o, i), format, dequantized_dtype).unwrap();
     }
     let sizes = format.parts(o, i);
     let part = |name: &str| {
@@ -125,7 +125,7 @@ pub fn quantized((o, i): (usize, usize), format: Format, activations: DType, see
                 .collect(),
         }
     };
-    QMatrix::from_parts(format, (o, i), decoded, |name| Ok(part(name))).unwrap()
+    QMatrix::from_parts(format, (o, i), dequantized_dtype, |name| Ok(part(name))).unwrap()
 }
 
 /// One tensor on both devices with the same values: f32 on the CPU, the requested type on the GPU.

@@ -9,7 +9,9 @@ use ft::ops::oracle::random;
 use ft::ops::transfer::{Copier, HostMemory};
 use ft::ops::update;
 use ft::source::disk::{DiskOptions, write_random};
-use ft::source::{Disk, Group, ParamInfo, Resident, StoragePolicy, Sublayer, Uploaded, WeightSource};
+use ft::source::{
+    DiskWeights, Group, ParamInfo, ResidentWeights, StoragePolicy, Sublayer, UploadedWeights, WeightSource,
+};
 use std::sync::Arc;
 
 /// Elements of a tensor that is page-locked, and of one that is too small for it.
@@ -168,9 +170,9 @@ fn layers_of_the_disk_arrive_whole() {
         head: "head".into(),
         head_rows: Some(PIECE),
     };
-    let disk = Disk::open(params.clone(), Weights::open_file(&file).unwrap(), options).unwrap();
-    let there = Uploaded::new(Arc::new(disk), "head", HostMemory::Reused, &gpu.device).unwrap();
-    let here = Resident::random(params, 7, 0.5, 1.0, Dtype::F32, &Device::Cpu).unwrap();
+    let disk = DiskWeights::open(params.clone(), Weights::open_file(&file).unwrap(), options).unwrap();
+    let there = UploadedWeights::new(Arc::new(disk), "head", HostMemory::Reused, &gpu.device).unwrap();
+    let here = ResidentWeights::random(params, 7, 0.5, 1.0, Dtype::F32, &Device::Cpu).unwrap();
     let (mut layers, mut pieces) = (Vec::new(), Vec::new());
     for _ in 0..2 {
         for l in (0..LAYERS).chain((0..LAYERS).rev()) {

@@ -14,7 +14,7 @@ use ft::model::spec::{
 };
 use ft::model::{GradSink, Layer, Network, Param, Spec, families, shapes};
 use ft::ops::Dtype;
-use ft::source::{Resident, StoragePolicy};
+use ft::source::{ResidentWeights, StoragePolicy};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
@@ -177,7 +177,7 @@ fn measured<R>(f: impl FnOnce() -> R) -> (R, u64, u64) {
 /// Measured and stated bytes: of the forward pass, the saving forward pass, the saved activations with the output, the
 /// backward pass with saved activations, and the backward pass that recomputes them.
 fn compare(spec: &Spec, mlp_tokens: Option<usize>) -> [(u64, u64); 5] {
-    let source = Resident::random(spec.params(), 1, 0.02, 0.9, Dtype::F32, &Device::Cpu).unwrap();
+    let source = ResidentWeights::random(spec.params(), 1, 0.02, 0.9, Dtype::F32, &Device::Cpu).unwrap();
     let mut network = Network::new(spec.clone(), Arc::new(source), Device::Cpu);
     network.mlp_tokens = mlp_tokens;
     let positions: Vec<u32> = (0..TOKENS as u32).map(|t| t % 256).collect();

@@ -186,11 +186,11 @@ fn open_all(dir: &Path) -> usize {
         }
     };
     let gguf = |path: &Path| {
-        if let Ok(file) = gguf::Reader::open(path) {
+        if let Ok(file) = gguf::GgufReader::open(path) {
             file.tensors.iter().for_each(|t| drop(file.bytes(&t.name)));
         }
     };
-    let of_run = |path: &Path| drop(history::Record::read(path.parent().unwrap()));
+    let of_run = |path: &Path| drop(history::RunRecord::read(path.parent().unwrap()));
     let targets: [Target; 20] = [
         ("one.safetensors", &|path| {
             if let Ok(weights) = Weights::open_file(path) {

@@ -5,7 +5,7 @@ use crate::{RESULT, case, passes};
 use candle_core::Device;
 use ft::base::rng::{Rng, Stream};
 use ft::data::{Batch, Example};
-use ft::engine::{Active, Engine, Gradients, StepStrategy};
+use ft::engine::{ActiveSet, Engine, GradientStorage, StepStrategy};
 use ft::formats::weights::Weights;
 use ft::model::rope::Rope;
 use ft::model::spec::{DeltaNetSpec, LayerSpec, Mixer, ModuleNames, NormNames, QkNorm, Spec};
@@ -13,17 +13,17 @@ use ft::model::{Adapters, TrainableNetwork};
 use ft::ops::CpuBackend;
 use ft::ops::cross_entropy::PIECE;
 use ft::ops::glu::Activation;
-use ft::ops::prepacked::Orders;
-use ft::ops::rope::Pairing;
+use ft::ops::prepacked::PrepackedProducts;
+use ft::ops::rope::RopePairing;
 use ft::optim::Optimizer;
-use ft::peft::{Adapter, Cost, Lora, Mask, lora};
-use ft::plan::{self, Inputs};
+use ft::peft::{Adapter, AdapterCost, DropoutMask, Lora, lora};
+use ft::plan::{self, PlanInputs};
 use ft::recipe::{self, Dtype, Method, Recipe};
 use ft::setup::ActivePeriod;
-use ft::setup::row_sizes::Evaluation;
+use ft::setup::row_sizes::EvaluationSize;
 use ft::sft::CausalLm;
 use ft::source::Placement;
-use ft::source::{Disk, PackedCopies, ParamInfo, Resident, StoragePolicy, TrainableStore, disk};
+use ft::source::{DiskWeights, PackedCopies, ParamInfo, ResidentWeights, StoragePolicy, TrainableStore, disk};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
@@ -189,7 +189,7 @@ fn spec(s: &Shape) -> Spec {
         embedding_scale: 1.0,
         noise_scale: 1.0,
         residual_scale: 1.0,
-        pairing: Pairing::Halves,
+        pairing: RopePairing::Halves,
         tied: s.rich,
         padding: None,
         layers,
@@ -254,7 +254,7 @@ impl Way {
         let packed = matches!(self, Way::LoraPacked | Way::LowestPacked) && CpuBackend::Avx512.available();
         let ranks = spec.sites().into_iter().map(|s| (format!("{}.weight", s.module), 8));
         packed.then(|| PackedCopies {
-            orders: Orders::Both,
+            orders: PrepackedProducts::Both,
             head: Some(spec.head_name().to_string()),
             ranks: Arc::new(ranks.collect()),
         })
@@ -279,13 +279,13 @@ pub fn adapters(spec: &Spec, rank: usize) -> Adapters {
     sites
         .map(|(i, site)| {
             let (a, b) = lora::fresh(rank, site.input, site.output, false, 1, i as u64).unwrap();
-            let adapter = Adapter::Lora(Lora::new(&site.module, (a, b), 2.0, Mask::default()));
+            let adapter = Adapter::Lora(Lora::new(&site.module, (a, b), 2.0, DropoutMask::default()));
             (site.module, Arc::new(adapter))
         })
         .collect()
 }
 
-fn active(way: Way, spec: &Spec) -> Active {
+fn active(way: Way, spec: &Spec) -> ActiveSet {
     let names = |wanted: &dyn Fn(&str) -> bool| {
         let params = spec.params();
         let names: Vec<String> = params
@@ -293,14 +293,14 @@ fn active(way: Way, spec: &Spec) -> Active {
             .map(|p| p.name.to_string())
             .filter(|n| wanted(n))
             .collect();
-        Active::new(names)
+        ActiveSet::new(names)
     };
     let layer = |l: usize| names(&|n: &str| n.starts_with(&format!("model.layers.{l}.")));
     match (way, way.method()) {
         (_, "full") => names(&|_| true),
         (Way::TopLayer, _) => layer(spec.layers.len() - 1),
         (_, "block") => layer(0),
-        _ => Active::new(
+        _ => ActiveSet::new(
             spec.sites()
                 .iter()
                 .flat_map(|s| ["A", "B"].map(|side| format!("{}.lora_{side}.weight", s.module))),
@@ -325,7 +325,7 @@ fn batches(s: &Shape) -> Vec<Batch> {
 fn store(spec: &Spec, storage: &StoragePolicy, dtype: Dtype, place: Placement, dir: &Path) -> Arc<dyn TrainableStore> {
     let Placement::Disk { head_rows } = place else {
         let stored = |p: &ParamInfo| storage.of(p);
-        return Arc::new(Resident::random_stored(spec.params(), 3, 0.02, 1.0, stored, &Device::Cpu).unwrap());
+        return Arc::new(ResidentWeights::random_stored(spec.params(), 3, 0.02, 1.0, stored, &Device::Cpu).unwrap());
     };
     let file = dir.join("model.safetensors");
     disk::write_random(&file, &spec.params(), 3, 0.02, 1.0, dtype).unwrap();
@@ -338,7 +338,7 @@ fn store(spec: &Spec, storage: &StoragePolicy, dtype: Dtype, place: Placement, d
         head: spec.head_name().into(),
         head_rows,
     };
-    Arc::new(Disk::open(spec.params(), Weights::open_file(&file).unwrap(), options).unwrap())
+    Arc::new(DiskWeights::open(spec.params(), Weights::open_file(&file).unwrap(), options).unwrap())
 }
 
 /// Most bytes out during an optimizer step beyond the `before` of the program's start, and the forecast of it.
@@ -358,10 +358,10 @@ fn measure(s: &Shape, way: Way, dtype: Dtype, place: Placement, before: usize) -
     if recipe.tune.method == Method::Lora {
         network.adapters = adapters(&spec, 8);
     }
-    let costs: BTreeMap<String, Cost> = network.adapters.iter().map(|(m, a)| (m.clone(), a.cost())).collect();
+    let costs: BTreeMap<String, AdapterCost> = network.adapters.iter().map(|(m, a)| (m.clone(), a.cost())).collect();
     let gradients = match way {
-        Way::FullFused | Way::FullPieces => Gradients::Fused,
-        _ => Gradients::Keep,
+        Way::FullFused | Way::FullPieces => GradientStorage::Fused,
+        _ => GradientStorage::Keep,
     };
     let keep = match way {
         Way::FullKeep | Way::LoraKeep | Way::LoraKeepPieces => s.layers - 1,
@@ -388,7 +388,7 @@ fn measure(s: &Shape, way: Way, dtype: Dtype, place: Placement, before: usize) -
     MOST.store(LIVE.load(Relaxed), Relaxed);
     engine.step(2, &batches, &active, 1e-3).unwrap();
     let most = MOST.load(Relaxed) - before;
-    let inputs = Inputs {
+    let inputs = PlanInputs {
         tokens: s.rows * s.length,
         longest: s.length,
         documents: s.rows,
@@ -399,7 +399,7 @@ fn measure(s: &Shape, way: Way, dtype: Dtype, place: Placement, before: usize) -
         on_gpu: false,
         gpu_rates: &ft::plan::gpu_time::GPUS[0],
         turns: [ActivePeriod::alone(active)].into(),
-        evaluation: Evaluation::default(),
+        evaluation: EvaluationSize::default(),
         teacher: None,
         judges: Arc::default(),
         reference: false,

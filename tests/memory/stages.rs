@@ -14,7 +14,7 @@ use ft::model::families;
 use ft::recipe::{self, Dtype};
 use ft::source::disk;
 use ft::train::teacher_cache::cache;
-use ft::train::{Options, Resume, train};
+use ft::train::{Resume, TrainOptions, train};
 use serde_json::{Value, json};
 use std::fs;
 use std::path::Path;
@@ -148,7 +148,7 @@ fn measure(case: &Case, dir: &Path) -> Value {
     std::env::set_current_dir(dir).unwrap();
     let loaded = recipe_of(case, dir, case.settings);
     let before = LIVE.load(Relaxed);
-    let outcome = train(&loaded, &Options::default()).unwrap();
+    let outcome = train(&loaded, &TrainOptions::default()).unwrap();
     let process = outcome.plan.lines.iter().find(|l| l.key == "process").unwrap().bytes;
     json!({
         "forecast": outcome.plan.peak_bytes,
@@ -257,7 +257,10 @@ fn above_the_budget() {
         // Every page is written to, so that it is there.
         vec![1u8; 500 << 20]
     });
-    let error = train(&budgeted(&[]), &Options::default()).err().unwrap().to_string();
+    let error = train(&budgeted(&[]), &TrainOptions::default())
+        .err()
+        .unwrap()
+        .to_string();
     assert!(taken.join().unwrap().iter().all(|b| *b == 1));
     for word in [
         "memory than its budget",
@@ -283,9 +286,9 @@ fn below_the_next_budget() {
         panic!("{case}")
     };
     std::env::set_current_dir(dir).unwrap();
-    let resume = Options {
+    let resume = TrainOptions {
         resume: Resume::Newest,
-        ..Options::default()
+        ..TrainOptions::default()
     };
     let settings = [format!("memory.budget={budget}"), format!("train.max_steps={steps}")];
     let outcome = train(&budgeted(&settings.each_ref().map(|s| &s[..])), &resume).unwrap();

@@ -10,19 +10,19 @@ use candle_core::Device;
 use ft::base::rng::{Rng, Stream};
 use ft::base::{allocator, memory};
 use ft::data::{Batch, Example};
-use ft::engine::{Active, Ema, Engine, StepStrategy};
+use ft::engine::{ActiveSet, Ema, Engine, StepStrategy};
 use ft::formats::config::Config;
 use ft::formats::weights::Weights;
 use ft::model::spec::Spec;
 use ft::model::{TrainableNetwork, families, shapes};
 use ft::ops::cross_entropy::PIECE;
 use ft::optim::Optimizer;
-use ft::plan::{self, Inputs, Model, Plan};
+use ft::plan::{self, Plan, PlanInputs, PlanModel};
 use ft::recipe::{self, Dtype, Recipe};
-use ft::setup::row_sizes::Evaluation;
+use ft::setup::row_sizes::EvaluationSize;
 use ft::sft::CausalLm;
 use ft::source::Placement;
-use ft::source::{Disk, ParamInfo, Resident, StoragePolicy, TrainableStore, disk, resident};
+use ft::source::{DiskWeights, ParamInfo, ResidentWeights, StoragePolicy, TrainableStore, disk, resident};
 use serde_json::{Value, json};
 use std::path::Path;
 use std::sync::Arc;
@@ -91,7 +91,7 @@ fn place(case: &Case) -> Placement {
 fn store(case: &Case, spec: &Spec, storage: &StoragePolicy, file: &Path) -> Arc<dyn TrainableStore> {
     let (params, weights) = (spec.params(), Weights::open_file(file).unwrap());
     let Placement::Disk { head_rows } = place(case) else {
-        let source = Resident::load(params, &weights, |p: &ParamInfo| storage.of(p), &Device::Cpu).unwrap();
+        let source = ResidentWeights::load(params, &weights, |p: &ParamInfo| storage.of(p), &Device::Cpu).unwrap();
         return Arc::new(source.with_originals(move |p, dtype| resident::read_dense(&weights, p, dtype, &Device::Cpu)));
     };
     let dir = file.parent().unwrap();
@@ -104,7 +104,7 @@ fn store(case: &Case, spec: &Spec, storage: &StoragePolicy, file: &Path) -> Arc<
         head: spec.head_name().into(),
         head_rows,
     };
-    Arc::new(Disk::open(params, weights, options).unwrap())
+    Arc::new(DiskWeights::open(params, weights, options).unwrap())
 }
 
 /// Loads, trains every active set for a step, the lowest last and twice; in a process of its own.
@@ -117,16 +117,16 @@ fn measure(case: &Case, file: &Path) -> Value {
     let params = spec.params();
     let layer = |l: usize| {
         let names = params.iter().map(|p| p.name.to_string());
-        Active::new(
+        ActiveSet::new(
             names
                 .filter(|n| n.starts_with(&format!("model.layers.{l}.")))
                 .collect::<Vec<_>>(),
         )
     };
     let lora = case.method == "lora";
-    let active: Vec<Active> = if lora {
+    let active: Vec<ActiveSet> = if lora {
         let names = spec.sites().into_iter();
-        vec![Active::new(names.flat_map(|s| {
+        vec![ActiveSet::new(names.flat_map(|s| {
             ["A", "B"].map(|side| format!("{}.lora_{side}.weight", s.module))
         }))]
     } else {
@@ -152,7 +152,7 @@ fn measure(case: &Case, file: &Path) -> Value {
         ..StepStrategy::new(Dtype::Bf16)
     };
     let costs = plan::costs(&network.adapters);
-    let inputs = Inputs {
+    let inputs = PlanInputs {
         teacher: None,
         judges: Arc::default(),
         reference: false,
@@ -166,8 +166,8 @@ fn measure(case: &Case, file: &Path) -> Value {
         element: 4,
         on_gpu: false,
         gpu_rates: &ft::plan::gpu_time::GPUS[0],
-        turns: plan::turns_of(&Model::new(&spec, &storage, &costs), &storage, active.clone()).into(),
-        evaluation: Evaluation::default(),
+        turns: plan::turns_of(&PlanModel::new(&spec, &storage, &costs), &storage, active.clone()).into(),
+        evaluation: EvaluationSize::default(),
         file_bytes: 2,
         adapters: costs,
         data_bytes: 0,

@@ -4,7 +4,7 @@ use crate::families::documents;
 use crate::support::{Form, all_close, close, directories, family, ft, goldens, json, path, tensors};
 use crate::wire::{self, values};
 use candle_core::Tensor;
-use ft::engine::{Active, Pass, sinks::Collect};
+use ft::engine::{ActiveSet, GradientPass, sinks::CollectGradients};
 use ft::formats::Weights;
 use ft::model::{Adapters, Network};
 use ft::ops::step_stats::StepStats;
@@ -21,8 +21,8 @@ pub fn loss_and_grads(
     saved_layers: usize,
 ) -> (f64, BTreeMap<String, Tensor>) {
     let parts = network.adapters.values().flat_map(|a| a.parts());
-    let active = Active::new(parts.map(|p| p.name.to_string()));
-    let mut sink = Collect {
+    let active = ActiveSet::new(parts.map(|p| p.name.to_string()));
+    let mut sink = CollectGradients {
         active: &active,
         gradients: BTreeMap::new(),
     };
@@ -30,9 +30,9 @@ pub fn loss_and_grads(
         StepStats::new(&network.device).unwrap(),
         CausalLm::new(network.spec.vocab),
     );
-    let pass = Pass {
+    let pass = GradientPass {
         saved_layers,
-        ..Pass::new(network, &objective, &active, &step_stats)
+        ..GradientPass::new(network, &objective, &active, &step_stats)
     };
     let totals = pass.window(std::slice::from_ref(batch), &mut sink).unwrap();
     (totals.with(step_stats.read().unwrap()).loss(), sink.gradients)

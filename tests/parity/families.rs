@@ -236,7 +236,7 @@ fn greedy_text_is_that_of_transformers() {
     }
 }
 
-/// The experts of gpt-oss as published, in MXFP4: decoded as transformers decodes them.
+/// The experts of gpt-oss as published, in MXFP4: dequantized as transformers does it.
 #[test]
 fn gpt_oss_in_mxfp4_has_the_logits_of_transformers() {
     let from = goldens().join("mxfp4");
@@ -250,7 +250,7 @@ fn gpt_oss_in_mxfp4_has_the_logits_of_transformers() {
     for (i, logits) in wire::logits(dir.path(), None, &documents).iter().enumerate() {
         all_close(logits, &golden[&format!("logits.{i}")], 1e-4, &format!("document {i}"));
     }
-    // Merged without an adapter: decoded to bf16, in the tensors that transformers opens, each value the same.
+    // Merged without an adapter: dequantized to bf16, in the tensors that transformers opens, each value the same.
     let weights = ft::formats::Weights::open(dir.path()).unwrap();
     let wanted = &golden["gate_up"];
     for (parity, projection) in ["gate_proj", "up_proj"].into_iter().enumerate() {

@@ -48,19 +48,19 @@ fn files_of_other_tools_have_the_values_of_their_references() {
             assert!(weights.info(&name).is_some(), "{case}: {name}");
         }
         let want = weights.read_f32("decoded").unwrap();
-        for decoded in [Dtype::F32, Dtype::Bf16] {
-            let matrix = read(&weights, &p, layout, format, decoded).unwrap();
+        for dequantized_dtype in [Dtype::F32, Dtype::Bf16] {
+            let matrix = read(&weights, &p, layout, format, dequantized_dtype).unwrap();
             let parts: usize = matrix.parts().iter().map(|part| part.bytes.len()).sum();
             assert_eq!(parts as u64, matrix.bytes(), "{case}");
             let got = matrix.dequantize();
             for (i, (got, want)) in got.iter().zip(&want).enumerate() {
-                let want = match decoded {
+                let want = match dequantized_dtype {
                     Dtype::F32 | Dtype::F16 => *want,
                     Dtype::Bf16 => bf16::from_f32(*want).to_f32(),
                 };
                 assert!(
                     got.to_bits() == want.to_bits() || (*got == 0.0 && want == 0.0),
-                    "{case} {decoded:?}: element {i} is {got}, not {want}"
+                    "{case} {dequantized_dtype:?}: element {i} is {got}, not {want}"
                 );
             }
             // Any part of a row has the same values.

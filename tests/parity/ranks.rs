@@ -3,7 +3,7 @@
 use crate::support::{all_close, goldens, json, numbers};
 use candle_core::{Device, Tensor};
 use ft::peft::ranks::{RankAllocator, RankSchedule, kept as kept_of};
-use ft::peft::{Adalora, Mask, fill};
+use ft::peft::{Adalora, DropoutMask, fill};
 use std::collections::BTreeMap;
 
 /// Converts `m0.lora_A.default` to `m0.lora_A`.
@@ -28,7 +28,7 @@ fn singular_values_live_and_die_as_in_peft() {
             tensor(start("lora_B"), (outputs, r)),
             tensor(start("lora_E"), (r, 1)),
             1.0,
-            Mask::default(),
+            DropoutMask::default(),
         );
         adapters.insert(module, adapter);
     }

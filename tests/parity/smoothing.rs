@@ -2,7 +2,7 @@
 
 use candle_core::{Device, Tensor};
 use ft::data::IGNORE;
-use ft::ops::cross_entropy::{self, CrossEntropyOptions, PIECE, Pieces};
+use ft::ops::cross_entropy::{self, CrossEntropyOptions, OutputPieces, PIECE};
 use ft::ops::step_stats::StepStats;
 use serde_json::Value;
 
@@ -58,7 +58,7 @@ fn label_smoothing_is_that_of_transformers_and_torch() {
         loss(&stats);
         assert_close(&out.dh.unwrap(), &case["hidden_gradient"]);
         assert_close(&out.dw.unwrap(), &case["head_gradient"]);
-        let parts = Pieces {
+        let parts = OutputPieces {
             rows: v,
             width: d,
             rows_of_part: PIECE,

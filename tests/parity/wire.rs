@@ -3,10 +3,10 @@
 use candle_core::{DType, Device, Tensor};
 use ft::data::order::BatchStream;
 use ft::data::{Batch, IGNORE, batch::Example};
-use ft::distill::hidden::{Hidden, HiddenLoss};
-use ft::engine::{self, Active, Engine, Pass, StepStrategy};
+use ft::distill::hidden::{HiddenDistance, HiddenLoss};
+use ft::engine::{self, ActiveSet, Engine, GradientPass, StepStrategy};
 use ft::generate;
-use ft::model::{Need, Network, Objective};
+use ft::model::{Network, Objective, ObjectiveNeeds};
 use ft::ops::distill;
 use ft::ops::step_stats::StepStats;
 use ft::ops::transfer::Copier;
@@ -84,16 +84,16 @@ pub fn loss_and_grads(
 ) -> (f64, BTreeMap<String, Vec<f64>>) {
     let names = network.spec.params().into_iter().map(|p| p.name.to_string());
     let own = network.objective_params.iter().map(|p| p.name.to_string());
-    let active = Active::new(names.chain(own));
-    let mut sink = engine::sinks::Collect {
+    let active = ActiveSet::new(names.chain(own));
+    let mut sink = engine::sinks::CollectGradients {
         active: &active,
         gradients: BTreeMap::new(),
     };
     let step_stats = StepStats::new(&network.device).unwrap();
-    let pass = Pass {
+    let pass = GradientPass {
         saved_layers,
         input_offload,
-        ..Pass::new(network, objective, &active, &step_stats)
+        ..GradientPass::new(network, objective, &active, &step_stats)
     };
     let totals = pass.window(batches, &mut sink).unwrap();
     let gradients = sink.gradients.iter().map(|(n, g)| (n.clone(), values(g)));
@@ -199,7 +199,7 @@ pub fn int8_steps(lines: &str, start: &[f32], gradients: &[Vec<f32>]) -> Vec<Vec
             step: k as u64 + 1,
             begin: 0,
         };
-        let rule = step::Rule::Adamw {
+        let rule = step::UpdateRule::Adamw {
             betas: settings.betas,
             eps: settings.eps,
         };
@@ -295,7 +295,7 @@ pub fn preference_step(policy: &Path, reference: &Path, rows: &Path, lines: &str
         &Device::Cpu,
     );
     let optimizer = Optimizer::new(recipe.optimizer.clone());
-    let (strategy, none) = (StepStrategy::new(Dtype::F32), Active::new([]));
+    let (strategy, none) = (StepStrategy::new(Dtype::F32), ActiveSet::new([]));
     let engine = Engine::new(model.unwrap(), objective, optimizer, strategy, &none).unwrap();
     source.prepare(&engine).unwrap_or_else(|e| panic!("{e}"));
     let batches = source.window(0, &engine).unwrap_or_else(|e| panic!("{e}"));
@@ -355,7 +355,7 @@ impl Setup {
 }
 
 /// Answers all questions in one batch; also returns the speed.
-pub fn rollouts(dir: &Path, questions: &[Question], setup: Setup) -> (Vec<generate::Answer>, generate::Speed) {
+pub fn rollouts(dir: &Path, questions: &[Question], setup: Setup) -> (Vec<generate::Answer>, generate::GenerateStats) {
     let network = open(dir, None);
     let requests: Vec<generate::Request> = questions
         .iter()
@@ -368,13 +368,13 @@ pub fn rollouts(dir: &Path, questions: &[Question], setup: Setup) -> (Vec<genera
     let settings = generate::GenerateSettings {
         max_new_tokens: 40,
         stop_ids: questions[0].stops.clone(),
-        limits: generate::Limits {
+        limits: generate::GenerateLimits {
             rows: setup.rows,
             prefill_tokens: setup.prefill_tokens,
             share_prefixes: setup.share_prefixes,
             same_bits: setup.same_bits,
             kv_cache: setup.kv_cache,
-            ..generate::Limits::default()
+            ..generate::GenerateLimits::default()
         },
         ..generate::GenerateSettings::default()
     };
@@ -451,10 +451,10 @@ pub fn hidden_distance(
     cosine: bool,
 ) -> (f64, Vec<f64>, Vec<f64>) {
     let distance = if cosine { HiddenLoss::Cosine } else { HiddenLoss::Mse };
-    let hidden = Hidden::new(&[(1, 2)], d, dt, distance, weight, 0, &Device::Cpu).unwrap();
+    let hidden = HiddenDistance::new(&[(1, 2)], d, dt, distance, weight, 0, &Device::Cpu).unwrap();
     ft::ops::update::set(&hidden.params()[0].tensor, projection).unwrap();
     let states = BTreeMap::from([(2, matrix(teacher, n, dt))]);
-    let need = Need {
+    let need = ObjectiveNeeds {
         scale: 1.0,
         dh: true,
         dw: false,
@@ -533,7 +533,7 @@ pub fn aligned(case: &AlignedCase) -> (f64, Vec<f64>, Vec<f64>) {
         Ok(head.narrow(0, first, count).unwrap())
     };
     let (own, other) = (|first| part(&tensors[1], first), |first| part(&tensors[3], first));
-    let pieces = |rows, width, part| ft::ops::cross_entropy::Pieces {
+    let pieces = |rows, width, part| ft::ops::cross_entropy::OutputPieces {
         rows,
         width,
         rows_of_part: case.parts.unwrap_or(rows),

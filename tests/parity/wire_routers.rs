@@ -4,7 +4,7 @@ use crate::wire::{Document, batch, open, values};
 use candle_core::Tensor;
 use ft::base::Result;
 use ft::data::Batch;
-use ft::engine::{Active, Pass};
+use ft::engine::{ActiveSet, GradientPass};
 use ft::model::{GradSink, Param, RouterLosses, Routers};
 use ft::ops::step_stats::StepStats;
 use ft::sft::CausalLm;
@@ -44,14 +44,14 @@ pub fn router_losses_and_grads(
     let network = open(dir, None);
     let objective = CausalLm::new(network.spec.vocab);
     let batches: Vec<Batch> = (0..times).map(|_| batch(documents)).collect();
-    let active = Active::new(network.spec.params().into_iter().map(|p| p.name.to_string()));
+    let active = ActiveSet::new(network.spec.params().into_iter().map(|p| p.name.to_string()));
     let run = |saved_layers| {
         let (routers, mut sink) = (Routers::new(losses), Sum::default());
         let step_stats = StepStats::new(&network.device).unwrap();
-        let pass = Pass {
+        let pass = GradientPass {
             saved_layers,
             routers: Some(&routers),
-            ..Pass::new(&network, &objective, &active, &step_stats)
+            ..GradientPass::new(&network, &objective, &active, &step_stats)
         };
         let totals = pass.window(&batches, &mut sink).unwrap();
         let loss = totals.with(step_stats.read().unwrap()).loss();

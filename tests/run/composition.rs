@@ -14,7 +14,7 @@ use ft::plan::gpu_time::GPUS;
 use ft::plan::{PlanDevice, RunPlan};
 use ft::recipe::{self, DeviceRef};
 use ft::setup::ModelDir;
-use ft::setup::adapters::Values;
+use ft::setup::adapters::AdapterValues;
 use ft::setup::defaults::ResumedValues;
 use ft::setup::rows::RecipeRows;
 use ft::train::{learning, stage};
@@ -167,7 +167,7 @@ impl<'a> Checker<'a> {
             &stored,
             &before,
             &device,
-            Values::Shapes,
+            AdapterValues::Shapes,
         )?;
         let steps = plan.stream.as_ref().map_or(0, |stream| stream.steps());
         learning::check(&plan.recipe, &plan.active_schedule, steps)?;

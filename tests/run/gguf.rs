@@ -1,7 +1,7 @@
 //! `ft export --to gguf`: the files of every family, bit by bit as when llama.cpp read them, adapters, refusals.
 
 use crate::bench::{Bench, copy_all, goldens, said};
-use ft::formats::gguf::Reader;
+use ft::formats::gguf::GgufReader;
 use serde_json::Value;
 use std::fs;
 use std::path::Path;
@@ -101,7 +101,7 @@ fn other_formats_and_an_adapter() {
         (report["kind"].as_str(), report["architecture"].as_str()),
         (Some("adapter"), Some("llama"))
     );
-    let file = Reader::open(&bench.path(report["out"].as_str().unwrap())).unwrap();
+    let file = GgufReader::open(&bench.path(report["out"].as_str().unwrap())).unwrap();
     let shapes = |last: &str| -> Vec<Vec<usize>> {
         let wanted = format!("blk.0.attn_q.weight.{last}");
         let own = file.tensors.iter().filter(|tensor| tensor.name == wanted);

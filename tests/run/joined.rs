@@ -128,7 +128,8 @@ fn every_method_trains_and_writes_joined_experts() {
     }
 }
 
-/// gpt-oss as published: adapters train on the codes; all parameters train from the decoded values, and are written in bf16.
+/// gpt-oss as published: adapters train on the codes; all parameters train from the
+/// dequantized values, and are written in bf16.
 #[test]
 fn gpt_oss_trains_from_mxfp4() {
     let bench = Bench::of_model(&goldens().join("mxfp4"));

@@ -200,8 +200,8 @@ fn params(model: &Path) -> Vec<ParamInfo> {
 pub fn quantize(bench: &Bench, name: &str, quantization: &Value, writer: Writer) {
     let (from, to) = (bench.path("model"), bench.path(name));
     crate::bench::copy_all(&from, &to);
-    let decoded = bench.path(&format!("{name}-decoded"));
-    crate::bench::copy_all(&from, &decoded);
+    let dequantized = bench.path(&format!("{name}-decoded"));
+    crate::bench::copy_all(&from, &dequantized);
     let weights = Weights::open(&from).unwrap();
     let params = params(&from);
     let mut tensors = Vec::new();
@@ -240,9 +240,9 @@ pub fn quantize(bench: &Bench, name: &str, quantization: &Value, writer: Writer)
     let mut config: Value = serde_json::from_slice(&fs::read(from.join("config.json")).unwrap()).unwrap();
     config["quantization_config"] = quantization.clone();
     fs::write(to.join("config.json"), config.to_string()).unwrap();
-    fs::remove_file(decoded.join("model.safetensors")).unwrap();
+    fs::remove_file(dequantized.join("model.safetensors")).unwrap();
     let weights = Weights::open(&to).unwrap();
-    stored::write_dequantized(&weights, &params, Dtype::F32, &decoded.join("model.safetensors")).unwrap();
+    stored::write_dequantized(&weights, &params, Dtype::F32, &dequantized.join("model.safetensors")).unwrap();
 }
 
 /// Writes the model in directory `from` to `to` with its dequantized values in f32.
@@ -271,10 +271,10 @@ fn adapters_train_on_the_files_of_other_tools() {
     for (name, quantization, writer) in models() {
         let bench = bench();
         quantize(&bench, name, &quantization, writer);
-        let (coded, decoded) = (format!("model.path={name}"), format!("model.path={name}-decoded"));
+        let (coded, dequantized) = (format!("model.path={name}"), format!("model.path={name}-decoded"));
         let lora =
             |run: &str, more: &[&str]| losses(&bench, run, &[&["tune.method=lora", "tune.lora.r=4"], more].concat());
-        let want = lora("want", &[&decoded]);
+        let want = lora("want", &[&dequantized]);
         assert_eq!(want.len(), 2);
         for tier in ["device", "disk"] {
             let tier_key = format!("memory.tier={tier}");
@@ -286,7 +286,7 @@ fn adapters_train_on_the_files_of_other_tools() {
         // In bf16 both have the same rounded weights.
         let (got, want) = (
             lora("bf16", &[&coded, "model.dtype=bf16"]),
-            lora("want-bf16", &[&decoded, "model.dtype=bf16"]),
+            lora("want-bf16", &[&dequantized, "model.dtype=bf16"]),
         );
         for (a, b) in got.iter().zip(&want) {
             assert!((a - b).abs() < 1e-5, "{name} bf16: {got:?} {want:?}");
@@ -305,7 +305,7 @@ fn adapters_train_on_the_files_of_other_tools() {
 }
 
 #[test]
-fn everything_else_trains_the_decoded_values() {
+fn everything_else_trains_the_dequantized_values() {
     let bench = bench();
     let (name, quantization, writer) = models().swap_remove(0);
     quantize(&bench, name, &quantization, writer);
@@ -315,10 +315,10 @@ fn everything_else_trains_the_decoded_values() {
             let more =
                 |model: &'static str| [model, "memory.frozen_weights=f32", method.as_str(), tier].map(String::from);
             let run = |run: &str, more: [String; 4]| losses(&bench, run, &more.each_ref().map(String::as_str));
-            let (coded, decoded) = (format!("{method}-{tier}"), format!("{method}-{tier}-want"));
+            let (coded, dequantized) = (format!("{method}-{tier}"), format!("{method}-{tier}-want"));
             let (got, want) = (
                 run(&coded, more("model.path=gptq")),
-                run(&decoded, more("model.path=gptq-decoded")),
+                run(&dequantized, more("model.path=gptq-decoded")),
             );
             assert_eq!(got, want, "{method} {tier}");
             let config = fs::read_to_string(bench.path(&coded).join("final/config.json")).unwrap();
@@ -336,14 +336,14 @@ fn everything_else_trains_the_decoded_values() {
 
 /// The files of `ft quantize`, in both layouts, train and merge like the model with their dequantized values.
 #[test]
-fn files_of_ft_quantize_train_and_merge_as_decoded() {
+fn files_of_ft_quantize_train_and_merge_as_dequantized() {
     let bench = bench();
     for format in ["nf4", "int4"] {
         let made = bench.ft(&["quantize", "--model", "model", "--to", format, "--out", format]);
         assert!(made.status.success(), "{}", said(&made));
-        let decoded = format!("{format}-decoded");
-        decode(&bench, format, &decoded);
-        let models = [format!("model.path={format}"), format!("model.path={decoded}")];
+        let dequantized = format!("{format}-decoded");
+        decode(&bench, format, &dequantized);
+        let models = [format!("model.path={format}"), format!("model.path={dequantized}")];
         for method in ["full", "freeze", "block"] {
             let tune = format!("tune.method={method}");
             let run = |model: &String, run: &str, tier: &str| {
@@ -386,7 +386,7 @@ fn files_of_ft_quantize_train_and_merge_as_decoded() {
         let want = [
             "merge",
             "--model",
-            &decoded,
+            &dequantized,
             "--adapter",
             &adapter,
             "--out",

@@ -1,5 +1,5 @@
 //! LoRA on rarer layouts of quantized files (GPTQ of 2 and 3 bits, AWQ without zero points, large blocks of bitsandbytes): losses and
-//! adapters of three steps are those of the decoded weights, from memory and from the disk.
+//! adapters of three steps are those of the dequantized weights, from memory and from the disk.
 
 use crate::bench::{Bench, number};
 use crate::quantfiles::{Parts, bench, bytes_of, f16s, quantize};
@@ -198,15 +198,15 @@ fn lora(bench: &Bench, run: &str, more: &[&str]) -> (Vec<f64>, Vec<(String, Vec<
 }
 
 #[test]
-fn adapters_on_rarer_layouts_are_those_of_the_decoded_weights() {
+fn adapters_on_rarer_layouts_are_those_of_the_dequantized_weights() {
     for (name, quantization, writer) in models() {
         let bench = bench();
         quantize(&bench, name, &quantization, writer);
-        let (coded, decoded) = (format!("model.path={name}"), format!("model.path={name}-decoded"));
+        let (coded, dequantized) = (format!("model.path={name}"), format!("model.path={name}-decoded"));
         let plain = lora(&bench, "plain", &[]);
-        let want = lora(&bench, "want", &[&decoded]);
+        let want = lora(&bench, "want", &[&dequantized]);
         assert_eq!(want.0.len(), 3);
-        // The decoded weights are not those of the model, and the adapters train.
+        // The dequantized weights are not those of the model, and the adapters train.
         assert!(
             (want.0[0] - plain.0[0]).abs() > 1e-3,
             "{name}: {:?} {:?}",

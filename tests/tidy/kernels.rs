@@ -216,7 +216,7 @@ fn tiles_of_attention_are_those_that_are_compiled() {
     };
     let launches = text_of(&rust(&[OPERATIONS]), &format!("{OPERATIONS}cuda/attention.rs"));
     let mut sizes = 0;
-    for line in launches.lines().filter(|line| line.contains("Compiled { size: ")) {
+    for line in launches.lines().filter(|line| line.contains("KernelSet { size: ")) {
         let field = |name: &str| {
             let (_, rest) = line.split_once(&format!("{name}: ")).unwrap();
             rest.split([',', ' ']).next().unwrap().to_string()

@@ -130,14 +130,14 @@ mod pool {
     const PLACES: usize = 512;
 
     #[derive(Clone, Copy)]
-    struct Block {
+    struct FreeBlock {
         at: usize,
         bytes: usize,
     }
 
     pub(super) struct Pool {
         /// Free list: the first `count` entries are valid, the longest free first.
-        free: [Block; PLACES],
+        free: [FreeBlock; PLACES],
         count: usize,
         /// Total bytes in the free list.
         idle: usize,
@@ -160,7 +160,7 @@ mod pool {
     impl Pool {
         pub(super) const fn new() -> Self {
             Self {
-                free: [Block { at: 0, bytes: 0 }; PLACES],
+                free: [FreeBlock { at: 0, bytes: 0 }; PLACES],
                 count: 0,
                 idle: 0,
                 out: 0,
@@ -177,7 +177,7 @@ mod pool {
                 if block.bytes == bytes {
                     self.remove(i)
                 } else {
-                    self.free[i] = Block {
+                    self.free[i] = FreeBlock {
                         at: block.at + bytes,
                         bytes: block.bytes - bytes,
                     };
@@ -203,7 +203,7 @@ mod pool {
 
         /// Frees a block that `take` returned for `bytes`.
         pub(super) fn put(&mut self, at: *mut u8, bytes: usize) {
-            let mut block = Block {
+            let mut block = FreeBlock {
                 at: at as usize,
                 bytes: whole(bytes),
             };
@@ -214,7 +214,7 @@ mod pool {
             while i < self.count {
                 let other = self.free[i];
                 if other.at + other.bytes == block.at || block.at + block.bytes == other.at {
-                    block = Block {
+                    block = FreeBlock {
                         at: other.at.min(block.at),
                         bytes: other.bytes + block.bytes,
                     };
@@ -266,7 +266,7 @@ mod pool {
                 let gone = block.bytes.min(self.idle - bytes);
                 self.idle -= gone;
                 self.free[0].bytes -= gone;
-                unmap(Block {
+                unmap(FreeBlock {
                     at: block.at + block.bytes - gone,
                     bytes: gone,
                 });
@@ -311,7 +311,7 @@ mod pool {
         }
     }
 
-    fn unmap(block: Block) {
+    fn unmap(block: FreeBlock) {
         // SAFETY: a free block, or the end of one: not in use.
         unsafe { libc::munmap(block.at as *mut _, block.bytes) };
     }

@@ -47,7 +47,7 @@ pub mod worker;
 
 pub use catch_panic::{catch_panic, is_caught};
 pub use error::{Error, ErrorKind, Result};
-pub use named::Named;
+pub use named::NamedEnum;
 
 /// The target of a position that is not trained, in batches and in losses.
 pub const IGNORE: u32 = u32::MAX;

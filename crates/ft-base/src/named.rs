@@ -1,7 +1,7 @@
 //! Enums whose values have names in text: in settings, files and metrics.
 
 /// An enum whose values have names.
-pub trait Named: Sized {
+pub trait NamedEnum: Sized {
     /// All names, in the order of the values.
     const NAMES: &'static [&'static str];
     /// The value of this name; the first value for any other text. `parse` of the enum returns `None` for it.
@@ -27,7 +27,7 @@ macro_rules! named {
                 match self { $(Self::$variant => $text),+ }
             }
         }
-        impl $crate::Named for $name {
+        impl $crate::NamedEnum for $name {
             const NAMES: &'static [&'static str] = $name::NAMES;
             fn of(name: &str) -> Self {
                 Self::parse(name).unwrap_or([$(Self::$variant),+][0])

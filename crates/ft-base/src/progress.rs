@@ -40,7 +40,7 @@ pub struct Phase(Arc<Counter>);
 
 /// Snapshot of a phase.
 #[derive(Debug, Clone)]
-pub struct Seen {
+pub struct PhaseSnapshot {
     /// The name of the phase: `evaluating`.
     pub label: String,
     /// The unit of `done` and `total`.
@@ -57,7 +57,7 @@ pub struct Seen {
     pub note: String,
 }
 
-impl Seen {
+impl PhaseSnapshot {
     /// Fraction done, between 0 and 1; `None` if the total is unknown.
     pub fn fraction(&self) -> Option<f64> {
         (self.total > 0).then(|| (self.done as f64 / self.total as f64).min(1.0))
@@ -72,15 +72,15 @@ thread_local! {
 
 /// While it exists, phases of this thread are not shown: work in the background.
 #[must_use]
-pub struct Quiet(PhantomData<*const ()>);
+pub struct QuietGuard(PhantomData<*const ()>);
 
-/// See `Quiet`.
-pub fn quiet() -> Quiet {
+/// See `QuietGuard`.
+pub fn quiet() -> QuietGuard {
     IS_QUIET.set(true);
-    Quiet(PhantomData)
+    QuietGuard(PhantomData)
 }
 
-impl Drop for Quiet {
+impl Drop for QuietGuard {
     fn drop(&mut self) {
         IS_QUIET.set(false);
     }
@@ -201,9 +201,9 @@ impl<R: Read> Read for CountingReader<R> {
 }
 
 /// All open phases, outermost first.
-pub fn now() -> Vec<Seen> {
+pub fn now() -> Vec<PhaseSnapshot> {
     let open = lock(&OPEN);
-    let see = |c: &Arc<Counter>| Seen {
+    let see = |c: &Arc<Counter>| PhaseSnapshot {
         label: c.label.to_string(),
         unit: c.unit,
         part: c.part,
@@ -216,13 +216,13 @@ pub fn now() -> Vec<Seen> {
 }
 
 /// The phase to show (the innermost that is not a part), and the parts of its next unit.
-pub fn current(open: &[Seen]) -> Option<(&Seen, &[Seen])> {
+pub fn current(open: &[PhaseSnapshot]) -> Option<(&PhaseSnapshot, &[PhaseSnapshot])> {
     let head = open.iter().rposition(|s| !s.part)?;
     Some((&open[head], &open[head + 1..]))
 }
 
 /// Fraction done of a phase including the parts of its next unit; `None` if its total is unknown.
-pub fn fraction(head: &Seen, parts: &[Seen]) -> Option<f64> {
+pub fn fraction(head: &PhaseSnapshot, parts: &[PhaseSnapshot]) -> Option<f64> {
     let mut inner = 0.0;
     for part in parts.iter().rev().filter(|p| p.total > 0) {
         inner = ((part.done as f64 + inner) / part.total as f64).min(1.0);
@@ -234,8 +234,8 @@ pub fn fraction(head: &Seen, parts: &[Seen]) -> Option<f64> {
 mod tests {
     use super::*;
 
-    fn seen(label: &str, done: u64, total: u64, part: bool) -> Seen {
-        Seen {
+    fn seen(label: &str, done: u64, total: u64, part: bool) -> PhaseSnapshot {
+        PhaseSnapshot {
             label: label.into(),
             unit: ProgressUnit::Count("x"),
             part,

@@ -19,7 +19,7 @@ pub const ABANDONED: i32 = 131;
 
 /// Current reaction to a signal.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Conduct {
+pub enum SignalReaction {
     /// The program ends at once. `said`: why no work is lost, or which work is lost.
     Quit {
         /// The reason for the user.
@@ -53,7 +53,7 @@ pub enum Notice {
 
 static RECEIVED: AtomicI32 = AtomicI32::new(0);
 static INTERRUPTS: AtomicU32 = AtomicU32::new(0);
-static CONDUCT: Mutex<Option<Conduct>> = Mutex::new(None);
+static CONDUCT: Mutex<Option<SignalReaction>> = Mutex::new(None);
 static TELL: OnceLock<fn(Notice)> = OnceLock::new();
 static INSTALLED: AtomicBool = AtomicBool::new(false);
 static CHAT: AtomicBool = AtomicBool::new(false);
@@ -65,13 +65,13 @@ pub fn tell_with(tell: fn(Notice)) {
 }
 
 /// Sets the reaction to signals from now on.
-pub fn conduct(conduct: Conduct) {
+pub fn conduct(conduct: SignalReaction) {
     *CONDUCT.lock().unwrap_or_else(PoisonError::into_inner) = Some(conduct);
 }
 
 /// From now on a signal ends the program at once, until the next call of `conduct`.
 pub fn quit(said: impl Into<String>) {
-    conduct(Conduct::Quit { said: said.into() });
+    conduct(SignalReaction::Quit { said: said.into() });
 }
 
 /// Installs the handlers; later calls do nothing.
@@ -126,8 +126,8 @@ fn handle(signal: i32) {
     }
     match conduct {
         None => end(128 + signal, "stopped".into()),
-        Some(Conduct::Quit { said }) => end(128 + signal, said),
-        Some(Conduct::Stop(stop)) => match RECEIVED.swap(signal, SeqCst) {
+        Some(SignalReaction::Quit { said }) => end(128 + signal, said),
+        Some(SignalReaction::Stop(stop)) => match RECEIVED.swap(signal, SeqCst) {
             0 => tell(Notice::Stopping(stop)),
             // Other signals may arrive twice: the sender wants the state to be saved.
             _ if signal != SIGINT => {}

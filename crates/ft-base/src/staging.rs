@@ -247,7 +247,7 @@ pub(crate) fn remove_temporary(dir: &Path) -> Result<()> {
 
 /// Result of `clean`.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub struct Cleaned {
+pub struct CleanupReport {
     /// Removed files and directories.
     pub removed: Vec<PathBuf>,
     /// Directories that got their original names back.
@@ -257,7 +257,7 @@ pub struct Cleaned {
 }
 
 /// Describes the possible owner of leftover entries in a directory.
-pub struct Owner<'a> {
+pub struct LeftoverOwner<'a> {
     /// Process ids that are known to have worked here.
     pub processes: &'a BTreeSet<u32>,
     /// True for names that ft gives to files and directories here.
@@ -274,8 +274,8 @@ pub struct Owner<'a> {
 ///
 /// # Errors
 /// `dir` cannot be read; a leftover cannot be removed or renamed.
-pub fn clean(dir: &Path, owner: &Owner) -> Result<Cleaned> {
-    let mut out = Cleaned::default();
+pub fn clean(dir: &Path, owner: &LeftoverOwner) -> Result<CleanupReport> {
+    let mut out = CleanupReport::default();
     if !dir.is_dir() {
         return Ok(out);
     }
@@ -457,7 +457,7 @@ mod tests {
         std::os::unix::fs::symlink(d.join("final"), d.join("final.tmp-77-1")).unwrap();
 
         let processes = BTreeSet::from([77]);
-        let owner = Owner {
+        let owner = LeftoverOwner {
             processes: &processes,
             is_name: &|name| ["final", "plan.json"].contains(&name) || name.starts_with("checkpoint-"),
             is_ours: &|_| false,
@@ -479,7 +479,7 @@ mod tests {
         assert_eq!((cleaned.removed.len(), cleaned.restored.len()), (5, 1));
         assert_eq!(cleaned.left, [d.join("checkpoint-7.tmp-77"), d.join("final.tmp-77-1")]);
         assert_eq!(read(&d.join("checkpoint-5")), "checkpoint-5.old-77");
-        assert_eq!(clean(&d.join("not there"), &owner).unwrap(), Cleaned::default());
+        assert_eq!(clean(&d.join("not there"), &owner).unwrap(), CleanupReport::default());
         remove_whole(&d.join("final")).unwrap();
         assert!(!d.join("final").exists() && clean(d, &owner).unwrap().removed.is_empty());
     }

@@ -27,22 +27,22 @@ const SILENCE: Duration = Duration::from_secs(60);
 
 /// Command that starts a worker.
 #[derive(Debug)]
-pub struct Program {
+pub struct WorkerCommand {
     /// The executable.
     pub path: PathBuf,
     /// The complete environment of a worker.
     pub variables: Vec<(OsString, OsString)>,
 }
 
-static PROGRAM: OnceLock<Program> = OnceLock::new();
+static PROGRAM: OnceLock<WorkerCommand> = OnceLock::new();
 
 /// Sets the command; the program calls this once, before the first worker starts.
-pub fn set_program(program: Program) {
+pub fn set_program(program: WorkerCommand) {
     let _ = PROGRAM.set(program);
 }
 
 /// The program that `set_program` named.
-pub fn program() -> Option<&'static Program> {
+pub fn program() -> Option<&'static WorkerCommand> {
     PROGRAM.get()
 }
 
@@ -53,7 +53,7 @@ pub fn is_available() -> bool {
 
 /// Reason why a worker gave no answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum End {
+pub enum WorkerEnd {
     /// It exceeded its memory limit.
     Memory,
     /// Its stack overflowed.
@@ -68,7 +68,7 @@ pub enum End {
     Exit(i32),
 }
 
-impl fmt::Display for End {
+impl fmt::Display for WorkerEnd {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Memory => write!(f, "used more than {} MiB", MEMORY >> 20),
@@ -100,7 +100,7 @@ impl Worker {
         }
     }
 
-    fn of(program: &Program) -> Result<Self> {
+    fn of(program: &WorkerCommand) -> Result<Self> {
         let failed = || {
             let path = program.path.display();
             Error::new(format!("cannot start a process with limits from {path}"))
@@ -126,7 +126,7 @@ impl Worker {
     ///
     /// # Errors
     /// The worker has ended.
-    pub fn send(&mut self, bytes: &[u8]) -> std::result::Result<(), End> {
+    pub fn send(&mut self, bytes: &[u8]) -> std::result::Result<(), WorkerEnd> {
         self.input
             .write_all(bytes)
             .and_then(|()| self.input.flush())
@@ -137,12 +137,12 @@ impl Worker {
     ///
     /// # Errors
     /// The worker has ended, or gave no answer in time.
-    pub fn receive(&mut self, mut bytes: &mut [u8]) -> std::result::Result<(), End> {
+    pub fn receive(&mut self, mut bytes: &mut [u8]) -> std::result::Result<(), WorkerEnd> {
         while !bytes.is_empty() {
             if !self.wait() {
                 let _ = self.child.kill();
                 let _ = self.child.wait();
-                return Err(End::Silence);
+                return Err(WorkerEnd::Silence);
             }
             match self.output.read(bytes) {
                 Ok(0) => return Err(self.end()),
@@ -177,7 +177,7 @@ impl Worker {
     }
 
     /// Ends the process and returns the reason why it gave no answer.
-    fn end(&mut self) -> End {
+    fn end(&mut self) -> WorkerEnd {
         // It has closed its output, so it is dead or about to exit.
         let start = Instant::now();
         let status = loop {
@@ -195,15 +195,15 @@ impl Worker {
         let Some(status) = status else {
             let _ = self.child.kill();
             let _ = self.child.wait();
-            return End::Silence;
+            return WorkerEnd::Silence;
         };
         match (status.signal(), status.code()) {
-            (Some(libc::SIGXCPU), _) => End::Time,
-            _ if said.contains("overflowed its stack") => End::Stack,
-            _ if said.contains("memory allocation") => End::Memory,
-            (Some(libc::SIGSEGV | libc::SIGBUS), _) => End::Stack,
-            (Some(signal), _) => End::Signal(signal),
-            (None, code) => End::Exit(code.unwrap_or(-1)),
+            (Some(libc::SIGXCPU), _) => WorkerEnd::Time,
+            _ if said.contains("overflowed its stack") => WorkerEnd::Stack,
+            _ if said.contains("memory allocation") => WorkerEnd::Memory,
+            (Some(libc::SIGSEGV | libc::SIGBUS), _) => WorkerEnd::Stack,
+            (Some(signal), _) => WorkerEnd::Signal(signal),
+            (None, code) => WorkerEnd::Exit(code.unwrap_or(-1)),
         }
     }
 }
@@ -262,7 +262,7 @@ pub fn confine() -> std::io::Result<()> {
 
 /// Rights of another program that ft starts.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct Rights {
+pub struct ProcessRights {
     /// False: it can open no sockets but local ones (Linux on x86-64 and aarch64).
     pub network: bool,
     /// Most bytes of its own memory (`RLIMIT_DATA`); `None` is no limit.
@@ -271,7 +271,7 @@ pub struct Rights {
 
 /// Reduces what `command` and its children may do: a process group of its own, no core dumps, no new privileges without
 /// network; without network also no variable whose name says that it is a secret.
-pub fn reduce(command: &mut Command, rights: Rights) {
+pub fn reduce(command: &mut Command, rights: ProcessRights) {
     command.process_group(0);
     if !rights.network {
         let own = std::env::vars_os().map(|(name, _)| name);
@@ -349,7 +349,7 @@ mod tests {
         std::fs::write(&path, format!("#!/bin/sh\n{lines}\n")).unwrap();
         std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o700)).unwrap();
         let variables = vec![("GIVEN".into(), "yes".into())];
-        let worker = Worker::of(&Program { path, variables }).unwrap();
+        let worker = Worker::of(&WorkerCommand { path, variables }).unwrap();
         (dir, worker)
     }
 
@@ -359,19 +359,19 @@ mod tests {
             let (_dir, mut worker) = script(lines);
             worker.receive(&mut [0]).unwrap_err()
         };
-        assert_eq!(end("kill -XCPU $$"), End::Time);
+        assert_eq!(end("kill -XCPU $$"), WorkerEnd::Time);
         assert_eq!(
             end("echo memory allocation of 9 bytes failed >&2; kill -ABRT $$"),
-            End::Memory
+            WorkerEnd::Memory
         );
         assert_eq!(
             end("echo thread main has overflowed its stack >&2; kill -ABRT $$"),
-            End::Stack
+            WorkerEnd::Stack
         );
-        assert_eq!(end("kill -SEGV $$"), End::Stack);
-        assert_eq!(end("kill -KILL $$"), End::Signal(9));
-        assert_eq!(end("exit 3"), End::Exit(3));
-        assert_eq!(End::Memory.to_string(), "used more than 1024 MiB");
+        assert_eq!(end("kill -SEGV $$"), WorkerEnd::Stack);
+        assert_eq!(end("kill -KILL $$"), WorkerEnd::Signal(9));
+        assert_eq!(end("exit 3"), WorkerEnd::Exit(3));
+        assert_eq!(WorkerEnd::Memory.to_string(), "used more than 1024 MiB");
     }
 
     #[test]
@@ -396,7 +396,7 @@ mod tests {
     /// Row W8.
     #[test]
     fn a_program_without_rights_opens_no_socket_sees_no_secret_and_has_a_limit() {
-        let said = |rights: Rights| {
+        let said = |rights: ProcessRights| {
             let mut command = Command::new(std::env::current_exe().unwrap());
             command.args(["worker::tests::tries_sockets", "--exact", "--ignored", "--nocapture"]);
             command.env("FT_TEST_TOKEN", "x");
@@ -405,11 +405,11 @@ mod tests {
             assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
             String::from_utf8(out.stdout).unwrap()
         };
-        let none = Rights {
+        let none = ProcessRights {
             network: false,
             memory: Some(256 << 20),
         };
-        let all = Rights {
+        let all = ProcessRights {
             network: true,
             memory: None,
         };

@@ -35,24 +35,24 @@ pub struct Span {
 
 /// A span that ends when this value is dropped.
 #[must_use]
-pub struct Open(Option<(&'static str, Option<Cow<'static, str>>, Instant)>);
+pub struct SpanGuard(Option<(&'static str, Option<Cow<'static, str>>, Instant)>);
 
 /// Begins a span.
-pub fn span(name: &'static str) -> Open {
-    Open(ON.load(Relaxed).then(|| (name, None, Instant::now())))
+pub fn span(name: &'static str) -> SpanGuard {
+    SpanGuard(ON.load(Relaxed).then(|| (name, None, Instant::now())))
 }
 
 /// Begins a span of a numbered thing.
-pub fn numbered(name: &'static str, number: usize) -> Open {
-    Open(
+pub fn numbered(name: &'static str, number: usize) -> SpanGuard {
+    SpanGuard(
         ON.load(Relaxed)
             .then(|| (name, Some(number.to_string().into()), Instant::now())),
     )
 }
 
 /// Begins a span of the weight with this full name; the span has the part of it that is the same in each layer.
-pub(crate) fn weight(name: &'static str, full: &str) -> Open {
-    Open(
+pub(crate) fn weight(name: &'static str, full: &str) -> SpanGuard {
+    SpanGuard(
         ON.load(Relaxed)
             .then(|| (name, Some(short(full).into()), Instant::now())),
     )
@@ -80,7 +80,7 @@ fn thread() -> u32 {
     })
 }
 
-impl Drop for Open {
+impl Drop for SpanGuard {
     fn drop(&mut self) {
         let Some((name, of, began)) = self.0.take() else { return };
         let now = Instant::now();

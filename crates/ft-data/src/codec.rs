@@ -4,7 +4,7 @@ use ft_base::Result;
 use ft_formats::{ChatTemplate, Tokenizer};
 use serde_json::Value;
 
-pub use ft_formats::template::{RenderJob, Rendered};
+pub use ft_formats::template::{RenderJob, RenderedChat};
 pub use ft_formats::tokenizer::IdsAndOffsets;
 
 /// Converts text to token ids and back.
@@ -65,12 +65,12 @@ pub trait ChatRender: Send + Sync {
         _messages: &[Value],
         _tools: Option<&Value>,
         _add_generation_prompt: bool,
-    ) -> Result<Option<Rendered>> {
+    ) -> Result<Option<RenderedChat>> {
         Ok(None)
     }
 
     /// Renders many conversations at once, for each request of each job. For `None` or a missing text use `render`.
-    fn render_many(&self, _jobs: &[RenderJob]) -> Vec<Vec<Option<Rendered>>> {
+    fn render_many(&self, _jobs: &[RenderJob]) -> Vec<Vec<Option<RenderedChat>>> {
         Vec::new()
     }
 
@@ -131,7 +131,7 @@ impl ChatRender for ChatTemplate {
         messages: &[Value],
         tools: Option<&Value>,
         add_generation_prompt: bool,
-    ) -> Result<Option<Rendered>> {
+    ) -> Result<Option<RenderedChat>> {
         if self.marks_generation(tools) {
             self.render_marked(messages, tools, add_generation_prompt).map(Some)
         } else {
@@ -139,7 +139,7 @@ impl ChatRender for ChatTemplate {
         }
     }
 
-    fn render_many(&self, jobs: &[RenderJob]) -> Vec<Vec<Option<Rendered>>> {
+    fn render_many(&self, jobs: &[RenderJob]) -> Vec<Vec<Option<RenderedChat>>> {
         self.render_many(jobs)
     }
 

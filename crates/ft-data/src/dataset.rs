@@ -2,19 +2,19 @@
 
 use super::batch::Example;
 use super::codec::{ChatRender, TextCodec};
-use super::encode::{Encoder, Fitted, Question};
+use super::encode::{Encoder, FittedRows, Question};
 use super::examples::Examples;
 use super::faults::BadRows;
-use super::layout::{Layout, Purpose, Rules};
-use super::load::{InMemory, read_into};
-use super::mixture::Share;
-use super::preference::Preference;
+use super::layout::{ColumnLayout, RenderRules, RowPurpose};
+use super::load::{InMemoryRows, read_into};
+use super::mixture::SourceShare;
+use super::preference::PreferenceDocuments;
 use super::read::Row;
-use super::reading::Reading;
+use super::reading::ReadingReport;
 use super::rows;
 use super::screen::Screen;
 use super::source::{self, Source};
-use super::tokens::{Request, TokenCache, hash_row};
+use super::tokens::{TokenCache, TokenRequest, hash_row};
 use crate::{Long, Render, TrainOn};
 use ft_base::rng::{Rng, Stream};
 use ft_base::units::count;
@@ -24,7 +24,7 @@ use std::borrow::Cow;
 use std::sync::Arc;
 
 /// Receives a row with its layout and origin; bad rows are counted.
-pub(super) type EachRow<'a> = dyn FnMut(Row, &Arc<Layout>, Origin, &mut BadRows) -> Result<()> + 'a;
+pub(super) type EachRow<'a> = dyn FnMut(Row, &Arc<ColumnLayout>, RowOrigin, &mut BadRows) -> Result<()> + 'a;
 
 /// The sources to read, and the options. The default has no source, accepts every token id, and has the values of a
 /// recipe without these keys.
@@ -81,11 +81,11 @@ impl<'a> DatasetSpec<'a> {
     /// Errors: a file that cannot be read, or whose first row gives no layout.
     pub(super) fn rows(
         &self,
-        purpose: Purpose,
+        purpose: RowPurpose,
         encoder: &Encoder,
         bad: &mut BadRows,
         each: &mut EachRow<'_>,
-    ) -> Result<Vec<(usize, Reading)>> {
+    ) -> Result<Vec<(usize, ReadingReport)>> {
         source::rows(self.sources, purpose, &self.rules(encoder), self.screen, bad, each)
     }
 
@@ -112,8 +112,8 @@ impl<'a> DatasetSpec<'a> {
         format!("{spec:?}")
     }
 
-    pub(super) fn rules<'b>(&self, encoder: &Encoder<'b>) -> Rules<'b> {
-        Rules {
+    pub(super) fn rules<'b>(&self, encoder: &Encoder<'b>) -> RenderRules<'b> {
+        RenderRules {
             render: self.render,
             template: encoder.template,
             codec: encoder.codec,
@@ -122,14 +122,19 @@ impl<'a> DatasetSpec<'a> {
     }
 
     /// How the rows of file `index` (over all sources) are read, from its first row. Errors: as `rows`.
-    pub(super) fn first_reading(&self, index: usize, purpose: Purpose, encoder: &Encoder) -> Result<Option<Reading>> {
+    pub(super) fn first_reading(
+        &self,
+        index: usize,
+        purpose: RowPurpose,
+        encoder: &Encoder,
+    ) -> Result<Option<ReadingReport>> {
         source::first_reading(self.sources, index, purpose, &self.rules(encoder))
     }
 }
 
 /// The file and row of an example.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct Origin {
+pub struct RowOrigin {
     /// Index in the list of files.
     pub file: u32,
     /// Line or row, from 1.
@@ -141,7 +146,7 @@ pub struct Origin {
 /// Counts of a dataset. Dropped rows are counted in `rows` and `dropped_rows` only.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
-pub struct Stats {
+pub struct DatasetStats {
     /// Rows read.
     pub rows: usize,
     /// Tokens kept.
@@ -176,8 +181,8 @@ pub struct Stats {
     pub shortest: usize,
 }
 
-impl Stats {
-    pub(super) fn add(&mut self, row: &Fitted) {
+impl DatasetStats {
+    pub(super) fn add(&mut self, row: &FittedRows) {
         self.rows += 1;
         self.longest_written = self.longest_written.max(row.written);
         if row.cut > 0 {
@@ -303,15 +308,15 @@ pub struct Dataset {
     /// The tokenized rows.
     pub examples: Examples,
     /// Origin of each example in memory; see `origin`.
-    pub origins: Vec<Origin>,
+    pub origins: Vec<RowOrigin>,
     /// Counts of rows and tokens.
-    pub stats: Stats,
+    pub stats: DatasetStats,
     /// Description of how each file was read.
-    pub readings: Vec<Reading>,
+    pub readings: Vec<ReadingReport>,
     /// For preference rows: the documents of each example. Else empty.
-    pub preferences: Vec<Preference>,
+    pub preferences: Vec<PreferenceDocuments>,
     /// The sources of the rows, in the order of their files.
-    pub shares: Vec<Share>,
+    pub shares: Vec<SourceShare>,
     /// Consecutive rows belong together: no epoch shuffles them.
     pub grouped: bool,
     /// Hash of ids and masks: equal for equal rows, different after any change.
@@ -335,7 +340,7 @@ impl Dataset {
     /// # Errors
     /// A broken row (with its place), no rows, nothing to train, a signal that asks to stop.
     pub fn load(spec: &DatasetSpec, codec: &dyn TextCodec, template: Option<&dyn ChatRender>) -> Result<Self> {
-        let mut rows = InMemory::new(spec);
+        let mut rows = InMemoryRows::new(spec);
         let readings = read_into(spec, codec, template, 0, &mut rows)?;
         rows.dataset(spec, readings)
     }
@@ -350,7 +355,7 @@ impl Dataset {
         template: Option<&dyn ChatRender>,
         cache: &TokenCache,
     ) -> Result<Self> {
-        let request = Request {
+        let request = TokenRequest {
             spec,
             codec,
             template,
@@ -366,7 +371,7 @@ impl Dataset {
     ///
     /// # Errors
     /// The token file cannot be read.
-    pub fn origin(&self, row: usize) -> Result<Origin> {
+    pub fn origin(&self, row: usize) -> Result<RowOrigin> {
         Ok(self.examples.origin(row)?.unwrap_or_else(|| self.origins[row]))
     }
 
@@ -374,7 +379,7 @@ impl Dataset {
     ///
     /// # Errors
     /// The token file cannot be read.
-    pub fn all_origins(&self) -> Result<Cow<'_, [Origin]>> {
+    pub fn all_origins(&self) -> Result<Cow<'_, [RowOrigin]>> {
         let in_file = self.examples.origins()?;
         Ok(in_file.map_or(Cow::Borrowed(&self.origins), Cow::Owned))
     }
@@ -386,17 +391,17 @@ impl Dataset {
 
     /// A dataset of given examples.
     pub fn from_examples(examples: Vec<Example>) -> Self {
-        let origin = |i| Origin {
+        let origin = |i| RowOrigin {
             file: 0,
             number: i as u64 + 1,
             is_line: false,
         };
         let mut out = Self {
             origins: (0..examples.len()).map(origin).collect(),
-            stats: Stats {
+            stats: DatasetStats {
                 rows: examples.len(),
                 longest_written: examples.iter().map(|e| e.ids.len()).max().unwrap_or(0),
-                ..Stats::default()
+                ..DatasetStats::default()
             },
             examples: examples.into(),
             ..Self::default()
@@ -441,7 +446,7 @@ impl Dataset {
         rows.dedup();
         let is_eval = held_out(rows.len(), fraction, seed)?;
         let held_out = is_eval.iter().filter(|held| **held).count();
-        let of_eval = |origin: &Origin| rows.binary_search(origin).is_ok_and(|row| is_eval[row]);
+        let of_eval = |origin: &RowOrigin| rows.binary_search(origin).is_ok_and(|row| is_eval[row]);
         let examples = std::mem::take(&mut self.examples);
         let [train, eval] = examples.split(&|row| of_eval(&origins[row]));
         let part = |eval: bool, examples: Examples| -> Result<Dataset> {
@@ -467,7 +472,7 @@ impl Dataset {
                 let longest = out.examples.lengths().iter().max().copied();
                 out.stats.longest_written = longest.unwrap_or(0) as usize;
             } else {
-                out.stats = Stats {
+                out.stats = DatasetStats {
                     rows: self.stats.rows - held_out,
                     ..self.stats.clone()
                 };
@@ -507,7 +512,7 @@ impl Dataset {
         let mut out = Vec::new();
         let mut full = false;
         let mut bad = BadRows::new();
-        let result = spec.rows(Purpose::Learn, &encoder, &mut bad, &mut |row, layout, origin, _| {
+        let result = spec.rows(RowPurpose::Learn, &encoder, &mut bad, &mut |row, layout, origin, _| {
             if out.len() >= limit || next >= self.examples.len() {
                 // Ends the reading; the error is discarded below.
                 full = true;

@@ -1,7 +1,7 @@
 //! A description of encoded rows: rows as the model sees them with marked trained tokens, counts, lengths.
 
 use super::codec::TextCodec;
-use super::dataset::{Dataset, DatasetSpec, Stats};
+use super::dataset::{Dataset, DatasetSpec, DatasetStats};
 use super::source;
 use ft_base::Result;
 use ft_base::units::count;
@@ -86,7 +86,7 @@ pub fn visible(text: &str) -> String {
     out
 }
 
-fn counts(stats: &Stats) -> String {
+fn counts(stats: &DatasetStats) -> String {
     let share = 100.0 * stats.trained_tokens as f64 / (stats.tokens as f64).max(1.0);
     let kept = stats.rows - stats.dropped_rows;
     let lines = [

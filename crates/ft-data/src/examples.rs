@@ -1,19 +1,19 @@
 //! The tokenized rows of a dataset: in memory, or in a token file that is read row by row.
 
 use super::batch::Example;
-use super::dataset::Origin;
-use super::tokens::{Entry, TokenFile};
+use super::dataset::RowOrigin;
+use super::tokens::{RowEntry, TokenFile};
 use ft_base::Result;
 use std::borrow::Cow;
 use std::sync::Arc;
 
 /// Tokenized rows in file order.
 #[derive(Debug, Clone)]
-pub struct Examples(Store);
+pub struct Examples(ExampleStore);
 
 /// Sizes of a row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Measure {
+pub struct RowMeasure {
     /// Tokens.
     pub length: u32,
     /// Tokens that are targets.
@@ -22,7 +22,7 @@ pub struct Measure {
     pub answer: u32,
 }
 
-impl Measure {
+impl RowMeasure {
     /// Counts the tokens of a row.
     pub fn of(row: &Example) -> Self {
         let last = row.trained.iter().rposition(|t| *t).unwrap_or(0);
@@ -36,7 +36,7 @@ impl Measure {
 }
 
 #[derive(Debug, Clone)]
-enum Store {
+enum ExampleStore {
     Memory(Vec<Example>),
     File {
         file: Arc<TokenFile>,
@@ -46,14 +46,14 @@ enum Store {
     },
     Joined {
         rows: Arc<Examples>,
-        joins: Arc<[Join]>,
+        joins: Arc<[RowJoin]>,
         lengths: Arc<[u32]>,
     },
 }
 
 /// A row, followed by its prompt with the answer of another row.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Join {
+pub(super) struct RowJoin {
     pub row: u32,
     /// Tokens of its prompt.
     pub prompt: u32,
@@ -63,7 +63,7 @@ pub(super) struct Join {
     pub room: u32,
 }
 
-impl Join {
+impl RowJoin {
     /// Tokens beyond those of the row.
     fn added(&self) -> u32 {
         self.prompt + self.room
@@ -74,9 +74,9 @@ impl Join {
         self.prompt.max(1)
     }
 
-    fn measure(&self, row: Measure) -> Measure {
+    fn measure(&self, row: RowMeasure) -> RowMeasure {
         let answered = self.added().saturating_sub(self.first_target());
-        Measure {
+        RowMeasure {
             length: row.length + self.added(),
             trained: row.trained + answered,
             answer: match answered {
@@ -107,14 +107,14 @@ impl Default for Examples {
 
 impl From<Vec<Example>> for Examples {
     fn from(rows: Vec<Example>) -> Self {
-        Self(Store::Memory(rows))
+        Self(ExampleStore::Memory(rows))
     }
 }
 
 impl Examples {
     /// All rows of a token file, in order, or in the order of these numbers.
     pub(super) fn of_file(file: TokenFile, rows: Option<Vec<u32>>, lengths: Vec<u32>) -> Self {
-        Self(Store::File {
+        Self(ExampleStore::File {
             file: Arc::new(file),
             rows: rows.map(Into::into),
             lengths: lengths.into(),
@@ -122,10 +122,10 @@ impl Examples {
     }
 
     /// Joined rows of these.
-    pub(super) fn joined(self, joins: Vec<Join>) -> Self {
-        let length = |join: &Join| self.length(join.row as usize) as u32 + join.added();
+    pub(super) fn joined(self, joins: Vec<RowJoin>) -> Self {
+        let length = |join: &RowJoin| self.length(join.row as usize) as u32 + join.added();
         let lengths = joins.iter().map(length).collect();
-        Self(Store::Joined {
+        Self(ExampleStore::Joined {
             rows: Arc::new(self),
             joins: joins.into(),
             lengths,
@@ -135,25 +135,25 @@ impl Examples {
     /// The rows for which `second` is false, and the others.
     pub(super) fn split(self, second: &dyn Fn(usize) -> bool) -> [Self; 2] {
         match self.0 {
-            Store::Memory(all) => {
+            ExampleStore::Memory(all) => {
                 let mut parts = [Vec::new(), Vec::new()];
                 for (row, example) in all.into_iter().enumerate() {
                     parts[usize::from(second(row))].push(example);
                 }
                 parts.map(Self::from)
             }
-            Store::File { file, rows, lengths } => [false, true].map(|part| {
+            ExampleStore::File { file, rows, lengths } => [false, true].map(|part| {
                 let own: Vec<usize> = (0..lengths.len()).filter(|&row| second(row) == part).collect();
                 let number = |row: usize| rows.as_ref().map_or(row as u32, |rows| rows[row]);
-                Self(Store::File {
+                Self(ExampleStore::File {
                     file: file.clone(),
                     rows: Some(own.iter().map(|&row| number(row)).collect()),
                     lengths: own.iter().map(|&row| lengths[row]).collect(),
                 })
             }),
-            Store::Joined { rows, joins, lengths } => [false, true].map(|part| {
+            ExampleStore::Joined { rows, joins, lengths } => [false, true].map(|part| {
                 let own: Vec<usize> = (0..joins.len()).filter(|&row| second(row) == part).collect();
-                Self(Store::Joined {
+                Self(ExampleStore::Joined {
                     rows: rows.clone(),
                     joins: own.iter().map(|&row| joins[row]).collect(),
                     lengths: own.iter().map(|&row| lengths[row]).collect(),
@@ -165,8 +165,8 @@ impl Examples {
     /// Number of rows.
     pub fn len(&self) -> usize {
         match &self.0 {
-            Store::Memory(rows) => rows.len(),
-            Store::File { lengths, .. } | Store::Joined { lengths, .. } => lengths.len(),
+            ExampleStore::Memory(rows) => rows.len(),
+            ExampleStore::File { lengths, .. } | ExampleStore::Joined { lengths, .. } => lengths.len(),
         }
     }
 
@@ -178,23 +178,23 @@ impl Examples {
     /// Tokens of a row; `row` < `len`.
     pub fn length(&self, row: usize) -> usize {
         match &self.0 {
-            Store::Memory(rows) => rows[row].ids.len(),
-            Store::File { lengths, .. } | Store::Joined { lengths, .. } => lengths[row] as usize,
+            ExampleStore::Memory(rows) => rows[row].ids.len(),
+            ExampleStore::File { lengths, .. } | ExampleStore::Joined { lengths, .. } => lengths[row] as usize,
         }
     }
 
     /// Tokens of each row.
     pub fn lengths(&self) -> Arc<[u32]> {
         match &self.0 {
-            Store::Memory(rows) => rows.iter().map(|e| e.ids.len() as u32).collect(),
-            Store::File { lengths, .. } | Store::Joined { lengths, .. } => lengths.clone(),
+            ExampleStore::Memory(rows) => rows.iter().map(|e| e.ids.len() as u32).collect(),
+            ExampleStore::File { lengths, .. } | ExampleStore::Joined { lengths, .. } => lengths.clone(),
         }
     }
 
     /// The number of a row in its file.
     fn number(&self, row: usize) -> u32 {
         match &self.0 {
-            Store::File { rows: Some(rows), .. } => rows[row],
+            ExampleStore::File { rows: Some(rows), .. } => rows[row],
             _ => row as u32,
         }
     }
@@ -205,24 +205,24 @@ impl Examples {
     /// The token file cannot be read.
     pub fn get(&self, row: usize) -> Result<Cow<'_, Example>> {
         match &self.0 {
-            Store::Memory(rows) => Ok(Cow::Borrowed(&rows[row])),
-            Store::File { file, .. } => file.example(self.number(row)).map(Cow::Owned),
-            Store::Joined { rows, joins, .. } => joins[row].example(rows).map(Cow::Owned),
+            ExampleStore::Memory(rows) => Ok(Cow::Borrowed(&rows[row])),
+            ExampleStore::File { file, .. } => file.example(self.number(row)).map(Cow::Owned),
+            ExampleStore::Joined { rows, joins, .. } => joins[row].example(rows).map(Cow::Owned),
         }
     }
 
     /// The place of a row in the data files. `None`: the rows are in memory, and the dataset has their places.
-    pub(super) fn origin(&self, row: usize) -> Result<Option<Origin>> {
+    pub(super) fn origin(&self, row: usize) -> Result<Option<RowOrigin>> {
         match &self.0 {
-            Store::Memory(_) => Ok(None),
-            Store::File { file, .. } => file.entry(self.number(row)).map(|entry| Some(entry.origin)),
-            Store::Joined { rows, joins, .. } => rows.origin(joins[row].row as usize),
+            ExampleStore::Memory(_) => Ok(None),
+            ExampleStore::File { file, .. } => file.entry(self.number(row)).map(|entry| Some(entry.origin)),
+            ExampleStore::Joined { rows, joins, .. } => rows.origin(joins[row].row as usize),
         }
     }
 
     /// The place of each row, as `origin`.
-    pub(super) fn origins(&self) -> Result<Option<Vec<Origin>>> {
-        if let Store::Joined { rows, joins, .. } = &self.0 {
+    pub(super) fn origins(&self) -> Result<Option<Vec<RowOrigin>>> {
+        if let ExampleStore::Joined { rows, joins, .. } = &self.0 {
             let all = rows.origins()?;
             return Ok(all.map(|all| joins.iter().map(|join| all[join.row as usize]).collect()));
         }
@@ -235,13 +235,13 @@ impl Examples {
     }
 
     /// Calls `each` with the entries of all rows of a file, in order.
-    fn entries(&self, each: &mut dyn FnMut(Entry)) -> Result<()> {
+    fn entries(&self, each: &mut dyn FnMut(RowEntry)) -> Result<()> {
         match &self.0 {
-            Store::Memory(_) | Store::Joined { .. } => Ok(()),
-            Store::File {
+            ExampleStore::Memory(_) | ExampleStore::Joined { .. } => Ok(()),
+            ExampleStore::File {
                 file, rows: Some(rows), ..
             } => file.entries_of(rows.iter().copied(), each),
-            Store::File { file, lengths, .. } => file.entries_of(0..lengths.len() as u32, each),
+            ExampleStore::File { file, lengths, .. } => file.entries_of(0..lengths.len() as u32, each),
         }
     }
 
@@ -249,14 +249,14 @@ impl Examples {
     ///
     /// # Errors
     /// The token file cannot be read.
-    pub fn measures(&self) -> Result<Vec<Measure>> {
+    pub fn measures(&self) -> Result<Vec<RowMeasure>> {
         match &self.0 {
-            Store::Memory(rows) => return Ok(rows.iter().map(Measure::of).collect()),
-            Store::Joined { rows, joins, .. } => {
+            ExampleStore::Memory(rows) => return Ok(rows.iter().map(RowMeasure::of).collect()),
+            ExampleStore::Joined { rows, joins, .. } => {
                 let all = rows.measures()?;
                 return Ok(joins.iter().map(|join| join.measure(all[join.row as usize])).collect());
             }
-            Store::File { .. } => {}
+            ExampleStore::File { .. } => {}
         }
         let mut out = Vec::with_capacity(self.len());
         self.entries(&mut |entry| out.push(entry.measure))?;
@@ -266,9 +266,9 @@ impl Examples {
     /// The file with the rows, if they are not in memory.
     pub(super) fn file(&self) -> Option<&TokenFile> {
         match &self.0 {
-            Store::Memory(_) => None,
-            Store::File { file, .. } => Some(file),
-            Store::Joined { rows, .. } => rows.file(),
+            ExampleStore::Memory(_) => None,
+            ExampleStore::File { file, .. } => Some(file),
+            ExampleStore::Joined { rows, .. } => rows.file(),
         }
     }
 
@@ -293,8 +293,8 @@ impl Examples {
     /// The rows, if they are in memory as they are.
     pub fn in_memory(&self) -> Option<&[Example]> {
         match &self.0 {
-            Store::Memory(rows) => Some(rows),
-            Store::File { .. } | Store::Joined { .. } => None,
+            ExampleStore::Memory(rows) => Some(rows),
+            ExampleStore::File { .. } | ExampleStore::Joined { .. } => None,
         }
     }
 }

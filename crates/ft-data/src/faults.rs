@@ -86,13 +86,13 @@ impl BadRows {
 }
 
 /// Decides whether further rows of a chunk, encoded in parallel, should be tried.
-pub(super) struct Tried<'a> {
+pub(super) struct TrialState<'a> {
     before: &'a BadRows,
     good: AtomicBool,
     failed: AtomicBool,
 }
 
-impl<'a> Tried<'a> {
+impl<'a> TrialState<'a> {
     pub(crate) fn new(before: &'a BadRows) -> Self {
         let failed = AtomicBool::new(before.bad > 0);
         Self {
@@ -123,7 +123,7 @@ mod tests {
     fn one_row_is_always_tried() {
         let mut rows = BadRows::new();
         rows.since -= 2 * HOPELESS_TIME;
-        let tried = Tried::new(&rows);
+        let tried = TrialState::new(&rows);
         assert!(tried.go_on());
         tried.note::<()>(&Err(bad(1)));
         assert!(!tried.go_on());

@@ -53,7 +53,7 @@ const LIKE_A_PROMPT: [&str; 17] = [
 
 /// Use of the rows of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Purpose {
+pub(crate) enum RowPurpose {
     /// Text, answers or conversations to train on.
     Learn,
     /// Answers that are compared or judged.
@@ -74,7 +74,7 @@ pub enum Rendering {
 }
 
 /// Settings and objects that decide the rendering.
-pub(crate) struct Rules<'a> {
+pub(crate) struct RenderRules<'a> {
     /// The wanted rendering; `Auto`: by template if the model has one.
     pub render: Render,
     /// The chat template, if the model has one.
@@ -87,7 +87,7 @@ pub(crate) struct Rules<'a> {
 
 /// Roles of the columns of a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Layout {
+pub struct ColumnLayout {
     /// Never `RowFormat::Auto`.
     pub format: RowFormat,
     /// How the rows become text.
@@ -114,18 +114,18 @@ pub struct Layout {
     pub used: Vec<String>,
 }
 
-impl Layout {
+impl ColumnLayout {
     /// Determines the layout of a file from its first row. `format` may be `RowFormat::Auto`.
     ///
     /// Errors, with the place of the row: no known columns, columns that can be read in two ways, rows for another
     /// stage, a conversation although the model has no chat template.
-    pub(crate) fn find(row: &Row, format: RowFormat, purpose: Purpose, rules: &Rules) -> Result<Self> {
+    pub(crate) fn find(row: &Row, format: RowFormat, purpose: RowPurpose, rules: &RenderRules) -> Result<Self> {
         let find = || {
             let fields = Fields(&row.fields);
             let mut layout = match purpose {
-                Purpose::Learn => fields.learned(format)?,
-                Purpose::Prefer => fields.preferred()?,
-                Purpose::Ask => fields.asked(format, rules.answer)?,
+                RowPurpose::Learn => fields.learned(format)?,
+                RowPurpose::Prefer => fields.preferred()?,
+                RowPurpose::Ask => fields.asked(format, rules.answer)?,
             };
             layout.rendering = layout.rendered(&fields, rules)?;
             Ok(layout)
@@ -155,7 +155,7 @@ impl Layout {
         self.rendering == Rendering::Template
     }
 
-    fn rendered(&self, fields: &Fields, rules: &Rules) -> Result<Rendering> {
+    fn rendered(&self, fields: &Fields, rules: &RenderRules) -> Result<Rendering> {
         match self.format {
             RowFormat::Text => return Ok(Rendering::Text),
             RowFormat::Messages | RowFormat::Sharegpt => return Ok(Rendering::Template),
@@ -306,15 +306,15 @@ impl Fields<'_> {
         EXTRAS.into_iter().filter(text).map(str::to_string).collect()
     }
 
-    fn layout(&self, format: RowFormat) -> Layout {
-        Layout {
+    fn layout(&self, format: RowFormat) -> ColumnLayout {
+        ColumnLayout {
             system: self.system(),
-            ..Layout::of(format)
+            ..ColumnLayout::of(format)
         }
     }
 
-    fn pair_layout(&self, format: RowFormat, prompt: &str, answer: &str) -> Layout {
-        Layout {
+    fn pair_layout(&self, format: RowFormat, prompt: &str, answer: &str) -> ColumnLayout {
+        ColumnLayout {
             prompt: Some(prompt.to_string()),
             extras: self.extras(prompt),
             answer: Some(answer.to_string()),
@@ -367,19 +367,19 @@ impl Fields<'_> {
         first.into_iter().find(|name| self.has(name)).unwrap_or(preferred)
     }
 
-    fn list_layout(&self, format: RowFormat, preferred: &'static str) -> Layout {
-        Layout {
+    fn list_layout(&self, format: RowFormat, preferred: &'static str) -> ColumnLayout {
+        ColumnLayout {
             list: Some(self.list(preferred).to_string()),
             ..self.layout(format)
         }
     }
 
-    fn learned(&self, format: RowFormat) -> Result<Layout> {
+    fn learned(&self, format: RowFormat) -> Result<ColumnLayout> {
         match format {
             RowFormat::Auto => self.detected(),
             RowFormat::Messages => Ok(self.list_layout(format, "messages")),
             RowFormat::Sharegpt => Ok(self.list_layout(format, "conversations")),
-            RowFormat::Text => Ok(Layout::of(format)),
+            RowFormat::Text => Ok(ColumnLayout::of(format)),
             RowFormat::PromptCompletion => {
                 if self.has("prompt") && self.has("completion") {
                     Ok(self.pair_layout(format, "prompt", "completion"))
@@ -442,7 +442,7 @@ impl Fields<'_> {
         }
     }
 
-    fn detected(&self) -> Result<Layout> {
+    fn detected(&self) -> Result<ColumnLayout> {
         if let Some(list) = LISTS.into_iter().find(|name| self.has(name)) {
             let turns = self.value(list).and_then(Value::as_array);
             let from = turns.is_some_and(|t| t.first().is_some_and(|t| t.get("from").is_some()));
@@ -467,7 +467,7 @@ impl Fields<'_> {
                 .expected(format!("`text` alone, or `{prompt}` and `{answer}`"))
                 .hint("use `RowFormat::PromptCompletion`, or `RowFormat::Text`")),
             Some((prompt, answer)) if !preference => Ok(self.pair_layout(RowFormat::PromptCompletion, prompt, answer)),
-            _ if self.has("text") => Ok(Layout::of(RowFormat::Text)),
+            _ if self.has("text") => Ok(ColumnLayout::of(RowFormat::Text)),
             _ if preference => Err(for_another_stage(RowFormat::Preference, self.0)),
             _ => Err(Error::format("cannot determine the format of the rows")
                 .found(names(self.0))
@@ -479,7 +479,7 @@ impl Fields<'_> {
         }
     }
 
-    fn preferred(&self) -> Result<Layout> {
+    fn preferred(&self) -> Result<ColumnLayout> {
         let mut layout = self.layout(RowFormat::Preference);
         let prompts = self.prompts();
         match &prompts[..] {
@@ -518,8 +518,8 @@ impl Fields<'_> {
         Ok(layout)
     }
 
-    fn asked(&self, format: RowFormat, answer: &str) -> Result<Layout> {
-        let asked = |prompt: &str| Layout {
+    fn asked(&self, format: RowFormat, answer: &str) -> Result<ColumnLayout> {
+        let asked = |prompt: &str| ColumnLayout {
             prompt: Some(prompt.to_string()),
             extras: self.extras(prompt),
             answer: Some(answer.to_string()),

@@ -2,15 +2,15 @@
 
 use super::batch::Example;
 use super::codec::{ChatRender, TextCodec};
-use super::dataset::{Dataset, DatasetSpec, Origin, Stats};
-use super::encode::{Encoder, Fitted};
-use super::faults::{BadRows, Tried};
-use super::layout::{Layout, Purpose};
-use super::mixture::{self, Share};
-use super::preference::Preference;
+use super::dataset::{Dataset, DatasetSpec, DatasetStats, RowOrigin};
+use super::encode::{Encoder, FittedRows};
+use super::faults::{BadRows, TrialState};
+use super::layout::{ColumnLayout, RowPurpose};
+use super::mixture::{self, SourceShare};
+use super::preference::PreferenceDocuments;
 use super::prepare;
 use super::read::Row;
-use super::reading::Reading;
+use super::reading::ReadingReport;
 use super::rows::{self, Sample};
 use super::screen::Screen;
 use super::source;
@@ -29,7 +29,7 @@ pub(super) fn text_bytes(row: &Row) -> usize {
     row.fields.values().map(size).sum()
 }
 
-pub(super) fn nothing_to_train(spec: &DatasetSpec, stats: &Stats) -> Error {
+pub(super) fn nothing_to_train(spec: &DatasetSpec, stats: &DatasetStats) -> Error {
     let names: Vec<&str> = spec.sources.iter().map(|source| source.name.as_str()).collect();
     let files = names.join(", ");
     let screened = spec.screen.map(Screen::report).unwrap_or_default();
@@ -61,29 +61,29 @@ pub(super) fn nothing_to_train(spec: &DatasetSpec, stats: &Stats) -> Error {
 }
 
 /// A tokenized row, or a part of one.
-pub(super) struct Tokenized {
+pub(super) struct TokenizedPart {
     pub example: Example,
-    pub origin: Origin,
+    pub origin: RowOrigin,
     pub side: Option<PreferenceSide>,
 }
 
 /// The data of a row of preferences beside its tokens.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct PreferenceSide {
-    pub preference: Preference,
+    pub preference: PreferenceDocuments,
     /// It is placed after all rows that are not: the two answers to a prompt are not adjacent.
     pub is_last: bool,
     pub has_margin: bool,
 }
 
 /// Receives tokenized rows in the order of the files.
-pub(super) trait Sink {
-    fn stats(&mut self) -> &mut Stats;
+pub(super) trait ExampleSink {
+    fn stats(&mut self) -> &mut DatasetStats;
 
     /// Counts a row of a source.
-    fn count(&mut self, origin: Origin, truncated: bool);
+    fn count(&mut self, origin: RowOrigin, truncated: bool);
 
-    fn push(&mut self, row: Tokenized);
+    fn push(&mut self, row: TokenizedPart);
 
     /// Called after some rows. `read`: rows of the files up to here; `clean`: no row was bad.
     fn chunk(&mut self, read: u64, clean: bool) -> Result<()>;
@@ -95,44 +95,44 @@ pub(super) trait Sink {
 }
 
 /// Passes the pieces of a row that train a token to the sink, and counts the row.
-pub(super) fn push(sink: &mut dyn Sink, row: Fitted, origin: Origin) {
+pub(super) fn push(sink: &mut dyn ExampleSink, row: FittedRows, origin: RowOrigin) {
     sink.stats().add(&row);
     sink.count(origin, row.cut > 0);
     for example in row.pieces.into_iter().filter(|p| p.trained.contains(&true)) {
         let side = None;
-        sink.push(Tokenized { example, origin, side });
+        sink.push(TokenizedPart { example, origin, side });
     }
 }
 
-pub(super) struct InMemory {
+pub(super) struct InMemoryRows {
     pub examples: Vec<Example>,
-    pub origins: Vec<Origin>,
-    pub stats: Stats,
-    pub shares: Vec<Share>,
-    preferences: Vec<Preference>,
-    last: Vec<Tokenized>,
+    pub origins: Vec<RowOrigin>,
+    pub stats: DatasetStats,
+    pub shares: Vec<SourceShare>,
+    preferences: Vec<PreferenceDocuments>,
+    last: Vec<TokenizedPart>,
 }
 
-impl InMemory {
+impl InMemoryRows {
     pub(super) fn new(spec: &DatasetSpec) -> Self {
         Self {
             examples: Vec::new(),
             origins: Vec::new(),
-            stats: Stats::default(),
+            stats: DatasetStats::default(),
             shares: source::shares(spec.sources),
             preferences: Vec::new(),
             last: Vec::new(),
         }
     }
 
-    fn add(&mut self, row: Tokenized) {
+    fn add(&mut self, row: TokenizedPart) {
         self.examples.push(row.example);
         self.origins.push(row.origin);
         self.preferences.extend(row.side.map(|side| side.preference));
     }
 
     /// Errors: nothing is trained.
-    pub(super) fn dataset(mut self, spec: &DatasetSpec, readings: Vec<(usize, Reading)>) -> Result<Dataset> {
+    pub(super) fn dataset(mut self, spec: &DatasetSpec, readings: Vec<(usize, ReadingReport)>) -> Result<Dataset> {
         for row in std::mem::take(&mut self.last) {
             self.add(row);
         }
@@ -153,16 +153,16 @@ impl InMemory {
     }
 }
 
-impl Sink for InMemory {
-    fn stats(&mut self) -> &mut Stats {
+impl ExampleSink for InMemoryRows {
+    fn stats(&mut self) -> &mut DatasetStats {
         &mut self.stats
     }
 
-    fn count(&mut self, origin: Origin, truncated: bool) {
+    fn count(&mut self, origin: RowOrigin, truncated: bool) {
         mixture::count(&mut self.shares, origin, truncated);
     }
 
-    fn push(&mut self, row: Tokenized) {
+    fn push(&mut self, row: TokenizedPart) {
         match row.side {
             Some(side) if side.is_last => self.last.push(row),
             _ => self.add(row),
@@ -182,8 +182,8 @@ pub(super) fn read_into(
     codec: &dyn TextCodec,
     template: Option<&dyn ChatRender>,
     skip: u64,
-    sink: &mut dyn Sink,
-) -> Result<Vec<(usize, Reading)>> {
+    sink: &mut dyn ExampleSink,
+) -> Result<Vec<(usize, ReadingReport)>> {
     if spec.max_length < 2 {
         return Err(Error::usage("rows of fewer than 2 tokens cannot be trained")
             .found(format!("max_length = {}", spec.max_length)));
@@ -199,9 +199,12 @@ pub(super) fn read_into(
     };
     let mut bad = BadRows::new();
     let encoder = spec.encoder(codec, template);
-    let readings = spec.rows(Purpose::Learn, &encoder, &mut bad, &mut |row, layout, origin, bad| {
-        loader.push(row, layout, origin, bad)
-    })?;
+    let readings = spec.rows(
+        RowPurpose::Learn,
+        &encoder,
+        &mut bad,
+        &mut |row, layout, origin, bad| loader.push(row, layout, origin, bad),
+    )?;
     loader.flush(&mut bad)?;
     bad.end()?;
     template.iter().for_each(|t| t.rest());
@@ -212,17 +215,17 @@ pub(super) fn read_into(
 struct SampleLoader<'a> {
     spec: &'a DatasetSpec<'a>,
     encoder: Encoder<'a>,
-    chunk: Vec<(Row, Arc<Layout>, Origin)>,
+    chunk: Vec<(Row, Arc<ColumnLayout>, RowOrigin)>,
     bytes: usize,
     /// Rows read.
     read: u64,
     /// The first rows, which the sink has.
     skip: u64,
-    sink: &'a mut dyn Sink,
+    sink: &'a mut dyn ExampleSink,
 }
 
 impl SampleLoader<'_> {
-    fn push(&mut self, row: Row, layout: &Arc<Layout>, origin: Origin, bad: &mut BadRows) -> Result<()> {
+    fn push(&mut self, row: Row, layout: &Arc<ColumnLayout>, origin: RowOrigin, bad: &mut BadRows) -> Result<()> {
         self.read += 1;
         if self.read <= self.skip {
             bad.good();
@@ -253,10 +256,10 @@ impl SampleLoader<'_> {
 fn encode_all(
     spec: &DatasetSpec,
     encoder: &Encoder,
-    rows: &[(Row, Arc<Layout>, Origin)],
+    rows: &[(Row, Arc<ColumnLayout>, RowOrigin)],
     bad: &BadRows,
-) -> Vec<Option<Result<Fitted>>> {
-    let tried = Tried::new(bad);
+) -> Vec<Option<Result<FittedRows>>> {
+    let tried = TrialState::new(bad);
     rows.par_chunks(prepare::ROWS)
         .flat_map_iter(|group| encode_group(spec, encoder, group, &tried))
         .collect()
@@ -266,9 +269,9 @@ fn encode_all(
 pub(super) fn encode(
     spec: &DatasetSpec,
     encoder: &Encoder,
-    rows: &[(Row, Arc<Layout>, Origin)],
+    rows: &[(Row, Arc<ColumnLayout>, RowOrigin)],
     bad: &mut BadRows,
-) -> Result<Vec<Fitted>> {
+) -> Result<Vec<FittedRows>> {
     let mut out = Vec::with_capacity(rows.len());
     for row in encode_all(spec, encoder, rows, bad) {
         out.extend(kept(row, bad)?);
@@ -294,9 +297,9 @@ pub(super) fn kept<T>(row: Option<Result<T>>, bad: &mut BadRows) -> Result<Optio
 fn encode_group(
     spec: &DatasetSpec,
     encoder: &Encoder,
-    group: &[(Row, Arc<Layout>, Origin)],
-    tried: &Tried,
-) -> Vec<Option<Result<Fitted>>> {
+    group: &[(Row, Arc<ColumnLayout>, RowOrigin)],
+    tried: &TrialState,
+) -> Vec<Option<Result<FittedRows>>> {
     if !tried.go_on() {
         return group.iter().map(|_| None).collect();
     }
@@ -305,7 +308,7 @@ fn encode_group(
         .map(|(row, layout, _)| rows::understand(row, layout))
         .collect();
     let prepared = encoder.template.map(|t| prepare::prepare(encoder, t, &samples));
-    let one = |(i, (row, layout, _)): (usize, &(Row, Arc<Layout>, Origin))| {
+    let one = |(i, (row, layout, _)): (usize, &(Row, Arc<ColumnLayout>, RowOrigin))| {
         if !tried.go_on() {
             return None;
         }

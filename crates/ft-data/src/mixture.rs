@@ -4,7 +4,7 @@
 //! rows, in a new order each time, before it gives one of them again; it continues in the next epoch where it stopped in
 //! the last one. So each row of a source is used equally often, and the rows of an epoch are a function of (seed, epoch).
 
-use super::dataset::{Dataset, Origin};
+use super::dataset::{Dataset, RowOrigin};
 use ft_base::Result;
 use ft_base::rng::{Rng, Stream};
 
@@ -13,7 +13,7 @@ const OF_SOURCES: u64 = u64::MAX - 1;
 
 /// The name of a source, and the share of its rows in an epoch.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct Share {
+pub struct SourceShare {
     /// The name in reports.
     pub name: String,
     /// Number of files.
@@ -27,7 +27,7 @@ pub struct Share {
 }
 
 /// Counts a row of a source.
-pub(crate) fn count(shares: &mut [Share], origin: Origin, truncated: bool) {
+pub(crate) fn count(shares: &mut [SourceShare], origin: RowOrigin, truncated: bool) {
     let source = source_of(shares, origin);
     if let Some(share) = shares.get_mut(source) {
         share.rows += 1;
@@ -36,9 +36,9 @@ pub(crate) fn count(shares: &mut [Share], origin: Origin, truncated: bool) {
 }
 
 /// The index of the source of a row.
-pub fn source_of(shares: &[Share], origin: Origin) -> usize {
+pub fn source_of(shares: &[SourceShare], origin: RowOrigin) -> usize {
     let mut end = 0;
-    let is_in = |share: &Share| {
+    let is_in = |share: &SourceShare| {
         end += share.files;
         (origin.file as usize) < end
     };
@@ -46,7 +46,7 @@ pub fn source_of(shares: &[Share], origin: Origin) -> usize {
 }
 
 /// The rows of each source.
-pub fn rows_of(shares: &[Share], origins: &[Origin]) -> Vec<Vec<u32>> {
+pub fn rows_of(shares: &[SourceShare], origins: &[RowOrigin]) -> Vec<Vec<u32>> {
     let mut rows = vec![Vec::new(); shares.len()];
     for (row, origin) in origins.iter().enumerate() {
         rows[source_of(shares, *origin)].push(row as u32);
@@ -65,7 +65,7 @@ pub struct Mixture {
 
 impl Mixture {
     /// The mixture of these rows of each source. `None`: no source has a weight, or only one has rows.
-    pub fn new(shares: &[Share], rows: Vec<Vec<u32>>) -> Option<Self> {
+    pub fn new(shares: &[SourceShare], rows: Vec<Vec<u32>>) -> Option<Self> {
         if shares.iter().all(|share| share.weight.is_none()) {
             return None;
         }
@@ -169,18 +169,18 @@ mod tests {
 
     /// Two sources of these numbers of rows; the first one has two files.
     fn mixture(rows: [usize; 2], weights: [f64; 2]) -> Mixture {
-        let share = |files, weight| Share {
+        let share = |files, weight| SourceShare {
             files,
             weight: Some(weight),
-            ..Share::default()
+            ..SourceShare::default()
         };
-        let origin = |file| Origin {
+        let origin = |file| RowOrigin {
             file,
             number: 1,
             is_line: true,
         };
         let first = (0..rows[0]).map(|i| origin((i % 2) as u32));
-        let origins: Vec<Origin> = first.chain((0..rows[1]).map(|_| origin(2))).collect();
+        let origins: Vec<RowOrigin> = first.chain((0..rows[1]).map(|_| origin(2))).collect();
         let shares = [share(2, weights[0]), share(1, weights[1])];
         Mixture::new(&shares, rows_of(&shares, &origins)).unwrap()
     }
@@ -218,16 +218,16 @@ mod tests {
 
     #[test]
     fn without_weights_there_is_no_mixture() {
-        let share = Share {
+        let share = SourceShare {
             files: 1,
-            ..Share::default()
+            ..SourceShare::default()
         };
-        let origin = Origin {
+        let origin = RowOrigin {
             file: 0,
             number: 1,
             is_line: true,
         };
-        let origins = [origin, Origin { file: 1, ..origin }];
+        let origins = [origin, RowOrigin { file: 1, ..origin }];
         let shares = [share.clone(), share];
         assert_eq!(Mixture::new(&shares, rows_of(&shares, &origins)), None);
     }

@@ -24,19 +24,19 @@ use std::sync::{Arc, Mutex};
 
 /// Length of a run.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Length {
+pub enum RunLength {
     /// This number of steps, with as many epochs as necessary.
     Steps(u64),
     /// This number of epochs; the last window may be short.
     Epochs(f64),
 }
 
-impl Length {
+impl RunLength {
     /// `max_steps` steps; if it is negative, `num_epochs` epochs.
     pub fn new(max_steps: i64, num_epochs: f64) -> Self {
         match u64::try_from(max_steps) {
-            Ok(steps) => Length::Steps(steps),
-            Err(_) => Length::Epochs(num_epochs),
+            Ok(steps) => RunLength::Steps(steps),
+            Err(_) => RunLength::Epochs(num_epochs),
         }
     }
 }
@@ -58,7 +58,7 @@ pub struct StreamSpec {
     /// Seed of the order.
     pub seed: u64,
     /// Length of the run.
-    pub length: Length,
+    pub length: RunLength,
 }
 
 impl Default for StreamSpec {
@@ -70,7 +70,7 @@ impl Default for StreamSpec {
             max_length: 2048,
             shuffle: true,
             seed: 42,
-            length: Length::Epochs(3.0),
+            length: RunLength::Epochs(3.0),
         }
     }
 }
@@ -93,7 +93,7 @@ impl Units {
 
 /// The rows of each micro-batch, computed from the row lengths only.
 #[derive(Debug)]
-pub struct Order {
+pub struct BatchOrder {
     spec: StreamSpec,
     lengths: Arc<[u32]>,
     /// Units of the first epoch. With packing, a mixture can have another number of bins in each epoch; otherwise the
@@ -110,12 +110,12 @@ pub struct Order {
 #[derive(Debug)]
 pub struct BatchStream<'a> {
     examples: &'a Examples,
-    order: Order,
+    order: BatchOrder,
 }
 
 /// Size of the largest micro-batch of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Largest {
+pub struct LargestBatch {
     /// Tokens of the largest micro-batch.
     pub tokens: usize,
     /// Tokens of the longest row.
@@ -129,9 +129,9 @@ const ORDERED: u64 = 20_000_000;
 const PACKED: u64 = 2_000_000;
 
 impl std::ops::Deref for BatchStream<'_> {
-    type Target = Order;
+    type Target = BatchOrder;
 
-    fn deref(&self) -> &Order {
+    fn deref(&self) -> &BatchOrder {
         &self.order
     }
 }
@@ -140,7 +140,7 @@ impl<'a> BatchStream<'a> {
     /// The stream of a dataset.
     ///
     /// # Errors
-    /// As `Order::new`.
+    /// As `BatchOrder::new`.
     pub fn new(dataset: &'a Dataset, spec: StreamSpec) -> Result<Self> {
         let spec = StreamSpec {
             shuffle: spec.shuffle && !dataset.grouped,
@@ -148,7 +148,7 @@ impl<'a> BatchStream<'a> {
         };
         Ok(Self {
             examples: &dataset.examples,
-            order: Order::mixed(dataset.lengths(), spec, dataset.mixture()?.map(Arc::new))?,
+            order: BatchOrder::mixed(dataset.lengths(), spec, dataset.mixture()?.map(Arc::new))?,
         })
     }
 
@@ -182,7 +182,7 @@ impl<'a> BatchStream<'a> {
     }
 }
 
-impl Order {
+impl BatchOrder {
     /// The order of rows of these lengths.
     ///
     /// # Errors
@@ -208,12 +208,12 @@ impl Order {
                 "`StreamSpec::batch_size` and `StreamSpec::accumulation` must be at least 1",
             ));
         }
-        if let Length::Epochs(epochs) = spec.length
+        if let RunLength::Epochs(epochs) = spec.length
             && (!epochs.is_finite() || epochs <= 0.0)
         {
-            return Err(Error::usage("`Length::Epochs` must be more than 0")
+            return Err(Error::usage("`RunLength::Epochs` must be more than 0")
                 .found(epochs)
-                .hint("use a number above 0, or `Length::Steps`"));
+                .hint("use a number above 0, or `RunLength::Steps`"));
         }
         let mut order = Self {
             spec,
@@ -240,7 +240,7 @@ impl Order {
 
     /// The largest micro-batch of the run: exact, or, for runs that are too long to enumerate, the sum of the largest
     /// units of an epoch. The bins of all epochs are equally full.
-    pub fn largest(&self) -> Largest {
+    pub fn largest(&self) -> LargestBatch {
         let epochs = self.total_units().div_ceil(self.units);
         let rows = epochs.saturating_mul(self.lengths.len() as u64);
         let most = if self.spec.packing { PACKED } else { ORDERED };
@@ -257,7 +257,7 @@ impl Order {
         let all: usize = tokens.iter().sum();
         let rest: usize = tokens.iter().take(count % tokens.len()).sum();
         let fewest = units.iter().map(|u| u.1).min().unwrap_or(1);
-        Largest {
+        LargestBatch {
             tokens: (count / tokens.len()).saturating_mul(all).saturating_add(rest),
             longest: self.lengths.iter().copied().max().unwrap_or(1) as usize,
             documents: count.saturating_mul(fewest),
@@ -272,8 +272,8 @@ impl Order {
         rows.iter().map(|row| self.length(*row)).sum()
     }
 
-    fn exactly_largest(&self) -> Largest {
-        let mut largest = Largest {
+    fn exactly_largest(&self) -> LargestBatch {
+        let mut largest = LargestBatch {
             tokens: 1,
             longest: 1,
             documents: usize::MAX,
@@ -319,10 +319,10 @@ impl Order {
     /// Units of the whole run; the last window of a run by epochs may be short.
     fn total_units(&self) -> u64 {
         match self.spec.length {
-            Length::Steps(steps) => steps.saturating_mul(self.units_per_window()),
+            RunLength::Steps(steps) => steps.saturating_mul(self.units_per_window()),
             // 0.1 * 30 is slightly above 3 in floating point: it must not become a fourth row.
-            Length::Epochs(epochs) if self.is_even() => (epochs * self.units as f64 - 1e-6).ceil().max(1.0) as u64,
-            Length::Epochs(epochs) => self.units_of(epochs),
+            RunLength::Epochs(epochs) if self.is_even() => (epochs * self.units as f64 - 1e-6).ceil().max(1.0) as u64,
+            RunLength::Epochs(epochs) => self.units_of(epochs),
         }
     }
 

@@ -1,6 +1,6 @@
 //! Requests the renderings of many rows at once: a request to the rendering process costs as much as rendering a row.
 
-use super::codec::{ChatRender, RenderJob, Rendered};
+use super::codec::{ChatRender, RenderJob, RenderedChat};
 use super::encode::Encoder;
 use super::rows::Sample;
 use ft_base::Result;
@@ -13,7 +13,7 @@ pub(super) const ROWS: usize = 64;
 pub(super) struct CachedRenderings<'a> {
     template: &'a dyn ChatRender,
     job: Option<RenderJob<'a>>,
-    texts: Vec<Option<Rendered>>,
+    texts: Vec<Option<RenderedChat>>,
 }
 
 /// Returns one for each sample.
@@ -51,7 +51,7 @@ pub(super) fn of_jobs<'a>(template: &'a dyn ChatRender, jobs: Vec<Option<RenderJ
 }
 
 impl CachedRenderings<'_> {
-    fn find(&self, messages: &[Value], tools: Option<&Value>, prompt: bool) -> Option<&Rendered> {
+    fn find(&self, messages: &[Value], tools: Option<&Value>, prompt: bool) -> Option<&RenderedChat> {
         let job = self.job.as_ref()?;
         let is_same = std::ptr::eq(messages.as_ptr(), job.messages.as_ptr())
             && messages.len() <= job.messages.len()
@@ -78,7 +78,7 @@ impl ChatRender for CachedRenderings<'_> {
         messages: &[Value],
         tools: Option<&Value>,
         add_generation_prompt: bool,
-    ) -> Result<Option<Rendered>> {
+    ) -> Result<Option<RenderedChat>> {
         // Without a marked range, the cached text may be from a template without such blocks.
         match self.find(messages, tools, add_generation_prompt) {
             Some(rendered) if !rendered.generation.is_empty() => Ok(Some(rendered.clone())),

@@ -5,14 +5,14 @@
 //! the known answer.
 
 use super::chat;
-use super::dataset::{DatasetSpec, Origin};
+use super::dataset::{DatasetSpec, RowOrigin};
 use super::encode::Encoder;
 use super::faults::BadRows;
-use super::layout::{self, Layout, Purpose, Rules};
+use super::layout::{self, ColumnLayout, RenderRules, RowPurpose};
 use super::load::unless_stopped;
-use super::mixture::Share;
+use super::mixture::SourceShare;
 use super::read::{self, Row};
-use super::reading::Reading;
+use super::reading::ReadingReport;
 use super::rows::{self, Chat, Sample};
 use super::screen::Screen;
 use super::source::{self, Source};
@@ -102,11 +102,11 @@ pub struct Prompts {
     /// The prompts, in file order.
     pub rows: Vec<Prompt>,
     /// Origin of each prompt.
-    pub origins: Vec<Origin>,
+    pub origins: Vec<RowOrigin>,
     /// The sources of the prompts.
-    pub shares: Vec<Share>,
+    pub shares: Vec<SourceShare>,
     /// Description of how each file was read.
-    pub readings: Vec<Reading>,
+    pub readings: Vec<ReadingReport>,
     /// Prompts that were left out because they are too long, and their tokens.
     pub dropped: (usize, u64),
     /// Hash of ids and columns.
@@ -146,7 +146,7 @@ impl<'a> PromptSpec<'a> {
     }
 
     /// Reads all rows. Also returns how each file was read, with its index over all sources.
-    pub(super) fn read(&self) -> Result<(Prompts, Vec<(usize, Reading)>)> {
+    pub(super) fn read(&self) -> Result<(Prompts, Vec<(usize, ReadingReport)>)> {
         let Self {
             sources,
             encoder,
@@ -161,13 +161,13 @@ impl<'a> PromptSpec<'a> {
         };
         let mut hasher = blake3::Hasher::new();
         let mut bad = BadRows::new();
-        let rules = Rules {
+        let rules = RenderRules {
             answer,
             ..self.rows().rules(encoder)
         };
         let readings = source::rows(
             sources,
-            Purpose::Ask,
+            RowPurpose::Ask,
             &rules,
             screen,
             &mut bad,
@@ -252,7 +252,7 @@ fn too_long(prompt: &Prompt, limits: PromptLimits) -> Error {
         )
 }
 
-fn one(row: &Row, layout: &Layout, encoder: &Encoder, answer: &str) -> Result<Prompt> {
+fn one(row: &Row, layout: &ColumnLayout, encoder: &Encoder, answer: &str) -> Result<Prompt> {
     let sample = match layout.format {
         RowFormat::Prompt => prompt(&row.fields, layout).map_err(|e| e.within(&row.place))?,
         _ => rows::understand(row, layout)?,
@@ -311,7 +311,7 @@ fn one(row: &Row, layout: &Layout, encoder: &Encoder, answer: &str) -> Result<Pr
 }
 
 /// The prompt with a placeholder answer, which `Encoder::question` removes again.
-fn prompt(fields: &Map<String, Value>, layout: &Layout) -> Result<Sample> {
+fn prompt(fields: &Map<String, Value>, layout: &ColumnLayout) -> Result<Sample> {
     const ANSWER: &str = "answer";
     let name = layout.prompt.as_deref().unwrap_or("prompt");
     let is_turns = match fields.get(name) {

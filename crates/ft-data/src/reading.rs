@@ -1,6 +1,6 @@
 //! Describes in words how the files of a dataset were read: format, used and unused columns, rendering.
 
-use super::layout::{LISTS, Layout, Rendering, is_like_a_prompt};
+use super::layout::{ColumnLayout, LISTS, Rendering, is_like_a_prompt};
 use super::read::Row;
 use crate::RowFormat;
 use ft_base::units;
@@ -9,11 +9,11 @@ use std::collections::BTreeSet;
 
 /// Description of how a file was read.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Reading {
+pub struct ReadingReport {
     /// The path of the file.
     pub file: String,
     /// The columns that were used, and how.
-    pub layout: Layout,
+    pub layout: ColumnLayout,
     /// Columns that are not null in at least one row of the file.
     seen: BTreeSet<String>,
     /// The number of rows that are not used, with the reason.
@@ -24,8 +24,8 @@ pub struct Reading {
     judges: Vec<String>,
 }
 
-impl Reading {
-    pub(super) fn new(file: &str, layout: Layout, first: &Row) -> Self {
+impl ReadingReport {
+    pub(super) fn new(file: &str, layout: ColumnLayout, first: &Row) -> Self {
         let text = |name: &Option<String>| {
             let name = name.as_deref()?;
             first.fields.get(name).and_then(Value::as_str)
@@ -176,7 +176,7 @@ impl Reading {
 
 /// Describes the files of a dataset, one line per group of files that are read alike. A line names its files if there
 /// are several groups.
-pub fn lines(readings: &[Reading], rest: &str) -> Vec<String> {
+pub fn lines(readings: &[ReadingReport], rest: &str) -> Vec<String> {
     let mut groups: Vec<(String, Vec<&str>)> = Vec::new();
     for reading in readings {
         let text = reading.describe(rest);

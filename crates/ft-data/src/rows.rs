@@ -1,7 +1,7 @@
 //! Row formats: interprets the fields of a row as one of three samples.
 
 use super::chat;
-use super::layout::{self, Layout};
+use super::layout::{self, ColumnLayout};
 use super::read::{Row, clip, kind};
 use crate::RowFormat;
 use ft_base::{Error, Result};
@@ -63,7 +63,7 @@ pub(super) fn names(fields: &Map<String, Value>) -> String {
 ///
 /// Errors, with the place of the row: a field is missing or has another type, a role is unknown, the answer is marked
 /// as a bad one.
-pub(crate) fn understand(row: &Row, layout: &Layout) -> Result<Sample> {
+pub(crate) fn understand(row: &Row, layout: &ColumnLayout) -> Result<Sample> {
     let sample = || match layout.format {
         RowFormat::Text => Ok(Sample::Text(text(&row.fields, "text", layout.format)?.to_string())),
         RowFormat::Messages | RowFormat::Sharegpt => {
@@ -94,7 +94,7 @@ fn refuse_rejected(fields: &Map<String, Value>) -> Result<()> {
             .found(format!("{name}: {}", fields[name]))
             .expected("good answers")
             .hint(format!(
-                "`Want::Judged` trains on good and bad answers; if `{name}` means something else, rename or remove it"
+                "`PreferencePart::Judged` trains on good and bad answers; if `{name}` means something else, rename or remove it"
             ))),
     }
 }
@@ -120,7 +120,7 @@ pub(super) fn label(value: &Value) -> Option<bool> {
 pub(super) fn with_system(
     mut messages: Vec<Value>,
     fields: &Map<String, Value>,
-    layout: &Layout,
+    layout: &ColumnLayout,
 ) -> Result<(Vec<Value>, bool)> {
     let Some(system) = optional(fields, &layout.system)? else {
         let has_own = messages
@@ -151,7 +151,7 @@ pub(super) fn with_system(
 }
 
 /// Errors: the row has a system text, which needs a chat template.
-pub(super) fn without_system(fields: &Map<String, Value>, layout: &Layout) -> Result<()> {
+pub(super) fn without_system(fields: &Map<String, Value>, layout: &ColumnLayout) -> Result<()> {
     match optional(fields, &layout.system)? {
         None => Ok(()),
         Some(system) => Err(Error::format(format!("plain text cannot contain `{}`", layout.system))
@@ -166,7 +166,7 @@ pub(super) fn without_system(fields: &Map<String, Value>, layout: &Layout) -> Re
 }
 
 /// The prompt's text, with the text of the columns that are appended to it.
-pub(super) fn prompt_text(fields: &Map<String, Value>, layout: &Layout) -> Result<String> {
+pub(super) fn prompt_text(fields: &Map<String, Value>, layout: &ColumnLayout) -> Result<String> {
     let name = layout.prompt.as_deref().unwrap_or("prompt");
     let mut prompt = text(fields, name, layout.format)?.to_string();
     for extra in &layout.extras {
@@ -289,7 +289,7 @@ pub(super) fn answer_turns(fields: &Map<String, Value>, name: &str, format: RowF
 }
 
 /// The messages before an answer: those of the prompt, or its text as one user message, after system and history.
-pub(super) fn prompt_turns(fields: &Map<String, Value>, layout: &Layout) -> Result<Vec<Value>> {
+pub(super) fn prompt_turns(fields: &Map<String, Value>, layout: &ColumnLayout) -> Result<Vec<Value>> {
     let name = layout.prompt.as_deref().unwrap_or("prompt");
     let messages = match fields.get(name) {
         Some(value) if layout::is_turns(value) => turns(fields, name, layout.format)?,
@@ -306,7 +306,7 @@ pub(super) fn prompt_turns(fields: &Map<String, Value>, layout: &Layout) -> Resu
 }
 
 /// A prompt and its answer.
-fn pair(fields: &Map<String, Value>, layout: &Layout) -> Result<Sample> {
+fn pair(fields: &Map<String, Value>, layout: &ColumnLayout) -> Result<Sample> {
     let format = layout.format;
     let prompt = layout.prompt.as_deref().unwrap_or("prompt");
     let answer = layout.answer.as_deref().unwrap_or("completion");

@@ -1,16 +1,16 @@
 //! A source: files, how their rows are read, and their weight in a mixture. All rows of a run pass through `rows`.
 
-use super::dataset::{EachRow, Origin};
+use super::dataset::{EachRow, RowOrigin};
 use super::faults::BadRows;
-use super::layout::{Layout, Purpose, Rules};
+use super::layout::{ColumnLayout, RenderRules, RowPurpose};
 use super::load::{CHUNK_BYTES, CHUNK_ROWS, text_bytes};
-use super::mapping::{Mapped, Mapper, Mapping};
-use super::mixture::Share;
+use super::mapping::{MappedRow, Mapper, Mapping};
+use super::mixture::SourceShare;
 pub use super::read::is_data_file;
 use super::read::{self, Row, TextUnit};
-use super::reading::Reading;
+use super::reading::ReadingReport;
 use super::screen::Screen;
-use super::screen::waiting::{Placed, screened};
+use super::screen::waiting::{WaitingRow, screened};
 use crate::RowFormat;
 use ft_base::{Error, Result};
 use std::sync::Arc;
@@ -56,12 +56,12 @@ pub(crate) fn file(sources: &[Source], index: u32) -> &str {
 }
 
 /// The sources with the shares of their rows.
-pub fn shares(sources: &[Source]) -> Vec<Share> {
-    let share = |source: &Source| Share {
+pub fn shares(sources: &[Source]) -> Vec<SourceShare> {
+    let share = |source: &Source| SourceShare {
         name: source.name.clone(),
         files: source.files.len(),
         weight: source.weight,
-        ..Share::default()
+        ..SourceShare::default()
     };
     sources.iter().map(share).collect()
 }
@@ -69,39 +69,39 @@ pub fn shares(sources: &[Source]) -> Vec<Share> {
 /// One file that is being read.
 struct OpenFile {
     mapper: Mapper,
-    layout: Arc<Layout>,
-    reading: Reading,
+    layout: Arc<ColumnLayout>,
+    reading: ReadingReport,
 }
 
 impl OpenFile {
     /// Decides from the first row that is used. `None`: the row is skipped.
-    fn new(source: &Source, row: &Row, purpose: Purpose, rules: &Rules) -> Result<Option<Self>> {
+    fn new(source: &Source, row: &Row, purpose: RowPurpose, rules: &RenderRules) -> Result<Option<Self>> {
         let mapper = Mapper::new(&source.mapping, row, source.format, purpose, rules);
         let mapper = mapper.map_err(|e| e.or_at(&row.place))?;
-        let Mapped::Row(row) = mapper.apply(row.clone())? else {
+        let MappedRow::Row(row) = mapper.apply(row.clone())? else {
             return Ok(None);
         };
-        let mut layout = Layout::find(&row, source.format, purpose, rules)?;
+        let mut layout = ColumnLayout::find(&row, source.format, purpose, rules)?;
         mapper.complete(&mut layout).map_err(|e| e.or_at(&row.place))?;
         Ok(Some(Self {
             mapper,
-            reading: Reading::new(&row.place.file, layout.clone(), &row),
+            reading: ReadingReport::new(&row.place.file, layout.clone(), &row),
             layout: Arc::new(layout),
         }))
     }
 
     fn row(&mut self, row: Row, file: u32, bad: &mut BadRows, each: &mut EachRow<'_>) -> Result<()> {
-        let origin = Origin {
+        let origin = RowOrigin {
             file,
             number: row.place.number,
             is_line: row.place.is_line,
         };
         match self.mapper.apply(row) {
-            Ok(Mapped::Row(row)) => {
+            Ok(MappedRow::Row(row)) => {
                 self.reading.see(&row);
                 each(row, &self.layout, origin, bad)
             }
-            Ok(Mapped::Skipped(why)) => {
+            Ok(MappedRow::Skipped(why)) => {
                 self.reading.skip(why);
                 Ok(())
             }
@@ -111,17 +111,17 @@ impl OpenFile {
 }
 
 /// The readings of files, without the indices of the files.
-pub(crate) fn readings(of_files: Vec<(usize, Reading)>) -> Vec<Reading> {
+pub(crate) fn readings(of_files: Vec<(usize, ReadingReport)>) -> Vec<ReadingReport> {
     of_files.into_iter().map(|(_, reading)| reading).collect()
 }
 
 /// Reads the rows of some files in any order of the files: each file's layout follows from its first row.
-pub(crate) struct Files {
+pub(crate) struct RowFiles {
     sources: Vec<Source>,
     open: Vec<Option<OpenFile>>,
 }
 
-impl Files {
+impl RowFiles {
     pub(crate) fn new(sources: &[Source]) -> Self {
         let files = sources.iter().map(|source| source.files.len()).sum();
         Self {
@@ -133,20 +133,25 @@ impl Files {
     /// A row of file `file` with its usual columns. `None`: the row is not used.
     ///
     /// Errors: the first row of a file gives no layout; the row is broken.
-    pub(crate) fn row(&mut self, file: usize, row: Row, rules: &Rules) -> Result<Option<(Row, Arc<Layout>)>> {
+    pub(crate) fn row(
+        &mut self,
+        file: usize,
+        row: Row,
+        rules: &RenderRules,
+    ) -> Result<Option<(Row, Arc<ColumnLayout>)>> {
         let open = match &mut self.open[file] {
             Some(open) => open,
             none => {
                 let (source, _) = of_file(&self.sources, file)?;
-                let Some(open) = OpenFile::new(source, &row, Purpose::Learn, rules)? else {
+                let Some(open) = OpenFile::new(source, &row, RowPurpose::Learn, rules)? else {
                     return Ok(None);
                 };
                 none.insert(open)
             }
         };
         match open.mapper.apply(row)? {
-            Mapped::Row(row) => Ok(Some((row, open.layout.clone()))),
-            Mapped::Skipped(_) => Ok(None),
+            MappedRow::Row(row) => Ok(Some((row, open.layout.clone()))),
+            MappedRow::Skipped(_) => Ok(None),
         }
     }
 }
@@ -166,16 +171,16 @@ fn of_file(sources: &[Source], index: usize) -> Result<(&Source, &str)> {
 pub(crate) fn first_reading(
     sources: &[Source],
     index: usize,
-    purpose: Purpose,
-    rules: &Rules,
-) -> Result<Option<Reading>> {
+    purpose: RowPurpose,
+    rules: &RenderRules,
+) -> Result<Option<ReadingReport>> {
     let (source, path) = of_file(sources, index)?;
     let mut found = None;
     let result = read::read_rows(path, source.text_unit, &mut |row| {
         let row = row?;
         found = OpenFile::new(source, &row, purpose, rules)?;
         let Some(file) = &mut found else { return Ok(()) };
-        if let Mapped::Row(row) = file.mapper.apply(row)? {
+        if let MappedRow::Row(row) = file.mapper.apply(row)? {
             file.reading.see(&row);
         }
         Err(Error::new(ENOUGH))
@@ -216,21 +221,21 @@ pub(crate) fn limited(
 /// Errors: a file that cannot be read, or whose first row gives no layout.
 pub(crate) fn rows(
     sources: &[Source],
-    purpose: Purpose,
-    rules: &Rules,
+    purpose: RowPurpose,
+    rules: &RenderRules,
     screen: Option<&Screen>,
     bad: &mut BadRows,
     each: &mut EachRow<'_>,
-) -> Result<Vec<(usize, Reading)>> {
+) -> Result<Vec<(usize, ReadingReport)>> {
     let mut readings = Vec::new();
     // Rows that wait for the screen, which handles many at a time.
-    let (mut waiting, mut bytes): (Vec<(Row, Placed)>, usize) = (Vec::new(), 0);
-    let mut next = |row: Row, layout: &Arc<Layout>, origin: Origin, bad: &mut BadRows| -> Result<()> {
+    let (mut waiting, mut bytes): (Vec<(Row, WaitingRow)>, usize) = (Vec::new(), 0);
+    let mut next = |row: Row, layout: &Arc<ColumnLayout>, origin: RowOrigin, bad: &mut BadRows| -> Result<()> {
         let Some(screen) = screen else {
             return each(row, layout, origin, bad);
         };
         bytes += text_bytes(&row);
-        waiting.push((row, Placed(layout.clone(), origin)));
+        waiting.push((row, WaitingRow(layout.clone(), origin)));
         if waiting.len() >= CHUNK_ROWS || bytes >= CHUNK_BYTES {
             bytes = 0;
             screened(screen, &mut waiting, bad, each)?;

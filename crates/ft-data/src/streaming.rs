@@ -17,17 +17,17 @@ mod tests;
 
 use super::batch::{Batch, Example};
 use super::codec::{ChatRender, TextCodec};
-use super::dataset::{Dataset, DatasetSpec, Origin, Stats};
-use super::encode::Fitted;
+use super::dataset::{Dataset, DatasetSpec, DatasetStats, RowOrigin};
+use super::encode::FittedRows;
 use super::faults::BadRows;
-use super::layout::Purpose;
-use super::load::{self, InMemory};
-use super::order::{Length, StreamSpec};
+use super::layout::RowPurpose;
+use super::load::{self, InMemoryRows};
+use super::order::{RunLength, StreamSpec};
 use super::pack::pack;
 use super::read::Row;
 use super::screen::Screen;
-use super::screen::waiting::Placed;
-use super::source::{self, Files, Source};
+use super::screen::waiting::WaitingRow;
+use super::source::{self, RowFiles, Source};
 use ft_base::rng::{Rng, Stream};
 use ft_base::{Error, Result, files};
 use lane::{Lane, lanes};
@@ -56,7 +56,7 @@ fn no_sources(sources: &[(u64, u64)]) -> bool {
 
 /// Micro-batches of rows that are read on demand; see the module documentation.
 pub struct RowStream<'a> {
-    files: Files,
+    files: RowFiles,
     spec: DatasetSpec<'static>,
     codec: &'a dyn TextCodec,
     template: Option<&'a dyn ChatRender>,
@@ -71,10 +71,10 @@ pub struct RowStream<'a> {
     /// Units of the window that are not used yet.
     units: VecDeque<Vec<Example>>,
     /// Origins of the examples of the window, in the order of the files.
-    origins: Vec<Origin>,
+    origins: Vec<RowOrigin>,
     /// Positions before the steps that were requested last.
     before: VecDeque<(u64, Position)>,
-    counts: Stats,
+    counts: DatasetStats,
 }
 
 impl<'a> RowStream<'a> {
@@ -100,15 +100,16 @@ impl<'a> RowStream<'a> {
             .screen
             .map(|screen| Screen::new(screen.spec().clone()))
             .transpose()?;
-        if !matches!(order.length, Length::Steps(_)) {
+        if !matches!(order.length, RunLength::Steps(_)) {
             return Err(
-                Error::usage("the number of rows of a stream is not known before the run").expected("`Length::Steps`"),
+                Error::usage("the number of rows of a stream is not known before the run")
+                    .expected("`RunLength::Steps`"),
             );
         }
         let lanes = lanes(spec.sources);
         let start = start(&lanes);
         Ok(Self {
-            files: Files::new(spec.sources),
+            files: RowFiles::new(spec.sources),
             spec: DatasetSpec {
                 sources: &[],
                 screen: None,
@@ -125,7 +126,7 @@ impl<'a> RowStream<'a> {
             units: VecDeque::new(),
             origins: Vec::new(),
             before: VecDeque::new(),
-            counts: Stats::default(),
+            counts: DatasetStats::default(),
         })
     }
 
@@ -241,7 +242,7 @@ impl<'a> RowStream<'a> {
     }
 
     /// Counts of the rows that were read since the last call.
-    pub fn take_counts(&mut self) -> Stats {
+    pub fn take_counts(&mut self) -> DatasetStats {
         std::mem::take(&mut self.counts)
     }
 
@@ -257,7 +258,7 @@ impl<'a> RowStream<'a> {
     }
 
     /// Reads the window at `position`, or the first one of the next epoch. It may have no rows.
-    fn read_window(&mut self) -> Result<Vec<(Row, Placed)>> {
+    fn read_window(&mut self) -> Result<Vec<(Row, WaitingRow)>> {
         if let Some(screen) = &self.screen {
             screen.forget_dropped();
         }
@@ -291,13 +292,13 @@ impl<'a> RowStream<'a> {
     }
 
     /// A window of all sources, evenly mixed.
-    fn read_weighted(&mut self) -> Result<Vec<(Row, Placed)>> {
+    fn read_weighted(&mut self) -> Result<Vec<(Row, WaitingRow)>> {
         let total: f64 = self.lanes.iter().map(|lane| lane.weight).sum();
         let before =
             |windows: u64, weight: f64| (windows as f64 * self.window as f64 * weight / total).round() as usize;
         let count = |lane: &Lane| before(self.position.row + 1, lane.weight) - before(self.position.row, lane.weight);
         let counts: Vec<usize> = self.lanes.iter().map(count).collect();
-        let mut placed: Vec<(f64, (Row, Placed))> = Vec::with_capacity(self.window);
+        let mut placed: Vec<(f64, (Row, WaitingRow))> = Vec::with_capacity(self.window);
         for (at, count) in counts.into_iter().enumerate() {
             // Rows that are not used are replaced by others.
             let (mut kept, mut ends) = (Vec::with_capacity(count), 0);
@@ -329,21 +330,21 @@ impl<'a> RowStream<'a> {
     }
 
     /// A row with its layout. `None`: it is not used.
-    fn laid_out(&mut self, file: usize, row: Row) -> Result<Option<(Row, Placed)>> {
+    fn laid_out(&mut self, file: usize, row: Row) -> Result<Option<(Row, WaitingRow)>> {
         let encoder = self.spec.encoder(self.codec, self.template);
         let found = self.files.row(file, row, &self.spec.rules(&encoder))?;
         Ok(found.map(|(row, layout)| {
-            let origin = Origin {
+            let origin = RowOrigin {
                 file: file as u32,
                 number: row.place.number,
                 is_line: row.place.is_line,
             };
-            (row, Placed(layout, origin))
+            (row, WaitingRow(layout, origin))
         }))
     }
 
     /// The rows that the screen keeps.
-    fn screened(&self, rows: Vec<(Row, Placed)>) -> Result<Vec<(Row, Placed)>> {
+    fn screened(&self, rows: Vec<(Row, WaitingRow)>) -> Result<Vec<(Row, WaitingRow)>> {
         let Some(screen) = &self.screen else { return Ok(rows) };
         let mut out = Vec::with_capacity(rows.len());
         for (keep, row) in screen.keep(&rows).into_iter().zip(rows) {
@@ -357,13 +358,13 @@ impl<'a> RowStream<'a> {
         let window = self.read_window()?;
         let chunk: Vec<_> = window
             .into_iter()
-            .map(|(row, Placed(layout, origin))| (row, layout, origin))
+            .map(|(row, WaitingRow(layout, origin))| (row, layout, origin))
             .collect();
         let spec = self.spec.clone();
         let encoder = spec.encoder(self.codec, self.template);
         let mut bad = BadRows::new();
-        let rows: Vec<Fitted> = load::encode(&spec, &encoder, &chunk, &mut bad)?;
-        let mut found = InMemory::new(&spec);
+        let rows: Vec<FittedRows> = load::encode(&spec, &encoder, &chunk, &mut bad)?;
+        let mut found = InMemoryRows::new(&spec);
         for (row, (_, _, origin)) in rows.into_iter().zip(chunk) {
             load::push(&mut found, row, origin);
         }
@@ -404,7 +405,7 @@ fn changed(found: &str, expected: &str) -> Error {
 }
 
 /// Adds the counts of a window that a run reports; the others stay.
-fn add_reported(to: &mut Stats, of: &Stats) {
+fn add_reported(to: &mut DatasetStats, of: &DatasetStats) {
     to.rows += of.rows;
     to.truncated_rows += of.truncated_rows;
     to.truncated_tokens += of.truncated_tokens;
@@ -442,7 +443,7 @@ impl Dataset {
         text(&template.and_then(|t| t.identity()).unwrap_or_default());
         let mut readings = Vec::new();
         for (index, path) in spec.files().enumerate() {
-            readings.extend(spec.first_reading(index, Purpose::Learn, &encoder)?);
+            readings.extend(spec.first_reading(index, RowPurpose::Learn, &encoder)?);
             let name = Path::new(path).file_name().unwrap_or_default().to_string_lossy();
             text(&format!("{name} {}", files::size(Path::new(path))?));
         }
@@ -454,7 +455,7 @@ impl Dataset {
             max_length: spec.max_length,
             shuffle: false,
             seed: 0,
-            length: Length::Steps(1),
+            length: RunLength::Steps(1),
         };
         let mut stream = RowStream::new(spec, codec, template, first, rows)?;
         stream.fill()?;
@@ -475,7 +476,7 @@ impl Dataset {
         let counts = stream.take_counts();
         let mut out = Dataset::from_examples(examples);
         out.origins = stream.origins;
-        out.stats = Stats {
+        out.stats = DatasetStats {
             tokens: out.stats.tokens,
             trained_tokens: out.stats.trained_tokens,
             longest: out.stats.longest,

@@ -2,7 +2,7 @@
 
 use super::codec::TextCodec;
 use super::dataset::{Dataset, DatasetSpec};
-use super::examples::Measure;
+use super::examples::RowMeasure;
 use super::mixture::source_of;
 use super::source;
 use ft_base::Result;
@@ -86,7 +86,7 @@ fn spans(trained: &[bool]) -> Vec<Range<usize>> {
 
 /// Numbers of the rows of one source, or of all.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Summary {
+pub struct DataSummary {
     /// The name of the source.
     pub name: String,
     /// Rows in the files, with those that are not used.
@@ -99,7 +99,7 @@ pub struct Summary {
     lengths: Vec<usize>,
 }
 
-impl Summary {
+impl DataSummary {
     fn new(name: &str, read: usize, truncated: usize) -> Self {
         Self {
             name: name.to_string(),
@@ -110,7 +110,7 @@ impl Summary {
         }
     }
 
-    fn add(&mut self, row: &Measure) {
+    fn add(&mut self, row: &RowMeasure) {
         self.trained_tokens += u64::from(row.trained);
         self.lengths.push(row.length as usize);
     }
@@ -157,12 +157,12 @@ impl Summary {
 ///
 /// # Errors
 /// The token file cannot be read.
-pub fn summaries(dataset: &Dataset) -> Result<Vec<Summary>> {
+pub fn summaries(dataset: &Dataset) -> Result<Vec<DataSummary>> {
     let shares = dataset.shares.iter();
-    let mut out: Vec<Summary> = shares.map(|s| Summary::new(&s.name, s.rows, s.truncated)).collect();
+    let mut out: Vec<DataSummary> = shares.map(|s| DataSummary::new(&s.name, s.rows, s.truncated)).collect();
     if out.len() != 1 {
         let stats = &dataset.stats;
-        out.push(Summary::new("all", stats.rows, stats.truncated_rows));
+        out.push(DataSummary::new("all", stats.rows, stats.truncated_rows));
     }
     let last = out.len() - 1;
     let origins = dataset.all_origins()?;
@@ -177,7 +177,7 @@ pub fn summaries(dataset: &Dataset) -> Result<Vec<Summary>> {
 }
 
 /// The summaries as a table, and the histogram of the last one.
-pub fn table(summaries: &[Summary]) -> String {
+pub fn table(summaries: &[DataSummary]) -> String {
     let mut heads = vec!["rows", "tokens", "trained", "mean"];
     heads.extend(QUANTILES.map(|(name, _)| name));
     heads.push("cut");
@@ -249,7 +249,7 @@ mod tests {
         let codec = Words::chatml();
         let data = Dataset::load(&spec, &codec, None).unwrap();
         let found = summaries(&data).unwrap();
-        let numbers = |s: &Summary| (s.lengths.clone(), s.read, s.truncated);
+        let numbers = |s: &DataSummary| (s.lengths.clone(), s.read, s.truncated);
         assert_eq!(numbers(&found[0]), (vec![2, 5], 2, 1));
         assert_eq!((found[1].lengths.len(), found[1].truncated), (1, 0));
         assert_eq!(

@@ -1,7 +1,7 @@
 //! A small tokenizer and small templates for the tests of this module.
 
 use super::codec::{ChatRender, IdsAndOffsets, TextCodec};
-use super::layout::{Layout, Purpose, Rules};
+use super::layout::{ColumnLayout, RenderRules, RowPurpose};
 use super::read::{Row, RowPosition};
 use super::rows::{self, Sample};
 use super::source::Source;
@@ -31,19 +31,19 @@ pub(crate) fn row(value: Value) -> Row {
 }
 
 /// The layout of a row without a chat template.
-pub(crate) fn layout(row: &Row, format: RowFormat, purpose: Purpose) -> Result<Layout> {
-    let rules = Rules {
+pub(crate) fn layout(row: &Row, format: RowFormat, purpose: RowPurpose) -> Result<ColumnLayout> {
+    let rules = RenderRules {
         render: Render::Auto,
         template: None,
         codec: &Words::chatml(),
         answer: "answer",
     };
-    Layout::find(row, format, purpose, &rules)
+    ColumnLayout::find(row, format, purpose, &rules)
 }
 
 /// Interprets a row for training, read as `format`.
 pub(crate) fn understand(row: &Row, format: RowFormat) -> Result<Sample> {
-    rows::understand(row, &layout(row, format, Purpose::Learn)?)
+    rows::understand(row, &layout(row, format, RowPurpose::Learn)?)
 }
 
 /// Temporary files of rows, removed when this is dropped.

@@ -3,7 +3,7 @@
 use super::codec::ChatRender;
 use super::dataset::{Dataset, DatasetSpec};
 use super::describe::describe;
-use super::layout::Purpose;
+use super::layout::RowPurpose;
 use super::rows::{Chat, Sample};
 use super::testing::*;
 use crate::{Long, Render, RowFormat, TrainOn};
@@ -45,7 +45,7 @@ fn formats_are_told_from_the_fields_of_the_first_row() {
         (json!({"messages": null, "text": "a"}), RowFormat::Text),
     ] {
         assert_eq!(
-            layout(&row(value), RowFormat::Auto, Purpose::Learn).unwrap().format,
+            layout(&row(value), RowFormat::Auto, RowPurpose::Learn).unwrap().format,
             format
         );
     }

@@ -9,11 +9,11 @@ mod read;
 mod write;
 
 pub use allocation::RankAllocation;
-pub use keys::{EXPERT_PARAMETERS, Key, PREFIX, VERA, below, file_key, parse, unwrapped, wrapped, wrapper};
+pub use keys::{AdapterKey, EXPERT_PARAMETERS, PREFIX, VERA, below, file_key, parse, unwrapped, wrapped, wrapper};
 
 use crate::{header, json_kind, read_json_object};
 use ft_base::{Error, Result, files, paths};
-use read::{Reader, is_empty};
+use read::{ConfigReader, is_empty};
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 
@@ -310,7 +310,7 @@ impl AdapterConfig {
     /// # Errors
     /// A value of a wrong type (`Format`); an adapter kind or option that ft does not compute, by name (`Unsupported`).
     pub fn from_map(map: &Map<String, Value>, path: &Path) -> Result<Self> {
-        let c = Reader { map, path };
+        let c = ConfigReader { map, path };
         let refuse = |key: &str, why: &str| {
             Error::unsupported(format!("adapter uses `{key}`, which ft does not support ({why})"))
                 .at_path(path)
@@ -452,7 +452,7 @@ impl AdapterConfig {
     }
 }
 
-fn kind(c: &Reader, peft_type: &str) -> Result<AdapterKind> {
+fn kind(c: &ConfigReader, peft_type: &str) -> Result<AdapterKind> {
     Ok(match peft_type {
         "IA3" => AdapterKind::Ia3 {
             feedforward: c.texts("feedforward_modules")?,

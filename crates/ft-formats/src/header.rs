@@ -18,7 +18,7 @@ const HEADER_LIMIT: u64 = 100_000_000;
 
 /// One tensor of one file; `offset` counts from the start of the file.
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) struct Entry {
+pub(crate) struct FileTensor {
     /// Name of the tensor.
     pub name: String,
     /// Number format.
@@ -33,9 +33,9 @@ pub(crate) struct Entry {
 
 /// The checked header of a safetensors file.
 #[derive(Debug)]
-pub(crate) struct Header {
+pub(crate) struct SafetensorsHeader {
     /// In the order of the data.
-    pub entries: Vec<Entry>,
+    pub entries: Vec<FileTensor>,
     /// The texts under `__metadata__`.
     pub metadata: HashMap<String, String>,
 }
@@ -121,7 +121,7 @@ pub(crate) fn lfs_pointer(path: &Path, bytes: u64) -> Error {
 }
 
 /// Reads and validates the header of `file`.
-pub(crate) fn read(file: &File, path: &Path) -> Result<Header> {
+pub(crate) fn read(file: &File, path: &Path) -> Result<SafetensorsHeader> {
     let io = |e: std::io::Error| Error::io("cannot read the safetensors header").at_path(path).cause(e);
     let size = file.metadata().map_err(io)?.len();
     let mut start = [0u8; 64];
@@ -182,7 +182,7 @@ pub fn pickle(path: &Path) -> Error {
 }
 
 /// Validates the header text against a data part of `data` bytes.
-fn parse(text: &[u8], data: u64, path: &Path) -> Result<Header> {
+fn parse(text: &[u8], data: u64, path: &Path) -> Result<SafetensorsHeader> {
     let bad = |what: String| Error::format(what).at_path(path);
     if text.first() != Some(&b'{') {
         return Err(bad("safetensors header does not start with `{`".into()).hint("this is not a safetensors file"));
@@ -242,7 +242,7 @@ fn parse(text: &[u8], data: u64, path: &Path) -> Result<Header> {
     }
     let entries = entries
         .into_iter()
-        .map(|(begin, end, name, dtype, shape)| Entry {
+        .map(|(begin, end, name, dtype, shape)| FileTensor {
             name,
             dtype,
             shape,
@@ -250,14 +250,14 @@ fn parse(text: &[u8], data: u64, path: &Path) -> Result<Header> {
             bytes: end - begin,
         })
         .collect();
-    Ok(Header {
+    Ok(SafetensorsHeader {
         entries,
         metadata: raw.metadata,
     })
 }
 
 /// Opens `path` and reads its header.
-pub(crate) fn open(path: &Path) -> Result<(File, Header)> {
+pub(crate) fn open(path: &Path) -> Result<(File, SafetensorsHeader)> {
     let file = files::open(path)?;
     let header = read(&file, path)?;
     Ok((file, header))
@@ -275,7 +275,7 @@ mod tests {
         out
     }
 
-    fn check(bytes: &[u8]) -> Result<Header> {
+    fn check(bytes: &[u8]) -> Result<SafetensorsHeader> {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("model.safetensors");
         std::fs::write(&path, bytes).unwrap();

@@ -13,7 +13,7 @@ const EXPERTS: usize = 1 << 14;
 
 /// The order of the elements of a joined tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Order {
+enum ElementOrder {
     /// `[E, P·R, ..]`: the rows of one projection after those of the other.
     Rows,
     /// `[E, P·R, ..]`: the rows of the projections alternate.
@@ -26,12 +26,12 @@ enum Order {
 
 /// A joined tensor.
 #[derive(Debug, PartialEq, Eq)]
-struct Joined {
+struct JoinedTensor {
     /// Name below the layer.
     name: &'static str,
     /// Names of its parts below an expert.
     parts: &'static [&'static str],
-    order: Order,
+    order: ElementOrder,
 }
 
 /// Where the weights of experts are in the files of a family.
@@ -39,13 +39,13 @@ struct Joined {
 pub struct JoinedLayout {
     /// Expert 3 is `{experts}.3`, below the layer.
     experts: &'static str,
-    tensors: &'static [Joined],
+    tensors: &'static [JoinedTensor],
     /// The family also has files in which each expert has tensors of its own.
     optional: bool,
 }
 
-const fn joined(name: &'static str, parts: &'static [&'static str], order: Order) -> Joined {
-    Joined { name, parts, order }
+const fn joined(name: &'static str, parts: &'static [&'static str], order: ElementOrder) -> JoinedTensor {
+    JoinedTensor { name, parts, order }
 }
 
 const GATE_UP: &[&str] = &["gate_proj.weight", "up_proj.weight"];
@@ -54,34 +54,34 @@ const DOWN: &[&str] = &["down_proj.weight"];
 const GPT_OSS: &[JoinedLayout] = &[JoinedLayout {
     experts: "mlp.experts",
     tensors: &[
-        joined("mlp.experts.gate_up_proj", GATE_UP, Order::AlternateColumns),
+        joined("mlp.experts.gate_up_proj", GATE_UP, ElementOrder::AlternateColumns),
         joined(
             "mlp.experts.gate_up_proj_bias",
             &["gate_proj.bias", "up_proj.bias"],
-            Order::AlternateRows,
+            ElementOrder::AlternateRows,
         ),
-        joined("mlp.experts.down_proj", DOWN, Order::Columns),
-        joined("mlp.experts.down_proj_bias", &["down_proj.bias"], Order::Rows),
+        joined("mlp.experts.down_proj", DOWN, ElementOrder::Columns),
+        joined("mlp.experts.down_proj_bias", &["down_proj.bias"], ElementOrder::Rows),
         // MXFP4.
         joined(
             "mlp.experts.gate_up_proj_blocks",
             &["gate_proj.weight_blocks", "up_proj.weight_blocks"],
-            Order::AlternateRows,
+            ElementOrder::AlternateRows,
         ),
         joined(
             "mlp.experts.gate_up_proj_scales",
             &["gate_proj.weight_scales", "up_proj.weight_scales"],
-            Order::AlternateRows,
+            ElementOrder::AlternateRows,
         ),
         joined(
             "mlp.experts.down_proj_blocks",
             &["down_proj.weight_blocks"],
-            Order::Rows,
+            ElementOrder::Rows,
         ),
         joined(
             "mlp.experts.down_proj_scales",
             &["down_proj.weight_scales"],
-            Order::Rows,
+            ElementOrder::Rows,
         ),
     ],
     optional: false,
@@ -89,16 +89,16 @@ const GPT_OSS: &[JoinedLayout] = &[JoinedLayout {
 const GRANITE: &[JoinedLayout] = &[JoinedLayout {
     experts: "block_sparse_moe.experts",
     tensors: &[
-        joined("block_sparse_moe.input_linear.weight", GATE_UP, Order::Rows),
-        joined("block_sparse_moe.output_linear.weight", DOWN, Order::Rows),
+        joined("block_sparse_moe.input_linear.weight", GATE_UP, ElementOrder::Rows),
+        joined("block_sparse_moe.output_linear.weight", DOWN, ElementOrder::Rows),
     ],
     optional: false,
 }];
 const QWEN_ROWS: JoinedLayout = JoinedLayout {
     experts: "mlp.experts",
     tensors: &[
-        joined("mlp.experts.gate_up_proj", GATE_UP, Order::Rows),
-        joined("mlp.experts.down_proj", DOWN, Order::Rows),
+        joined("mlp.experts.gate_up_proj", GATE_UP, ElementOrder::Rows),
+        joined("mlp.experts.down_proj", DOWN, ElementOrder::Rows),
     ],
     optional: true,
 };
@@ -109,8 +109,8 @@ const QWEN_VL: &[JoinedLayout] = &[
     JoinedLayout {
         experts: "mlp.experts",
         tensors: &[
-            joined("mlp.experts.gate_up_proj", GATE_UP, Order::Columns),
-            joined("mlp.experts.down_proj", DOWN, Order::Columns),
+            joined("mlp.experts.gate_up_proj", GATE_UP, ElementOrder::Columns),
+            joined("mlp.experts.down_proj", DOWN, ElementOrder::Columns),
         ],
         optional: true,
     },
@@ -212,12 +212,12 @@ pub(crate) struct ExpertPart {
     pub view: Option<JoinedView>,
 }
 
-impl Joined {
+impl JoinedTensor {
     /// The place of a part in a tensor of this shape; `None`: the shape has no such parts.
     fn place(&self, shape: &[usize], expert: usize, part: usize) -> Option<ExpertPlace> {
         let count = self.parts.len();
         let (_, rest) = shape.split_first()?;
-        let transposed = matches!(self.order, Order::Columns | Order::AlternateColumns);
+        let transposed = matches!(self.order, ElementOrder::Columns | ElementOrder::AlternateColumns);
         let (outputs, tail) = match (transposed, rest) {
             (false, [outputs, tail @ ..]) => (*outputs, tail.to_vec()),
             (true, [columns, outputs]) => (*outputs, vec![*columns]),
@@ -229,10 +229,10 @@ impl Joined {
             return None;
         }
         let (inside, row_stride, column_stride) = match self.order {
-            Order::Rows => (part * rows * columns, columns, 1),
-            Order::AlternateRows => (part * columns, count * columns, 1),
-            Order::Columns => (part * rows, 1, outputs),
-            Order::AlternateColumns => (part, count, outputs),
+            ElementOrder::Rows => (part * rows * columns, columns, 1),
+            ElementOrder::AlternateRows => (part * columns, count * columns, 1),
+            ElementOrder::Columns => (part * rows, 1, outputs),
+            ElementOrder::AlternateColumns => (part, count, outputs),
         };
         let mut of_part = vec![rows];
         of_part.extend(tail);
@@ -254,7 +254,7 @@ impl Joined {
         let (rows, tail) = part.split_first()?;
         let outputs = rows * self.parts.len();
         match (self.order, tail) {
-            (Order::Rows | Order::AlternateRows, _) => Some([&[experts, outputs], tail].concat()),
+            (ElementOrder::Rows | ElementOrder::AlternateRows, _) => Some([&[experts, outputs], tail].concat()),
             (_, [columns]) => Some(vec![experts, *columns, outputs]),
             _ => None,
         }
@@ -318,7 +318,7 @@ pub struct OutputTensor {
     pub plan: TensorPlan,
     /// The parameters, by their index.
     parts: Vec<usize>,
-    joined: Option<&'static Joined>,
+    joined: Option<&'static JoinedTensor>,
 }
 
 /// Passes the values of one parameter to the sink.
@@ -363,7 +363,7 @@ fn begins(
     let (layer, below) = below_layer(&first.name)?;
     let part = below.strip_prefix(layout.experts)?.strip_prefix(".0.")?;
     // The layout lives as long as the program.
-    let tensors: &'static [Joined] = layout.tensors;
+    let tensors: &'static [JoinedTensor] = layout.tensors;
     let joined = tensors.iter().find(|t| t.parts[0] == part)?;
     let find = |expert: usize, part: &str| {
         let found = known.get(format!("{layer}.{}.{expert}.{part}", layout.experts).as_str())?;

@@ -29,9 +29,9 @@ const TEMPLATE_LIMIT: usize = 1 << 20;
 
 /// A parsed chat template with the special tokens of its tokenizer.
 pub struct ChatTemplate {
-    default: Program,
+    default: TemplateProgram,
     /// A template of its own for conversations with tools.
-    tools: Option<Program>,
+    tools: Option<TemplateProgram>,
     /// Special tokens and given variables by name.
     tokens: Map<String, Value>,
     /// Names of the special tokens.
@@ -40,15 +40,15 @@ pub struct ChatTemplate {
     kwargs: Map<String, Value>,
     place: String,
     /// The user's own file: it may be rendered here if no process can be started, and this says so.
-    trusted: Option<Trusted>,
+    trusted: Option<TrustedFile>,
 }
 
-struct Trusted {
+struct TrustedFile {
     warn: fn(&str),
     warned: Once,
 }
 
-struct Program {
+struct TemplateProgram {
     parsed: jinja::Template,
     source: String,
     /// No other program of this process has it.
@@ -57,7 +57,7 @@ struct Program {
 
 /// A rendered conversation.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Rendered {
+pub struct RenderedChat {
     /// The text.
     pub text: String,
     /// Byte ranges of `text` that `{% generation %}` blocks printed, in the order of the text. Empty too where a
@@ -76,7 +76,7 @@ pub struct RenderJob<'a> {
     pub asks: Vec<(usize, bool)>,
 }
 
-type Answer = std::result::Result<Rendered, Fail>;
+type RenderResult = std::result::Result<RenderedChat, Fail>;
 
 impl ChatTemplate {
     /// The template of a model directory: `chat_template.jinja`, else `chat_template.json`, else
@@ -90,7 +90,10 @@ impl ChatTemplate {
             let mut out = Self::from_file(&file, tokenizer)?;
             let extra = dir.join("additional_chat_templates").join("tool_use.jinja");
             if extra.exists() {
-                out.tools = Some(Program::new(&files::read_text(&extra)?, &extra.display().to_string())?);
+                out.tools = Some(TemplateProgram::new(
+                    &files::read_text(&extra)?,
+                    &extra.display().to_string(),
+                )?);
             }
             return Ok(Some(out));
         }
@@ -129,7 +132,7 @@ impl ChatTemplate {
     /// For a file that the user chose: if no process can be started, it is rendered in this one, with one call of
     /// `warn`.
     pub fn trusted(mut self, warn: fn(&str)) -> Self {
-        self.trusted = Some(Trusted {
+        self.trusted = Some(TrustedFile {
             warn,
             warned: Once::new(),
         });
@@ -160,7 +163,7 @@ impl ChatTemplate {
     /// As for `from_text`.
     pub fn with_tokens(text: &str, place: &str, tokens: Map<String, Value>) -> Result<Self> {
         Ok(Self {
-            default: Program::new(text, place)?,
+            default: TemplateProgram::new(text, place)?,
             tools: None,
             token_names: tokens.keys().cloned().collect(),
             tokens,
@@ -201,7 +204,7 @@ impl ChatTemplate {
         };
         let mut out = Self::from_text(default, &place, tokenizer)?;
         if let Some(text) = find("tool_use") {
-            out.tools = Some(Program::new(text, &place)?);
+            out.tools = Some(TemplateProgram::new(text, &place)?);
         }
         Ok(out)
     }
@@ -243,7 +246,7 @@ impl ChatTemplate {
         messages: &[Value],
         tools: Option<&Value>,
         add_generation_prompt: bool,
-    ) -> Result<Rendered> {
+    ) -> Result<RenderedChat> {
         let job = RenderJob {
             messages,
             tools,
@@ -257,12 +260,12 @@ impl ChatTemplate {
     }
 
     /// The texts of many conversations at once; `None` where `render` has the error.
-    pub fn render_many(&self, jobs: &[RenderJob]) -> Vec<Vec<Option<Rendered>>> {
+    pub fn render_many(&self, jobs: &[RenderJob]) -> Vec<Vec<Option<RenderedChat>>> {
         // A process that ended while it worked on several: which one it was shows when they are rendered one by one.
         let answers = self.answers(jobs).unwrap_or_default();
         answers
             .into_iter()
-            .map(|of_job| of_job.into_iter().map(Answer::ok).collect())
+            .map(|of_job| of_job.into_iter().map(RenderResult::ok).collect())
             .collect()
     }
 
@@ -272,7 +275,7 @@ impl ChatTemplate {
     }
 
     /// Answers to each job, to each of its asks. Errors: the process could not be started, or ended.
-    fn answers(&self, jobs: &[RenderJob]) -> Result<Vec<Vec<Answer>>> {
+    fn answers(&self, jobs: &[RenderJob]) -> Result<Vec<Vec<RenderResult>>> {
         match pool::answers(self, jobs) {
             None => Ok(jobs
                 .iter()
@@ -282,7 +285,7 @@ impl ChatTemplate {
         }
     }
 
-    fn program(&self, tools: Option<&Value>) -> &Program {
+    fn program(&self, tools: Option<&Value>) -> &TemplateProgram {
         match (&self.tools, tools) {
             (Some(program), Some(t)) if !t.is_null() => program,
             _ => &self.default,
@@ -296,7 +299,7 @@ impl std::fmt::Debug for ChatTemplate {
     }
 }
 
-impl Program {
+impl TemplateProgram {
     fn new(source: &str, place: &str) -> Result<Self> {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         if source.len() > TEMPLATE_LIMIT {
@@ -324,7 +327,7 @@ impl Program {
         })
     }
 
-    fn answer(&self, variables: &Map<String, Value>, job: &RenderJob) -> Vec<Answer> {
+    fn answer(&self, variables: &Map<String, Value>, job: &RenderJob) -> Vec<RenderResult> {
         answer(&self.parsed, variables, job.messages, job.tools, &job.asks)
     }
 }
@@ -336,7 +339,7 @@ fn answer(
     messages: &[Value],
     tools: Option<&Value>,
     asks: &[(usize, bool)],
-) -> Vec<Answer> {
+) -> Vec<RenderResult> {
     // The first variable of a name counts.
     let mut variables: Vec<(&str, &Value)> = given.iter().map(|(name, value)| (&**name, value)).collect();
     variables.push(("tools", tools.unwrap_or(&Value::Null)));
@@ -347,7 +350,7 @@ fn answer(
         messages.into()
     };
     let texts = template.render(&variables, &messages, asks);
-    let rendered = |(text, generation)| Rendered { text, generation };
+    let rendered = |(text, generation)| RenderedChat { text, generation };
     texts.into_iter().map(|text| text.map(rendered)).collect()
 }
 

@@ -20,8 +20,8 @@ mod rebuilt;
 mod token_bytes;
 mod vocabulary;
 pub use added::{NewToken, write_files};
-use rebuilt::Class;
-pub use vocabulary::{Splitting, TokenKind, Vocabulary};
+use rebuilt::TokenizerClass;
+pub use vocabulary::{TextSplitting, TokenKind, Vocabulary};
 
 /// Largest `tokenizer.json`, bytes.
 const LIMIT: u64 = 512 << 20;
@@ -380,7 +380,7 @@ fn as_its_class(dir: &Path, inner: &mut tokenizers::Tokenizer, config: &Map<Stri
     ];
     let byte_level = written.iter().flatten().any(|part| part.contains("\"ByteLevel\""));
     let model_type = text(&model, "model_type");
-    let Some(class) = Class::of(declared.as_deref(), model_type.as_deref(), byte_level) else {
+    let Some(class) = TokenizerClass::of(declared.as_deref(), model_type.as_deref(), byte_level) else {
         return Ok(None);
     };
     let changed = rebuilt::rebuild(inner, class, config)?;

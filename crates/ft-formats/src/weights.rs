@@ -136,7 +136,7 @@ pub struct Weights {
     /// By the stored name of the tensor.
     patches: BTreeMap<String, Patch>,
     /// Of tensors in several files, by name.
-    pieces: BTreeMap<String, Vec<Piece>>,
+    pieces: BTreeMap<String, Vec<FilePiece>>,
     /// The pair of `TEXT_ONLY` that fits these files: the prefix of the language model here, and in a text-only model.
     prefixes: [&'static str; 2],
     /// Tensors of a multimodal checkpoint outside its language model, and of layers for multi-token prediction.
@@ -517,7 +517,7 @@ mod pieces;
 mod rows;
 mod stream;
 mod views;
-use pieces::Piece;
+use pieces::FilePiece;
 pub use pieces::piece_name;
 use rows::Patch;
 

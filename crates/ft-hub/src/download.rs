@@ -2,7 +2,7 @@
 
 use crate::errors::{RequestedObject, explain, not_cached};
 use crate::http::{Client, HttpFault, HttpResult, encode, next_page};
-use crate::store::{Blob, Hash, Store, is_commit};
+use crate::store::{Blob, ContentHash, RepositoryStore, is_commit};
 use crate::{HubSettings, HubStatus, is_inside};
 use ft_base::partial::PartialFile;
 use ft_base::progress::{self, Phase};
@@ -47,7 +47,7 @@ pub(crate) struct Repository<'a> {
     client: Client,
     settings: &'a HubSettings,
     wanted: RequestedObject<'a>,
-    store: Store,
+    store: RepositoryStore,
     /// `models` or `datasets`.
     plural: &'static str,
     /// The hub's file list; `None` if offline, or if the hub does not list files.
@@ -67,7 +67,7 @@ impl<'a> Repository<'a> {
             client: Client::new(settings)?,
             settings,
             wanted,
-            store: Store::new(&settings.cache, plural, wanted.id),
+            store: RepositoryStore::new(&settings.cache, plural, wanted.id),
             plural,
             listing: None,
             commit: OnceLock::new(),
@@ -153,7 +153,7 @@ impl<'a> Repository<'a> {
         }
         let tag = text("x-linked-etag").or(text("etag")).unwrap_or_default();
         let tag = tag.strip_prefix("W/").unwrap_or(tag).trim_matches('"');
-        let hash = Hash::parse(tag)
+        let hash = ContentHash::parse(tag)
             .ok_or_else(|| HttpFault::Untrusted(format!("{:?} is not a valid file hash", shorten(tag))))?;
         // The content length of a redirect is that of its own body.
         let size = text("x-linked-size").or(text("content-length").filter(|_| !found.redirected));
@@ -376,7 +376,7 @@ fn blob_of(entry: &Value) -> Option<(String, Blob)> {
     } else {
         (entry["oid"].as_str(), entry["size"].as_u64())
     };
-    let hash = Hash::parse(hash?)?;
+    let hash = ContentHash::parse(hash?)?;
     Some((path.to_string(), Blob { size: size?, hash }))
 }
 
@@ -393,9 +393,9 @@ mod tests {
     fn a_list_gives_only_names_inside_and_whole_hashes() {
         let (git, sha) = ("1".repeat(40), "2".repeat(64));
         let small = json!({"type": "file", "path": "a/b.json", "oid": git, "size": 3});
-        assert_eq!(blob_of(&small).unwrap().1.hash, Hash::Git(git.clone()));
+        assert_eq!(blob_of(&small).unwrap().1.hash, ContentHash::Git(git.clone()));
         let large = json!({"type": "file", "path": "m", "oid": git, "size": 9, "lfs": {"oid": sha, "size": 9}});
-        assert_eq!(blob_of(&large).unwrap().1.hash, Hash::Sha256(sha));
+        assert_eq!(blob_of(&large).unwrap().1.hash, ContentHash::Sha256(sha));
         for (key, bad) in [
             ("path", json!("../x")),
             ("path", json!("/etc/x")),

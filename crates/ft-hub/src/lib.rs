@@ -44,7 +44,7 @@ mod upload;
 
 pub use select::{DatasetPart, is_about_the_data, select};
 pub use settings::HubSettings;
-pub use upload::{Content, LocalFile, Upload, UploadReport, check_target, upload};
+pub use upload::{LocalFile, Upload, UploadContent, UploadReport, check_target, upload};
 
 use ft_base::{Error, Result, paths};
 use std::path::{Path, PathBuf};

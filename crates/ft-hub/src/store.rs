@@ -12,19 +12,19 @@ use std::path::{Path, PathBuf};
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Blob {
     pub size: u64,
-    pub hash: Hash,
+    pub hash: ContentHash,
 }
 
 /// Content hash: identifies and verifies a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Hash {
+pub(crate) enum ContentHash {
     /// SHA-256 of a large file.
     Sha256(String),
     /// Git's id of a small file: SHA-1 of a header and the content.
     Git(String),
 }
 
-impl Hash {
+impl ContentHash {
     /// Parses text from a hub; `None`: not a valid hash.
     pub(crate) fn parse(text: &str) -> Option<Self> {
         match text.len() {
@@ -52,11 +52,11 @@ pub(crate) fn is_commit(text: &str) -> bool {
 
 /// The directory of one repository.
 #[derive(Debug, Clone)]
-pub(crate) struct Store {
+pub(crate) struct RepositoryStore {
     folder: PathBuf,
 }
 
-impl Store {
+impl RepositoryStore {
     /// `kind`: `models` or `datasets`; `id` is a checked hub id.
     pub(crate) fn new(cache: &Path, kind: &str, id: &str) -> Self {
         Self {
@@ -78,7 +78,7 @@ impl Store {
         Some(self.folder.join("snapshots").join(commit)).filter(|d| is_commit(commit) && d.is_dir())
     }
 
-    pub(crate) fn blob(&self, hash: &Hash) -> PathBuf {
+    pub(crate) fn blob(&self, hash: &ContentHash) -> PathBuf {
         self.folder.join("blobs").join(hash.name())
     }
 
@@ -110,12 +110,12 @@ impl Store {
     /// Errors: the hash differs; then the content is discarded.
     pub(crate) fn finish(&self, mut partial: PartialFile, blob: &Blob, what: &str) -> Result<()> {
         let found = match &blob.hash {
-            Hash::Sha256(_) => {
+            ContentHash::Sha256(_) => {
                 let mut hash = Sha256::new();
                 partial.read(&mut |piece| hash.update(piece))?;
                 hex(&hash.finalize())
             }
-            Hash::Git(_) => {
+            ContentHash::Git(_) => {
                 let mut hash = sha1::Sha1::new();
                 hash.update(format!("blob {}\0", blob.size));
                 partial.read(&mut |piece| hash.update(piece))?;
@@ -127,8 +127,8 @@ impl Store {
         }
         partial.clear()?;
         let kind = match blob.hash {
-            Hash::Sha256(_) => "SHA-256",
-            Hash::Git(_) => "Git hash",
+            ContentHash::Sha256(_) => "SHA-256",
+            ContentHash::Git(_) => "Git hash",
         };
         Err(Error::network(format!("`{what}` was damaged during the download"))
             .found(format!("{kind} {found}"))
@@ -196,8 +196,8 @@ mod tests {
     #[test]
     fn only_hashes_become_names() {
         let git = "3f20b51a0a25d87c30cb636d2875b09456ec3b12";
-        assert_eq!(Hash::parse(git), Some(Hash::Git(git.into())));
-        assert_eq!(Hash::parse(&"a".repeat(64)).unwrap().name().len(), 64);
+        assert_eq!(ContentHash::parse(git), Some(ContentHash::Git(git.into())));
+        assert_eq!(ContentHash::parse(&"a".repeat(64)).unwrap().name().len(), 64);
         let dots = format!("../../{}", "a".repeat(34));
         let nul = format!("\0{}", "a".repeat(39));
         for bad in [
@@ -211,7 +211,7 @@ mod tests {
             &nul,
             &"é".repeat(20),
         ] {
-            assert_eq!(Hash::parse(bad), None, "{bad:?}");
+            assert_eq!(ContentHash::parse(bad), None, "{bad:?}");
             assert!(!is_commit(bad), "{bad:?}");
         }
     }
@@ -219,11 +219,11 @@ mod tests {
     #[test]
     fn a_place_is_inside_the_cache_and_other_files_stay() {
         let dir = tempfile::tempdir().unwrap();
-        let store = Store::new(dir.path(), "models", "a/b");
+        let store = RepositoryStore::new(dir.path(), "models", "a/b");
         let commit = "0".repeat(40);
         let blob = Blob {
             size: 3,
-            hash: Hash::Git("1".repeat(40)),
+            hash: ContentHash::Git("1".repeat(40)),
         };
         for (commit, file) in [
             ("..", "x"),

@@ -9,7 +9,7 @@ use std::path::PathBuf;
 
 /// The bytes of a file to upload.
 #[derive(Debug, Clone)]
-pub enum Content {
+pub enum UploadContent {
     /// A file on this machine.
     Path(PathBuf),
     /// These bytes.
@@ -22,7 +22,7 @@ pub struct LocalFile {
     /// Its path in the repository, with `/`.
     pub name: String,
     /// Its bytes.
-    pub content: Content,
+    pub content: UploadContent,
 }
 
 impl LocalFile {
@@ -32,8 +32,8 @@ impl LocalFile {
     /// The file cannot be read.
     pub fn size(&self) -> Result<u64> {
         match &self.content {
-            Content::Bytes(bytes) => Ok(bytes.len() as u64),
-            Content::Path(path) => files::size(path),
+            UploadContent::Bytes(bytes) => Ok(bytes.len() as u64),
+            UploadContent::Path(path) => files::size(path),
         }
     }
 }

@@ -121,7 +121,7 @@ pub fn gpu_backward_parts(heads: usize, kv_heads: usize, tokens: usize) -> usize
     const SLOTS: f64 = 320.0;
     const KEYS: f64 = 64.0;
     // The heaviest block visits the longest document, h tokens, all of them together h²/128 and the other tokens; its
-    // share is largest for h = sqrt(128 N). See `Visited::parts`.
+    // share is largest for h = sqrt(128 N). See `VisitedRows::parts`.
     let share = 1.0 / (2.0 * (tokens as f64 / (2.0 * KEYS)).sqrt() - 1.0).max(1.0);
     let group = heads / kv_heads.max(1);
     let parts = (1..=group).find(|p| group.is_multiple_of(*p) && SLOTS * share <= (kv_heads * p) as f64);

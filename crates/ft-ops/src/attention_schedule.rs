@@ -21,7 +21,7 @@ pub(crate) struct AttentionTile {
 }
 
 impl AttentionTile {
-    /// Returns the fields in the layout of the kernels. `Documents::check` ensures that the numbers fit.
+    /// Returns the fields in the layout of the kernels. `DocumentOffsets::check` ensures that the numbers fit.
     pub(crate) fn numbers(&self) -> [i32; 8] {
         [
             self.token, self.rows, self.place, self.other, self.low, self.high, self.slot, 0,
@@ -31,23 +31,23 @@ impl AttentionTile {
 }
 
 /// Sorted with the heaviest tile first, so that the last blocks of a launch are short.
-pub(crate) struct Tiles(pub Vec<AttentionTile>);
+pub(crate) struct TileSchedule(pub Vec<AttentionTile>);
 
 /// Numbers of rows that tiles visit.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Visited {
+pub(crate) struct VisitedRows {
     pub heaviest: usize,
     pub all: usize,
 }
 
 /// Documents as offsets, as in `ops::attention::forward`.
-pub(crate) struct Documents<'a> {
+pub(crate) struct DocumentOffsets<'a> {
     pub queries: &'a [usize],
     pub keys: &'a [usize],
     pub window: Option<usize>,
 }
 
-impl Documents<'_> {
+impl DocumentOffsets<'_> {
     /// Checks the number of tokens, which the kernels count in 32 bits.
     pub(crate) fn check(&self) -> Result<()> {
         const MOST: usize = 1 << 28;
@@ -61,7 +61,7 @@ impl Documents<'_> {
     }
 
     /// Returns tiles of up to `rows` rows (each query is `pack` rows), with the keys that they attend to.
-    pub(crate) fn query_tiles(&self, rows: usize, pack: usize) -> Tiles {
+    pub(crate) fn query_tiles(&self, rows: usize, pack: usize) -> TileSchedule {
         let step = (rows / pack).max(1);
         let mut tiles = Vec::new();
         for (q, k) in self.queries.windows(2).zip(self.keys.windows(2)) {
@@ -80,11 +80,11 @@ impl Documents<'_> {
                 });
             }
         }
-        Tiles::sorted(tiles)
+        TileSchedule::sorted(tiles)
     }
 
     /// Returns tiles of up to `rows` keys, with the queries that attend to them. Queries and keys are the same tokens.
-    pub(crate) fn key_tiles(&self, rows: usize) -> Tiles {
+    pub(crate) fn key_tiles(&self, rows: usize) -> TileSchedule {
         let mut tiles = Vec::new();
         for d in self.keys.windows(2) {
             let tokens = d[1] - d[0];
@@ -103,11 +103,11 @@ impl Documents<'_> {
                 });
             }
         }
-        Tiles::sorted(tiles)
+        TileSchedule::sorted(tiles)
     }
 }
 
-impl Tiles {
+impl TileSchedule {
     fn sorted(mut tiles: Vec<AttentionTile>) -> Self {
         // A kernel visits at least one row: it waits for the copies of its own rows together with the first ones.
         debug_assert!(tiles.iter().all(|t| t.rows > 0 && t.low < t.high));
@@ -115,16 +115,16 @@ impl Tiles {
         Self(tiles)
     }
 
-    pub(crate) fn visited(&self) -> Visited {
+    pub(crate) fn visited(&self) -> VisitedRows {
         let rows = self.0.iter().map(|t| t.high - t.low);
-        Visited {
+        VisitedRows {
             heaviest: rows.clone().max().unwrap_or(0),
             all: rows.sum(),
         }
     }
 }
 
-impl Visited {
+impl VisitedRows {
     /// Returns the number of parts into which the `group` query heads of a key head are divided, for a GPU that runs
     /// `slots` blocks at a time; a tile is `blocks` blocks for each part. The smallest number with which the heaviest
     /// block takes no longer than an even share of all the work: then the last blocks end at about the same time.
@@ -141,7 +141,7 @@ mod tests {
 
     /// Counts the tiles that contain each pair. Every visible pair must be in exactly one tile; other pairs may be
     /// in one.
-    fn pairs(tiles: &Tiles, queries: usize, keys: usize, own_queries: bool) -> Vec<u8> {
+    fn pairs(tiles: &TileSchedule, queries: usize, keys: usize, own_queries: bool) -> Vec<u8> {
         let mut seen = vec![0; queries * keys];
         for t in &tiles.0 {
             for own in 0..t.rows {
@@ -158,7 +158,7 @@ mod tests {
         seen
     }
 
-    fn check(q: &[usize], k: &[usize], window: Option<usize>, tiles: &Tiles, own_queries: bool) {
+    fn check(q: &[usize], k: &[usize], window: Option<usize>, tiles: &TileSchedule, own_queries: bool) {
         let (nq, nk) = (q[q.len() - 1], k[k.len() - 1]);
         let seen = pairs(tiles, nq, nk, own_queries);
         for d in 0..q.len() - 1 {
@@ -187,14 +187,14 @@ mod tests {
         let same = vec![0, 1, 8, 73, 73, 203];
         let (q, k) = (vec![0, 1, 71, 71, 81], vec![0, 90, 190, 200, 210]);
         for window in [None, Some(1), Some(20), Some(64), Some(1000)] {
-            let documents = Documents {
+            let documents = DocumentOffsets {
                 queries: &same,
                 keys: &same,
                 window,
             };
             check(&same, &same, window, &documents.query_tiles(64, 1), true);
             check(&same, &same, window, &documents.key_tiles(64), false);
-            let documents = Documents {
+            let documents = DocumentOffsets {
                 queries: &q,
                 keys: &k,
                 window,
@@ -205,7 +205,7 @@ mod tests {
 
     #[test]
     fn the_heaviest_come_first_as_the_kernels_read_them() {
-        let documents = Documents {
+        let documents = DocumentOffsets {
             queries: &[0, 3, 73],
             keys: &[0, 10, 80],
             window: Some(66),
@@ -220,7 +220,7 @@ mod tests {
         ];
         assert_eq!(numbers, [want[1], want[0], want[2]]);
         let too_many = [0, (1 << 28) + 1];
-        let documents = Documents {
+        let documents = DocumentOffsets {
             queries: &too_many,
             keys: &too_many,
             window: None,
@@ -231,7 +231,7 @@ mod tests {
     #[test]
     fn heads_are_divided_until_the_heaviest_block_is_an_even_share() {
         let parts = |documents: &[usize], group, slots| {
-            let documents = Documents {
+            let documents = DocumentOffsets {
                 queries: documents,
                 keys: documents,
                 window: None,
@@ -262,7 +262,7 @@ mod tests {
                     documents.push((documents[documents.len() - 1] + len).min(tokens));
                 }
                 for (heads, kv_heads, window) in [(32, 8, None), (14, 2, None), (8, 1, Some(300)), (4, 4, None)] {
-                    let list = Documents {
+                    let list = DocumentOffsets {
                         queries: &documents,
                         keys: &documents,
                         window,

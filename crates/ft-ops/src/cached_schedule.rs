@@ -38,7 +38,7 @@ pub(crate) struct CachedTiles {
 }
 
 /// Queries, and the tokens of a block that they attend to.
-struct Span {
+struct QuerySpan {
     queries: Range<usize>,
     block: usize,
     /// Position of the first query, from the first token of the block.
@@ -47,8 +47,8 @@ struct Span {
 }
 
 /// Spans of whole tiles of `step` queries, or of all queries that see a whole block.
-fn spans(documents: &[CachedDocument], window: Option<usize>, step: usize) -> Vec<Span> {
-    let mut spans: Vec<Span> = Vec::new();
+fn spans(documents: &[CachedDocument], window: Option<usize>, step: usize) -> Vec<QuerySpan> {
+    let mut spans: Vec<QuerySpan> = Vec::new();
     // Blocks that all queries of the last documents see.
     let mut whole: HashMap<(usize, usize), usize> = HashMap::new();
     for d in documents {
@@ -62,7 +62,7 @@ fn spans(documents: &[CachedDocument], window: Option<usize>, step: usize) -> Ve
                 spans[at].queries.end = d.queries.end;
             } else if visible {
                 whole.insert((block, tokens), spans.len());
-                spans.push(Span {
+                spans.push(QuerySpan {
                     queries: d.queries.clone(),
                     block,
                     place: tokens,
@@ -75,7 +75,7 @@ fn spans(documents: &[CachedDocument], window: Option<usize>, step: usize) -> Ve
                     let low = window.map_or(0, |w| (place + 1).saturating_sub(w));
                     let high = tokens.min(place + end - first);
                     if low < high {
-                        spans.push(Span {
+                        spans.push(QuerySpan {
                             queries: d.queries.start + first..d.queries.start + end,
                             block,
                             place,

@@ -7,7 +7,7 @@ mod streamed;
 
 use super::cpu::cross_entropy as cpu;
 use super::cpu::storage::{dims2, expect_dims, expect_f32, floats, tensor, wrong_shape};
-use super::prepacked::Dense;
+use super::prepacked::DenseWeight;
 use super::step_stats::{StepStats, StepSums};
 use candle_core::Tensor;
 use ft_base::IGNORE;
@@ -15,7 +15,7 @@ use ft_base::{Error, Result};
 
 pub use chunk::{chunk_for, most_tokens};
 pub use entropy::{streamed_entropies, token_entropies};
-pub use streamed::{Pieces, streamed, streamed_log_probs};
+pub use streamed::{OutputPieces, streamed, streamed_log_probs};
 
 /// Rows of the head per product. The parts of a streamed head are multiples of it: then, on the CPU, the results
 /// are bit-equal to those of the whole head.
@@ -97,7 +97,7 @@ pub struct CrossEntropyOutput {
 /// A target outside the vocabulary (`Argument`); tensors of other shapes, types or devices than described (`Shape`).
 pub fn forward_backward<'w>(
     h: &Tensor,
-    head: impl Into<Dense<'w>>,
+    head: impl Into<DenseWeight<'w>>,
     targets: &[u32],
     options: &CrossEntropyOptions,
     step_stats: &StepStats,
@@ -113,7 +113,7 @@ pub fn forward_backward<'w>(
         let wanted = (options.need_dh || options.need_dw).then_some(wanted);
         gpu::forward_backward(h, head.tensor, targets, options, wanted, step_stats)
     });
-    let mut sum = Sum::default();
+    let mut sum = LossSums::default();
     let mut gradients = cpu::CrossEntropyGradients {
         scale: options.scale as f32,
         dh: options.need_dh.then(|| vec![0f32; n * d]),
@@ -135,7 +135,7 @@ pub fn forward_backward<'w>(
 /// A target outside the vocabulary (`Argument`); tensors of other shapes, types or devices than described (`Shape`).
 pub fn forward_only<'w>(
     h: &Tensor,
-    head: impl Into<Dense<'w>>,
+    head: impl Into<DenseWeight<'w>>,
     targets: &[u32],
     softcap: Option<f32>,
     chunk: usize,
@@ -154,7 +154,7 @@ pub fn forward_only<'w>(
         )
         .map(|out| out.trained)
     );
-    let mut sum = Sum::default();
+    let mut sum = LossSums::default();
     run(
         h,
         head,
@@ -173,7 +173,7 @@ pub fn forward_only<'w>(
 /// A target outside the vocabulary (`Argument`); tensors of other shapes, types or devices than described (`Shape`).
 pub fn token_log_probs<'w>(
     h: &Tensor,
-    head: impl Into<Dense<'w>>,
+    head: impl Into<DenseWeight<'w>>,
     targets: &[u32],
     softcap: Option<f32>,
     chunk: usize,
@@ -193,13 +193,13 @@ pub fn token_log_probs<'w>(
 }
 
 #[derive(Default)]
-struct Sum {
+struct LossSums {
     loss: f64,
     trained: usize,
     correct: usize,
 }
 
-impl Sum {
+impl LossSums {
     fn add(&mut self, row: &cpu::TokenLoss) {
         self.loss += row.loss;
         self.trained += 1;
@@ -247,7 +247,7 @@ fn check(h: &Tensor, (v, d): (usize, usize), targets: &[u32], softcap: Option<f3
 /// Calls `each` with the result of every trained token, in order.
 fn run(
     h: &Tensor,
-    head: Dense<'_>,
+    head: DenseWeight<'_>,
     targets: &[u32],
     options: &CrossEntropyOptions,
     gradients: Option<&mut cpu::CrossEntropyGradients>,

@@ -156,13 +156,13 @@ fn check(x: &DeltaInputs, heads: &DeltaHeads, documents: &[usize]) -> Result<usi
 }
 
 /// Runs `f` on the slices of the inputs.
-fn with_inputs<R>(x: &DeltaInputs, f: impl FnOnce(&cpu::Slices) -> R) -> Result<R> {
+fn with_inputs<R>(x: &DeltaInputs, f: impl FnOnce(&cpu::DeltaSlices) -> R) -> Result<R> {
     let vector = |t: &Tensor| values(t, "a vector of the delta rule", |v| Ok(v.to_f32()));
     let (a_log, dt_bias) = (vector(x.a_log)?, vector(x.dt_bias)?);
     floats(x.qkv, "qkv of the delta rule", |qkv| {
         floats(x.a, "a of the delta rule", |a| {
             floats(x.b, "b of the delta rule", |b| {
-                Ok(f(&cpu::Slices {
+                Ok(f(&cpu::DeltaSlices {
                     qkv,
                     a,
                     b,

@@ -12,7 +12,7 @@ use std::sync::{Mutex, PoisonError};
 /// Work of a GPU that can be launched again.
 pub struct Graph {
     #[cfg(feature = "cuda")]
-    recorded: super::cuda::graph::Recorded,
+    recorded: super::cuda::graph::RecordedGraph,
 }
 
 /// While it lives, candle keeps what it uploads (strides and other numbers, up to 4 KiB each) on the device until the thread ends,

@@ -31,10 +31,10 @@ impl<'a> From<&'a QTensors> for GroupWeight<'a> {
 pub type Groups<'a> = [(GroupWeight<'a>, usize)];
 
 /// Bytes of the dequantized weights of a product of `groups` groups with quantized weights `[O, I]`, which fit (`fits`).
-pub fn work_bytes(groups: usize, (outputs, inputs): (usize, usize), decoded: Dtype) -> u64 {
+pub fn work_bytes(groups: usize, (outputs, inputs): (usize, usize), dequantized_dtype: Dtype) -> u64 {
     let each = outputs * inputs;
     let most = TILE / each.max(1);
-    (groups.min(most.max(1)) * each) as u64 * decoded.bytes()
+    (groups.min(most.max(1)) * each) as u64 * dequantized_dtype.bytes()
 }
 
 /// True if rows like `x` can be multiplied with these weights: on a GPU, of one type, in bf16 with sizes that are multiples of

@@ -11,7 +11,7 @@
 mod absorbed;
 
 use super::cpu::storage::{dims2, expect_dims, floats, tensor, unwritten};
-use super::rope::{Direction, Pairing};
+use super::rope::{RopeDirection, RopePairing};
 use candle_core::Tensor;
 use ft_base::{Error, Result};
 use rayon::prelude::*;
@@ -31,7 +31,7 @@ pub struct LatentHeads {
     /// V: elements of a value.
     pub value: usize,
     /// Which elements are rotated together.
-    pub pairing: Pairing,
+    pub pairing: RopePairing,
 }
 
 /// cos and sin of each token, `[N, R/2]`.
@@ -66,16 +66,16 @@ impl LatentHeads {
     }
 
     /// Rotates the R elements of `x` to `y`.
-    fn rotate(&self, x: &[f32], (cos, sin): (&[f32], &[f32]), direction: Direction, y: &mut [f32]) {
+    fn rotate(&self, x: &[f32], (cos, sin): (&[f32], &[f32]), direction: RopeDirection, y: &mut [f32]) {
         let sign = match direction {
-            Direction::Forward => 1.0,
-            Direction::Backward => -1.0,
+            RopeDirection::Forward => 1.0,
+            RopeDirection::Backward => -1.0,
         };
         let half = self.rotary / 2;
         for i in 0..half {
             let (first, second) = match self.pairing {
-                Pairing::Halves => (i, i + half),
-                Pairing::Neighbors => (2 * i, 2 * i + 1),
+                RopePairing::Halves => (i, i + half),
+                RopePairing::Neighbors => (2 * i, 2 * i + 1),
             };
             let (a, b, s) = (x[first], x[second], sin[i] * sign);
             y[first] = a * cos[i] - b * s;
@@ -100,7 +100,7 @@ impl LatentHeads {
                     for (x, y) in x.chunks_exact(from).zip(y.chunks_exact_mut(to)) {
                         let (plain, rotary) = x.split_at(self.plain);
                         let (turned, rest) = y.split_at_mut(self.rotary);
-                        self.rotate(rotary, table.of(t), Direction::Forward, turned);
+                        self.rotate(rotary, table.of(t), RopeDirection::Forward, turned);
                         rest[..self.plain].copy_from_slice(plain);
                         rest[self.plain..].fill(0.0);
                     }
@@ -126,7 +126,7 @@ impl LatentHeads {
                     let dq = row(dq, t, self.heads * from);
                     for (dq, dx) in dq.chunks_exact(from).zip(dx.chunks_exact_mut(to)) {
                         let (plain, rotary) = dx.split_at_mut(self.plain);
-                        self.rotate(&dq[..self.rotary], table.of(t), Direction::Backward, rotary);
+                        self.rotate(&dq[..self.rotary], table.of(t), RopeDirection::Backward, rotary);
                         plain.copy_from_slice(&dq[self.rotary..][..self.plain]);
                     }
                 });
@@ -158,7 +158,7 @@ impl LatentHeads {
                     each_token(&mut k, self.heads * to, |t, k| {
                         let rotary = &low[(t + 1) * wide - self.rotary..][..self.rotary];
                         let (first, others) = k.split_at_mut(to);
-                        self.rotate(rotary, table.of(t), Direction::Forward, &mut first[..self.rotary]);
+                        self.rotate(rotary, table.of(t), RopeDirection::Forward, &mut first[..self.rotary]);
                         for k in others.chunks_exact_mut(to) {
                             k[..self.rotary].copy_from_slice(&first[..self.rotary]);
                         }
@@ -212,7 +212,7 @@ impl LatentHeads {
                         for dk in row(dk, t, wide).chunks_exact(from) {
                             sum.iter_mut().zip(dk).for_each(|(sum, d)| *sum += d);
                         }
-                        self.rotate(&sum, table.of(t), Direction::Backward, d_rotary);
+                        self.rotate(&sum, table.of(t), RopeDirection::Backward, d_rotary);
                     });
                 })
             })
@@ -260,13 +260,13 @@ impl LatentHeads {
 }
 
 /// cos and sin of all tokens as slices.
-struct Table<'a> {
+struct AngleSlices<'a> {
     cos: &'a [f32],
     sin: &'a [f32],
     half: usize,
 }
 
-impl Table<'_> {
+impl AngleSlices<'_> {
     /// cos and sin of a token, `[R/2]` each.
     fn of(&self, token: usize) -> (&[f32], &[f32]) {
         let row = token * self.half..(token + 1) * self.half;
@@ -274,10 +274,10 @@ impl Table<'_> {
     }
 }
 
-fn with_table((cos, sin): Angles, half: usize, f: impl FnOnce(Table)) -> Result<()> {
+fn with_table((cos, sin): Angles, half: usize, f: impl FnOnce(AngleSlices)) -> Result<()> {
     floats(cos, "the cosines of a rotation", |cos| {
         floats(sin, "the sines of a rotation", |sin| {
-            f(Table { cos, sin, half });
+            f(AngleSlices { cos, sin, half });
             Ok(())
         })
     })

@@ -2,7 +2,7 @@
 //! `[N, H·E]` (queries and keys normalized head by head), with parameters for each head (`[H, E]`) or one for all (`[E]`).
 //! Nemotron multiplies by `1 + w`.
 
-use super::cpu::layer_norm::{self as cpu, Affine};
+use super::cpu::layer_norm::{self as cpu, NormParams};
 use super::cpu::storage::{expect_dims, floats, tensor, unwritten, values, wrong_shape};
 use candle_core::Tensor;
 use ft_base::Result;
@@ -56,7 +56,7 @@ impl LayerNorm<'_> {
         Ok(())
     }
 
-    fn affine(&self) -> Result<Affine> {
+    fn affine(&self) -> Result<NormParams> {
         let width = self.width();
         let read = |t: Option<&Tensor>, what: &str, otherwise: f32| match t {
             Some(t) => values(t, what, |v| Ok(v.to_f32())),
@@ -66,7 +66,7 @@ impl LayerNorm<'_> {
         if self.plus_one && self.weight.is_some() {
             scale.iter_mut().for_each(|w| *w += 1.0);
         }
-        Ok(Affine {
+        Ok(NormParams {
             size: self.size,
             scale,
             shift: read(self.bias, "the bias of a norm", 0.0)?,

@@ -2,9 +2,9 @@
 //! weight is never widened as a whole on the CPU. On a GPU activations may be bf16; gradients of weights are f32.
 
 use super::cpu::product::{CInit, Matrix, Rounding, WeightRows, product};
-use super::cpu::storage::{Values, dims2, expect_dims, floats, tensor, unwritten, values};
+use super::cpu::storage::{StoredElements, dims2, expect_dims, floats, tensor, unwritten, values};
 use super::cpu::update::sum_rows;
-use super::prepacked::Dense;
+use super::prepacked::DenseWeight;
 use super::update::with_slices;
 use candle_core::{DType, Tensor};
 use ft_base::Result;
@@ -15,7 +15,7 @@ pub use super::cpu::product::memory::{ProductSizes, can_fuse, gemm_bytes};
 ///
 /// # Errors
 /// Shapes that do not fit, tensors that are not contiguous or not on the CPU.
-pub fn forward<'w>(x: &Tensor, w: impl Into<Dense<'w>>, bias: Option<&Tensor>) -> Result<Tensor> {
+pub fn forward<'w>(x: &Tensor, w: impl Into<DenseWeight<'w>>, bias: Option<&Tensor>) -> Result<Tensor> {
     let w = w.into();
     let (rows, inputs) = dims2(x, "x of a linear")?;
     let outputs = outputs_of(w, inputs)?;
@@ -61,14 +61,14 @@ pub fn forward_f32(x: &Tensor, w: &Tensor, bias: Option<&Tensor>) -> Result<Tens
 const WEIGHT: &str = "the weight of a linear";
 
 /// Returns O of a weight `[O, inputs]`.
-fn outputs_of(w: Dense<'_>, inputs: usize) -> Result<usize> {
+fn outputs_of(w: DenseWeight<'_>, inputs: usize) -> Result<usize> {
     let (outputs, _) = dims2(w.tensor, WEIGHT)?;
     expect_dims(w.tensor, WEIGHT, &[outputs, inputs])?;
     Ok(outputs)
 }
 
 /// Returns I of a weight `[outputs, I]`.
-fn inputs_of(w: Dense<'_>, outputs: usize) -> Result<usize> {
+fn inputs_of(w: DenseWeight<'_>, outputs: usize) -> Result<usize> {
     let (_, inputs) = dims2(w.tensor, WEIGHT)?;
     expect_dims(w.tensor, WEIGHT, &[outputs, inputs])?;
     Ok(inputs)
@@ -85,7 +85,7 @@ pub(super) fn read_bias(bias: Option<&Tensor>, outputs: usize) -> Result<Option<
 ///
 /// # Errors
 /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
-pub fn forward_add<'w>(y: &Tensor, x: &Tensor, w: impl Into<Dense<'w>>) -> Result<()> {
+pub fn forward_add<'w>(y: &Tensor, x: &Tensor, w: impl Into<DenseWeight<'w>>) -> Result<()> {
     let w = w.into();
     let (rows, inputs) = dims2(x, "x of a linear")?;
     let outputs = outputs_of(w, inputs)?;
@@ -154,7 +154,7 @@ pub fn forward_add_two(ys: [&Tensor; 2], x: &Tensor, ws: [&Tensor; 2]) -> Result
 }
 
 fn forward_slices(sizes: (usize, usize, usize), y: &mut [f32], start: CInit<&[f32]>, x: &[f32], w: WeightRows<'_>) {
-    let x = Matrix::k_inner(Values::F32(x), sizes.2);
+    let x = Matrix::k_inner(StoredElements::F32(x), sizes.2);
     product(sizes, y, start, x, w.forward(), w.rounding());
 }
 
@@ -162,7 +162,7 @@ fn forward_slices(sizes: (usize, usize, usize), y: &mut [f32], start: CInit<&[f3
 ///
 /// # Errors
 /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
-pub fn backward_input<'w>(dy: &Tensor, w: impl Into<Dense<'w>>) -> Result<Tensor> {
+pub fn backward_input<'w>(dy: &Tensor, w: impl Into<DenseWeight<'w>>) -> Result<Tensor> {
     let w = w.into();
     let (rows, outputs) = dims2(dy, "dy of a linear")?;
     let inputs = inputs_of(w, outputs)?;
@@ -184,7 +184,7 @@ pub fn backward_input<'w>(dy: &Tensor, w: impl Into<Dense<'w>>) -> Result<Tensor
 ///
 /// # Errors
 /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
-pub fn backward_input_add<'w>(dx: &Tensor, dy: &Tensor, w: impl Into<Dense<'w>>) -> Result<()> {
+pub fn backward_input_add<'w>(dx: &Tensor, dy: &Tensor, w: impl Into<DenseWeight<'w>>) -> Result<()> {
     let w = w.into();
     let (rows, outputs) = dims2(dy, "dy of a linear")?;
     let inputs = inputs_of(w, outputs)?;
@@ -201,7 +201,7 @@ pub fn backward_input_add<'w>(dx: &Tensor, dy: &Tensor, w: impl Into<Dense<'w>>)
 }
 
 fn backward_slices(sizes: (usize, usize, usize), dx: &mut [f32], start: CInit<&[f32]>, dy: &[f32], w: WeightRows<'_>) {
-    let dy = Matrix::k_inner(Values::F32(dy), sizes.2);
+    let dy = Matrix::k_inner(StoredElements::F32(dy), sizes.2);
     product(sizes, dx, start, dy, w.backward(), w.rounding());
 }
 
@@ -270,8 +270,8 @@ fn gradient_slices(
         sizes,
         dw,
         start,
-        Matrix::k_outer(Values::F32(dy), outputs),
-        Matrix::k_outer(Values::F32(x), inputs),
+        Matrix::k_outer(StoredElements::F32(dy), outputs),
+        Matrix::k_outer(StoredElements::F32(x), inputs),
         rounding,
     );
 }

@@ -2,8 +2,8 @@
 //! `[N, O]`. Fused on the CPU; on other devices the methods of `LowRank` compute it step by step.
 
 use super::cpu::product::{CInit, CpuBackend, FusedLora, Matrix, Operand, WeightRows, product_with};
-use super::cpu::storage::{Values, dims2, expect_dims, floats, tensor, unwritten};
-use super::prepacked::Dense;
+use super::cpu::storage::{StoredElements, dims2, expect_dims, floats, tensor, unwritten};
+use super::prepacked::DenseWeight;
 use super::quantized::{QMatrixView, WeightView};
 use super::update::with_slices;
 use super::{linear, update};
@@ -22,7 +22,7 @@ pub struct LowRank<'a> {
 }
 
 /// The base weight `[O, I]` on the CPU; a dense one is f32 or bf16.
-pub type BaseWeight<'a> = WeightView<Dense<'a>, QMatrixView<'a>>;
+pub type BaseWeight<'a> = WeightView<DenseWeight<'a>, QMatrixView<'a>>;
 
 impl LowRank<'_> {
     /// Computes u = s · x·Aᵀ, `[N, R]`, from x `[N, I]`.
@@ -109,7 +109,7 @@ pub fn forward(x: &Tensor, w: BaseWeight<'_>, bias: Option<&Tensor>, low: LowRan
                     u: &mut u,
                 };
                 let start = bias.as_deref().map_or(CInit::Zero, CInit::Bias);
-                let operands = (Matrix::k_inner(Values::F32(x), inputs), w.forward());
+                let operands = (Matrix::k_inner(StoredElements::F32(x), inputs), w.forward());
                 product_with(
                     CpuBackend::current(),
                     (rows, outputs, inputs),
@@ -144,7 +144,7 @@ pub fn backward(dy: &Tensor, w: BaseWeight<'_>, sum: Option<&Tensor>, low: LowRa
                 scale: low.scale,
                 u: &mut du,
             };
-            let operands = (Matrix::k_inner(Values::F32(dy), outputs), w.backward());
+            let operands = (Matrix::k_inner(StoredElements::F32(dy), outputs), w.backward());
             product_with(
                 CpuBackend::current(),
                 (rows, inputs, outputs),
@@ -178,9 +178,11 @@ pub fn backward(dy: &Tensor, w: BaseWeight<'_>, sum: Option<&Tensor>, low: LowRa
     Ok((dx, tensor(du, (rows, rank))?))
 }
 
-fn with_pair<R>(low: LowRank<'_>, f: impl FnOnce(Values<'_>, Values<'_>) -> Result<R>) -> Result<R> {
+fn with_pair<R>(low: LowRank<'_>, f: impl FnOnce(StoredElements<'_>, StoredElements<'_>) -> Result<R>) -> Result<R> {
     floats(low.a, "A of a LoRA pair", |a| {
-        floats(low.b, "B of a LoRA pair", |b| f(Values::F32(a), Values::F32(b)))
+        floats(low.b, "B of a LoRA pair", |b| {
+            f(StoredElements::F32(a), StoredElements::F32(b))
+        })
     })
 }
 
@@ -214,12 +216,12 @@ mod tests {
             };
             let codes = Random::new(o, i);
             for view in codes.views() {
-                let mut decoded = vec![0f32; o * i];
-                for (row, to) in decoded.chunks_exact_mut(i).enumerate() {
+                let mut dequantized = vec![0f32; o * i];
+                for (row, to) in dequantized.chunks_exact_mut(i).enumerate() {
                     view.dequantize(row, 0, to);
                 }
                 let dtype = if view.bf16 { DType::BF16 } else { DType::F32 };
-                let w = tensor(decoded, (o, i)).unwrap().to_dtype(dtype).unwrap();
+                let w = tensor(dequantized, (o, i)).unwrap().to_dtype(dtype).unwrap();
                 let (y, u) = forward(&x, BaseWeight::Quantized(view), None, low).unwrap();
                 let (want, want_u) = forward(&x, BaseWeight::Dense((&w).into()), None, low).unwrap();
                 assert_close(&y, &want, 1e-5);

@@ -169,14 +169,14 @@ impl Page {
 
 /// New tokens of a document, and all pages of the document including the new tokens: the last query attends to the
 /// last token.
-pub struct Document<'a> {
+pub struct PagedDocument<'a> {
     /// The rows of the new tokens in the batch.
     pub queries: Range<usize>,
     /// The pages of the document, in order.
     pub pages: Vec<&'a Page>,
 }
 
-impl Document<'_> {
+impl PagedDocument<'_> {
     /// Returns the number of tokens in the pages.
     pub fn tokens(&self) -> usize {
         self.pages.iter().map(|p| p.len).sum()
@@ -187,7 +187,7 @@ impl Document<'_> {
 ///
 /// # Errors
 /// Shapes that do not fit, query ranges that are not consecutive, more queries than tokens.
-pub fn attend(q: &Tensor, documents: &[Document], spec: &AttentionSpec) -> Result<(Tensor, Tensor)> {
+pub fn attend(q: &Tensor, documents: &[PagedDocument], spec: &AttentionSpec) -> Result<(Tensor, Tensor)> {
     let n = check_documents(q, documents, spec)?;
     let width = spec.heads * spec.head_dim;
     let mut o = vec![0f32; n * width];
@@ -200,7 +200,7 @@ pub fn attend(q: &Tensor, documents: &[Document], spec: &AttentionSpec) -> Resul
 }
 
 /// Checks that the documents belong to `q` and the attention `spec`; returns the number of queries.
-fn check_documents(q: &Tensor, documents: &[Document], spec: &AttentionSpec) -> Result<usize> {
+fn check_documents(q: &Tensor, documents: &[PagedDocument], spec: &AttentionSpec) -> Result<usize> {
     spec.check()?;
     let n = documents.last().map_or(0, |d| d.queries.end);
     let width = spec.heads * spec.head_dim;

@@ -29,12 +29,12 @@ pub struct LoraPair<'a> {
 pub struct PairStack {
     /// `[T, I]`
     a: Tensor,
-    pairs: Vec<Stacked>,
+    pairs: Vec<StackedPair>,
 }
 
 /// One LoRA pair of several with the same input.
 #[derive(Debug)]
-struct Stacked {
+struct StackedPair {
     /// `[O, P]`
     b: Tensor,
     /// Where its columns begin in u = x·Aᵀ of all pairs.
@@ -80,7 +80,7 @@ impl<'a> ColumnOperand<'a> {
 /// One matrix to copy: `to[r, c] = from[r, c] - minus[r, c]`, into columns of `to` from element `first` on.
 #[derive(Debug)]
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
-pub(crate) struct Copy<'a> {
+pub(crate) struct MatrixCopy<'a> {
     pub from: &'a Tensor,
     pub minus: Option<&'a Tensor>,
     pub to: Tensor,
@@ -102,7 +102,7 @@ pub fn stacks(groups: &[Vec<LoraPair<'_>>], dtype: DType) -> Result<Vec<PairStac
 }
 
 impl PairStack {
-    fn new<'a>(pairs: &[LoraPair<'a>], dtype: DType, copies: &mut Vec<Copy<'a>>) -> Result<Self> {
+    fn new<'a>(pairs: &[LoraPair<'a>], dtype: DType, copies: &mut Vec<MatrixCopy<'a>>) -> Result<Self> {
         let Some(LoraPair { matrices: (a, _), .. }) = pairs.first() else {
             return Err(ft_base::Error::internal("a group of LoRA pairs is empty"));
         };
@@ -122,7 +122,7 @@ impl PairStack {
             let there = gpu::empty((outputs, width), dtype, device)?;
             let mut copy = |from, minus, to: &Tensor, first| {
                 let to = to.clone();
-                copies.push(Copy { from, minus, to, first })
+                copies.push(MatrixCopy { from, minus, to, first })
             };
             copy(a, None, &stacked, first * inputs);
             copy(b, pair.start.map(|(_, b)| b), &there, 0);
@@ -130,7 +130,7 @@ impl PairStack {
                 copy(a, Some(a0), &stacked, (first + rank) * inputs);
                 copy(b0, None, &there, rank);
             }
-            own.push(Stacked {
+            own.push(StackedPair {
                 b: there,
                 first,
                 width,
@@ -281,7 +281,7 @@ impl PairStack {
             1.0,
             false,
         )?;
-        let one = |p: &Stacked| -> Result<Tensor> {
+        let one = |p: &StackedPair| -> Result<Tensor> {
             let gradient = all.narrow(0, p.first, p.rank)?;
             if p.width > p.rank {
                 super::update::add_assign(&gradient, &all.narrow(0, p.first + p.rank, p.rank)?)?;
@@ -345,7 +345,7 @@ impl PairStack {
 /// Stands in for the GPU where the program is built without it; nothing calls it.
 #[cfg(not(feature = "cuda"))]
 mod gpu {
-    use super::{ColumnOperand, Copy, DType, Result, Tensor};
+    use super::{ColumnOperand, DType, MatrixCopy, Result, Tensor};
     use candle_core::Device;
     use ft_base::Error;
 
@@ -359,7 +359,7 @@ mod gpu {
         refused()
     }
 
-    pub(super) fn copy(_: &[Copy<'_>], _: DType) -> Result<()> {
+    pub(super) fn copy(_: &[MatrixCopy<'_>], _: DType) -> Result<()> {
         refused()
     }
 

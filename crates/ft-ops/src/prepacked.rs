@@ -8,7 +8,7 @@ use ft_base::Result;
 
 /// A weight and its prepacked copies. The weight must not change while they exist.
 #[derive(Debug)]
-pub struct Prepacked {
+pub struct PrepackedTensor {
     tensor: Tensor,
     packed: PrepackedWeight,
     copies: u64,
@@ -16,7 +16,7 @@ pub struct Prepacked {
 
 /// The products that get a prepacked copy: `x·Wᵀ`, or `dy·W` too.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Orders {
+pub enum PrepackedProducts {
     /// `x·Wᵀ` only.
     Forward,
     /// `x·Wᵀ` and `dy·W`.
@@ -25,7 +25,7 @@ pub enum Orders {
 
 /// A borrowed dense weight.
 #[derive(Clone, Copy)]
-pub struct Dense<'a> {
+pub struct DenseWeight<'a> {
     /// The weight, `[O, I]`.
     pub tensor: &'a Tensor,
     packed: Option<&'a PrepackedWeight>,
@@ -42,19 +42,24 @@ pub fn pays() -> bool {
     CpuBackend::current() == CpuBackend::Amx
 }
 
-impl Prepacked {
+impl PrepackedTensor {
     /// Packs `w [O, I]`, with space for a fused LoRA rank of `rank`. None if no product can read the copies: an f32
     /// weight, a GPU, a CPU without AVX-512.
     ///
     /// # Errors
     /// `w` is not a contiguous matrix (`Shape`).
-    pub fn new(w: &Tensor, orders: Orders, rank: usize) -> Result<Option<Self>> {
+    pub fn new(w: &Tensor, orders: PrepackedProducts, rank: usize) -> Result<Option<Self>> {
         if !w.device().is_cpu() || w.dtype() != DType::BF16 {
             return Ok(None);
         }
         let dims = dims2(w, "the weight of a linear")?;
-        let packed = Dense::from(w).with_rows("the weight of a linear", |rows| {
-            Ok(PrepackedWeight::new(rows, dims, orders == Orders::Both, rank))
+        let packed = DenseWeight::from(w).with_rows("the weight of a linear", |rows| {
+            Ok(PrepackedWeight::new(
+                rows,
+                dims,
+                orders == PrepackedProducts::Both,
+                rank,
+            ))
         })?;
         Ok(packed.map(|packed| Self {
             tensor: w.clone(),
@@ -74,19 +79,19 @@ impl Prepacked {
     }
 
     /// Returns the bytes of the copies of a weight `[O, I]`, without its tensor.
-    pub fn bytes(dims: (usize, usize), orders: Orders, rank: usize) -> u64 {
-        PrepackedWeight::bytes(dims, orders == Orders::Both, rank) as u64
+    pub fn bytes(dims: (usize, usize), orders: PrepackedProducts, rank: usize) -> u64 {
+        PrepackedWeight::bytes(dims, orders == PrepackedProducts::Both, rank) as u64
     }
 }
 
-impl<'a> From<&'a Tensor> for Dense<'a> {
+impl<'a> From<&'a Tensor> for DenseWeight<'a> {
     fn from(tensor: &'a Tensor) -> Self {
         Self { tensor, packed: None }
     }
 }
 
-impl<'a> From<&'a Prepacked> for Dense<'a> {
-    fn from(weight: &'a Prepacked) -> Self {
+impl<'a> From<&'a PrepackedTensor> for DenseWeight<'a> {
+    fn from(weight: &'a PrepackedTensor) -> Self {
         Self {
             tensor: &weight.tensor,
             packed: Some(&weight.packed),
@@ -94,7 +99,7 @@ impl<'a> From<&'a Prepacked> for Dense<'a> {
     }
 }
 
-impl Dense<'_> {
+impl DenseWeight<'_> {
     /// Runs `f` on the rows of the weight while holding the read lock of its tensor.
     pub(crate) fn with_rows<R>(self, name: &str, f: impl FnOnce(WeightRows<'_>) -> Result<R>) -> Result<R> {
         let (_, columns) = dims2(self.tensor, name)?;

@@ -7,7 +7,7 @@ use ft_base::{Error, Result};
 
 /// Which elements of a head are rotated together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Pairing {
+pub enum RopePairing {
     /// i with i + R/2, as in Llama.
     Halves,
     /// 2i with 2i + 1, as in GLM.
@@ -16,7 +16,7 @@ pub enum Pairing {
 
 /// The direction of the rotation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Direction {
+pub enum RopeDirection {
     /// The rotation of the model.
     Forward,
     /// The transpose of `Forward`: the negative angle, the same factor.
@@ -32,8 +32,8 @@ pub fn apply(
     x: &Tensor,
     (cos, sin): (&Tensor, &Tensor),
     head_dim: usize,
-    pairing: Pairing,
-    direction: Direction,
+    pairing: RopePairing,
+    direction: RopeDirection,
 ) -> Result<Tensor> {
     let (tokens, width) = dims2(x, "x of a rotation")?;
     let (_, half) = dims2(cos, "the cosines of a rotation")?;
@@ -52,8 +52,8 @@ pub fn apply(
             .expected(format!("at most {head_dim}")));
     }
     let sign = match direction {
-        Direction::Forward => 1.0,
-        Direction::Backward => -1.0,
+        RopeDirection::Forward => 1.0,
+        RopeDirection::Backward => -1.0,
     };
     let sizes = cpu::RotationSizes {
         width,
@@ -80,7 +80,7 @@ mod tests {
     use candle_core::Var;
 
     /// The rotation of Hugging Face, over the first R elements.
-    fn composed(x: &Tensor, cos: &Tensor, sin: &Tensor, e: usize, pairing: Pairing) -> Tensor {
+    fn composed(x: &Tensor, cos: &Tensor, sin: &Tensor, e: usize, pairing: RopePairing) -> Tensor {
         let (n, width) = x.dims2().unwrap();
         let half = cos.dim(1).unwrap();
         let heads = x.reshape((n, width / e, e)).unwrap();
@@ -90,8 +90,8 @@ mod tests {
             pairs.narrow(3, first, 1).unwrap().squeeze(3).unwrap()
         };
         let (a, b) = match pairing {
-            Pairing::Halves => (heads.narrow(2, 0, half).unwrap(), heads.narrow(2, half, half).unwrap()),
-            Pairing::Neighbors => (every_other(0), every_other(1)),
+            RopePairing::Halves => (heads.narrow(2, 0, half).unwrap(), heads.narrow(2, half, half).unwrap()),
+            RopePairing::Neighbors => (every_other(0), every_other(1)),
         };
         let rest = heads.narrow(2, 2 * half, e - 2 * half).unwrap();
         let (cos, sin) = (cos.unsqueeze(1).unwrap(), sin.unsqueeze(1).unwrap());
@@ -99,8 +99,8 @@ mod tests {
         let first = (mul(&a, &cos) - mul(&b, &sin)).unwrap();
         let second = (mul(&b, &cos) + mul(&a, &sin)).unwrap();
         let (first, second) = match pairing {
-            Pairing::Halves => (first, second),
-            Pairing::Neighbors => {
+            RopePairing::Halves => (first, second),
+            RopePairing::Neighbors => {
                 let turned = Tensor::stack(&[first, second], 3).unwrap();
                 let turned = turned.reshape((n, width / e, 2 * half)).unwrap();
                 (
@@ -120,21 +120,21 @@ mod tests {
     #[test]
     fn matches_autograd() {
         for (n, heads, e, half) in [(5, 3, 8, 4), (9, 2, 10, 3), (300, 4, 64, 32), (2, 1, 6, 0)] {
-            for pairing in [Pairing::Halves, Pairing::Neighbors] {
+            for pairing in [RopePairing::Halves, RopePairing::Neighbors] {
                 let x = Var::from_tensor(&random((n, heads * e), 1)).unwrap();
                 // Not on the unit circle: a common factor must be kept in both directions.
                 let (cos, sin) = (random((n, half), 2), random((n, half), 3));
                 let dy = random((n, heads * e), 4);
                 let turn = |x: &Tensor, direction| apply(x, (&cos, &sin), e, pairing, direction).unwrap();
                 if half == 0 {
-                    assert_close(&turn(&x, Direction::Forward), &x, 0.0);
+                    assert_close(&turn(&x, RopeDirection::Forward), &x, 0.0);
                     continue;
                 }
                 let want = composed(&x, &cos, &sin, e, pairing);
                 let grads = (&want * &dy).unwrap().sum_all().unwrap().backward().unwrap();
-                assert_close(&turn(&x, Direction::Forward), &want, 1e-6);
-                assert_close(&turn(&dy, Direction::Backward), grads.get(&x).unwrap(), 1e-6);
-                assert_same_on_any_threads(|| vec![turn(&x, Direction::Forward)]);
+                assert_close(&turn(&x, RopeDirection::Forward), &want, 1e-6);
+                assert_close(&turn(&dy, RopeDirection::Backward), grads.get(&x).unwrap(), 1e-6);
+                assert_same_on_any_threads(|| vec![turn(&x, RopeDirection::Forward)]);
             }
         }
     }
@@ -142,7 +142,7 @@ mod tests {
     #[test]
     fn wrong_shapes_are_errors() {
         let (x, c) = (random((4, 12), 1), random((4, 3), 1));
-        let turn = |cos: &Tensor, e| apply(&x, (cos, cos), e, Pairing::Halves, Direction::Forward);
+        let turn = |cos: &Tensor, e| apply(&x, (cos, cos), e, RopePairing::Halves, RopeDirection::Forward);
         assert!(turn(&c, 5).is_err());
         assert!(turn(&c, 4).is_err());
         assert!(turn(&random((3, 3), 1), 6).is_err());

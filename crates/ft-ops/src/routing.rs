@@ -17,7 +17,8 @@ mod rows;
 mod two_level;
 
 pub use rows::{
-    Assigned, Assignment, AssignmentLists, gates, gates_backward, row_products, row_products_add, scale_rows,
+    AssignedTokens, AssignmentLists, ExpertAssignment, gates, gates_backward, row_products, row_products_add,
+    scale_rows,
 };
 pub use two_level::{TwoLevelLoss, TwoLevelSums};
 
@@ -212,8 +213,8 @@ impl Routing {
         }
     }
 
-    /// The gradient of the logits, `[N, E]` f32, from that of the weights: N·K values in the order of `Assignment`. In the place
-    /// of the routing.
+    /// The gradient of the logits, `[N, E]` f32, from that of the weights: N·K values in the order of
+    /// `ExpertAssignment`. In the place of the routing.
     ///
     /// # Errors
     /// Another number of values.
@@ -226,7 +227,7 @@ impl Routing {
     ///
     /// # Errors
     /// Not enough memory on the device.
-    pub fn assign(&self, device: &Device, together: bool) -> Result<Assignment> {
+    pub fn assign(&self, device: &Device, together: bool) -> Result<ExpertAssignment> {
         match &self.0 {
             RoutingOn::Host(routing) => routing.assign(device, together),
             #[cfg(feature = "cuda")]

@@ -16,7 +16,7 @@ pub const BLOCK: usize = code::BLOCK;
 
 /// An update rule. The code of each rule states its source and arithmetic.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Rule {
+pub enum UpdateRule {
     /// Adam with decoupled weight decay.
     Adamw {
         /// Decay of the first and of the second moment.
@@ -140,7 +140,7 @@ pub struct FoundInf<'a> {
 /// # Errors
 /// A tensor whose size, type or device does not match its weight; a part of a parameter with Adafactor, whose means are
 /// sums over the whole.
-pub fn step(rule: Rule, items: &[ParameterStep], coefficient: f32) -> Result<()> {
+pub fn step(rule: UpdateRule, items: &[ParameterStep], coefficient: f32) -> Result<()> {
     step_gated(rule, items, coefficient, FoundInf::default())
 }
 
@@ -149,11 +149,11 @@ pub fn step(rule: Rule, items: &[ParameterStep], coefficient: f32) -> Result<()>
 ///
 /// # Errors
 /// Tensors of an item that do not fit (`Shape`); Adafactor for a part of a parameter (`Unsupported`).
-pub fn step_gated(rule: Rule, items: &[ParameterStep], coefficient: f32, gate: FoundInf) -> Result<()> {
+pub fn step_gated(rule: UpdateRule, items: &[ParameterStep], coefficient: f32, gate: FoundInf) -> Result<()> {
     let Some(first) = items.first() else {
         return Ok(());
     };
-    if rule == Rule::Adafactor && items.iter().any(|item| item.begin > 0) {
+    if rule == UpdateRule::Adafactor && items.iter().any(|item| item.begin > 0) {
         return Err(Error::unsupported("Adafactor updates whole parameters only"));
     }
     on_gpu!(first.weight, super::cuda::step::run(rule, items, coefficient, gate));
@@ -171,39 +171,39 @@ pub fn step_gated(rule: Rule, items: &[ParameterStep], coefficient: f32, gate: F
     items.iter().try_for_each(|item| one(rule, item, coefficient * further))
 }
 
-fn one(rule: Rule, item: &ParameterStep, coefficient: f32) -> Result<()> {
+fn one(rule: UpdateRule, item: &ParameterStep, coefficient: f32) -> Result<()> {
     expect_dims(item.gradient, "a gradient", item.weight.dims())?;
     let (lr, decay) = (item.lr, item.weight_decay);
     floats(item.gradient, "a gradient", |g| {
         let ready = match rule {
-            Rule::Adamw { betas, eps } => {
+            UpdateRule::Adamw { betas, eps } => {
                 PreparedRule::Adamw(rules::Adamw::new(lr, betas, eps, decay, item.step, coefficient))
             }
-            Rule::Sgd { momentum } => PreparedRule::Sgd(rules::Sgd {
+            UpdateRule::Sgd { momentum } => PreparedRule::Sgd(rules::Sgd {
                 lr: lr as f32,
                 momentum: momentum as f32,
                 weight_decay: decay as f32,
                 first: item.step == 1,
                 coefficient,
             }),
-            Rule::Lion { betas: [b1, b2] } => PreparedRule::Lion(rules::Lion {
+            UpdateRule::Lion { betas: [b1, b2] } => PreparedRule::Lion(rules::Lion {
                 lr: lr as f32,
                 keep: (1.0 - lr * decay) as f32,
                 b1: b1 as f32,
                 b2: b2 as f32,
                 coefficient,
             }),
-            Rule::Sign => PreparedRule::Sign(lr as f32),
-            Rule::Adafactor => PreparedRule::Adafactor(factored(item, g, coefficient)?),
+            UpdateRule::Sign => PreparedRule::Sign(lr as f32),
+            UpdateRule::Adafactor => PreparedRule::Adafactor(factored(item, g, coefficient)?),
         };
         // The means of Adafactor are already updated; the pass over the weight needs no moments.
-        let kept = |moment| if rule == Rule::Adafactor { None } else { moment };
+        let kept = |moment| if rule == UpdateRule::Adafactor { None } else { moment };
         let (first, second) = (kept(item.first), kept(item.second));
         let wanted = match rule {
-            Rule::Adamw { .. } => (true, true),
-            Rule::Sgd { momentum } => (momentum != 0.0, false),
-            Rule::Lion { .. } => (true, false),
-            Rule::Sign | Rule::Adafactor => (false, false),
+            UpdateRule::Adamw { .. } => (true, true),
+            UpdateRule::Sgd { momentum } => (momentum != 0.0, false),
+            UpdateRule::Lion { .. } => (true, false),
+            UpdateRule::Sign | UpdateRule::Adafactor => (false, false),
         };
         if (first.is_some(), second.is_some()) != wanted {
             return Err(Error::shape("an optimizer state has the wrong parts"));
@@ -242,7 +242,7 @@ fn factored(item: &ParameterStep, g: &[f32], coefficient: f32) -> Result<Adafact
 
 fn with_moment(
     moment: Option<&Moment>,
-    code: &'static code::Code,
+    code: &'static code::QuantizationTable,
     n: usize,
     f: impl FnOnce(cpu::MomentSlices) -> Result<()>,
 ) -> Result<()> {
@@ -329,7 +329,7 @@ pub fn code_table(signed: bool) -> [f32; 256] {
 
 /// Quantizes `values` in blocks of `BLOCK`: returns the quantized data and the scales.
 pub fn quantize_moment(values: &[f32], signed: bool) -> (Vec<u8>, Vec<f32>) {
-    let code: &code::Code = if signed { &SIGNED } else { &UNSIGNED };
+    let code: &code::QuantizationTable = if signed { &SIGNED } else { &UNSIGNED };
     let mut codes = vec![0u8; values.len()];
     let scales = values
         .chunks(BLOCK)

@@ -41,7 +41,7 @@ pub struct StepStats {
 pub struct PendingSums {
     host: StepSums,
     #[cfg(feature = "cuda")]
-    device: Option<super::cuda::memory::Download>,
+    device: Option<super::cuda::memory::PendingDownload>,
 }
 
 impl PendingSums {
@@ -220,7 +220,7 @@ impl StepStats {
             host: self.host.get(),
             #[cfg(feature = "cuda")]
             device: match &self.device {
-                Some(device) => Some(super::cuda::memory::Download::start(device)?),
+                Some(device) => Some(super::cuda::memory::PendingDownload::start(device)?),
                 None => None,
             },
         })

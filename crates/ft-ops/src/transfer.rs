@@ -34,7 +34,7 @@ impl CopyTimes {
 pub enum HostMemory {
     /// It is neither changed nor freed while the copier lives: a GPU reads it directly.
     Stable,
-    /// It is not freed while the copier lives, and changed only after `Arriving::read`: a GPU reads it directly.
+    /// It is not freed while the copier lives, and changed only after `ArrivingTensor::read`: a GPU reads it directly.
     Reused,
     /// Anything: its bytes are copied before `send` returns.
     Temporary,
@@ -64,10 +64,10 @@ pub struct Copier {
 }
 
 /// A tensor during its copy to the device.
-pub struct Arriving(OnDevice<Tensor>);
+pub struct ArrivingTensor(OnDevice<Tensor>);
 
 /// A tensor that is offloaded to the host.
-pub struct Offloaded(Waiting);
+pub struct OffloadedTensor(OffloadedCopy);
 
 enum OnDevice<T> {
     Here(T),
@@ -75,13 +75,13 @@ enum OnDevice<T> {
     Gpu(super::cuda::transfer::GpuArriving),
 }
 
-enum Waiting {
+enum OffloadedCopy {
     Here(Tensor),
     #[cfg(feature = "cuda")]
     Gpu(super::cuda::transfer::GpuOffloaded),
 }
 
-impl Arriving {
+impl ArrivingTensor {
     /// The copy, if it reads the memory of the host tensor.
     pub fn read(&self) -> Option<HostRead> {
         match &self.0 {
@@ -118,16 +118,16 @@ impl Copier {
     ///
     /// # Errors
     /// `host` is not on the host (`Unsupported`); not enough memory.
-    pub fn send(&self, host: &Tensor, memory: HostMemory) -> Result<Arriving> {
+    pub fn send(&self, host: &Tensor, memory: HostMemory) -> Result<ArrivingTensor> {
         if !host.device().is_cpu() {
             return Err(Error::unsupported("only a host tensor can be copied to a device"));
         }
         #[cfg(feature = "cuda")]
         if let Some(gpu) = &self.gpu {
-            return Ok(Arriving(OnDevice::Gpu(gpu.send(host, memory)?)));
+            return Ok(ArrivingTensor(OnDevice::Gpu(gpu.send(host, memory)?)));
         }
         let _ = memory;
-        Ok(Arriving(OnDevice::Here(host.copy()?)))
+        Ok(ArrivingTensor(OnDevice::Here(host.copy()?)))
     }
 
     /// Revokes `HostMemory::Stable` of an earlier `send`: the memory of this tensor may be changed or freed.
@@ -147,7 +147,7 @@ impl Copier {
     ///
     /// # Errors
     /// A driver that does not answer.
-    pub fn receive(&self, arriving: Arriving) -> Result<Tensor> {
+    pub fn receive(&self, arriving: ArrivingTensor) -> Result<Tensor> {
         match arriving.0 {
             OnDevice::Here(tensor) => Ok(tensor),
             #[cfg(feature = "cuda")]
@@ -159,23 +159,23 @@ impl Copier {
     ///
     /// # Errors
     /// A driver that does not answer; not enough memory.
-    pub fn offload(&self, tensor: Tensor) -> Result<Offloaded> {
+    pub fn offload(&self, tensor: Tensor) -> Result<OffloadedTensor> {
         #[cfg(feature = "cuda")]
         if let Some(gpu) = &self.gpu {
-            return Ok(Offloaded(Waiting::Gpu(gpu.offload(tensor)?)));
+            return Ok(OffloadedTensor(OffloadedCopy::Gpu(gpu.offload(tensor)?)));
         }
-        Ok(Offloaded(Waiting::Here(tensor.copy()?)))
+        Ok(OffloadedTensor(OffloadedCopy::Here(tensor.copy()?)))
     }
 
     /// Releases the device memory of an offloaded tensor: later work may reuse it, after the copy.
     ///
     /// # Errors
     /// A driver that does not answer.
-    pub fn release(&self, offloaded: &mut Offloaded) -> Result<()> {
+    pub fn release(&self, offloaded: &mut OffloadedTensor) -> Result<()> {
         match &mut offloaded.0 {
-            Waiting::Here(_) => Ok(()),
+            OffloadedCopy::Here(_) => Ok(()),
             #[cfg(feature = "cuda")]
-            Waiting::Gpu(offloaded) => self.gpu()?.release(offloaded),
+            OffloadedCopy::Gpu(offloaded) => self.gpu()?.release(offloaded),
         }
     }
 
@@ -183,11 +183,11 @@ impl Copier {
     ///
     /// # Errors
     /// The tensor is not f32 (`Shape`); a driver that does not answer.
-    pub fn read(&self, offloaded: Offloaded, list: &mut Vec<f32>) -> Result<()> {
+    pub fn read(&self, offloaded: OffloadedTensor, list: &mut Vec<f32>) -> Result<()> {
         match offloaded.0 {
-            Waiting::Here(tensor) => super::update::with_slice(&tensor, |values| list.extend_from_slice(values)),
+            OffloadedCopy::Here(tensor) => super::update::with_slice(&tensor, |values| list.extend_from_slice(values)),
             #[cfg(feature = "cuda")]
-            Waiting::Gpu(offloaded) => self.gpu()?.read(offloaded, list),
+            OffloadedCopy::Gpu(offloaded) => self.gpu()?.read(offloaded, list),
         }
     }
 
@@ -195,11 +195,11 @@ impl Copier {
     ///
     /// # Errors
     /// A driver that does not answer; not enough memory.
-    pub fn fetch(&self, offloaded: Offloaded) -> Result<Arriving> {
+    pub fn fetch(&self, offloaded: OffloadedTensor) -> Result<ArrivingTensor> {
         match offloaded.0 {
-            Waiting::Here(tensor) => Ok(Arriving(OnDevice::Here(tensor))),
+            OffloadedCopy::Here(tensor) => Ok(ArrivingTensor(OnDevice::Here(tensor))),
             #[cfg(feature = "cuda")]
-            Waiting::Gpu(offloaded) => Ok(Arriving(OnDevice::Gpu(self.gpu()?.fetch(offloaded)?))),
+            OffloadedCopy::Gpu(offloaded) => Ok(ArrivingTensor(OnDevice::Gpu(self.gpu()?.fetch(offloaded)?))),
         }
     }
 

@@ -1,7 +1,7 @@
 //! Reads and in-place updates of tensors: gradients, accumulators, weights. All tensors are contiguous; sums have a
 //! fixed order. A tensor must not be changed while a slice of the same storage is held.
 
-use super::cpu::storage::{Values, expect_dims, floats, tensor, values};
+use super::cpu::storage::{StoredElements, expect_dims, floats, tensor, values};
 use super::cpu::update as cpu;
 use candle_core::{CpuStorage, DType, Device, InplaceOp1, InplaceOp2, Layout, Shape, Storage, Tensor};
 use ft_base::rng::Rng;
@@ -36,8 +36,8 @@ pub fn with_slice<R>(t: &Tensor, f: impl FnOnce(&[f32]) -> R) -> Result<R> {
 /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
 pub fn with_bf16<R>(t: &Tensor, f: impl FnOnce(&[bf16]) -> R) -> Result<R> {
     values(t, "a tensor that is read", |v| match v {
-        Values::Bf16(v) => Ok(f(v)),
-        Values::F32(_) => Err(Error::shape("a tensor that is read has the wrong element type")
+        StoredElements::Bf16(v) => Ok(f(v)),
+        StoredElements::F32(_) => Err(Error::shape("a tensor that is read has the wrong element type")
             .found("f32")
             .expected("bf16")),
     })

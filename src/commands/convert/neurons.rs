@@ -6,7 +6,7 @@
 //!
 //! Letters: T tokens, D hidden size, I neurons, W neurons of an expert, N experts.
 
-use super::Request;
+use super::ConvertRequest;
 use crate::base::rng::{Rng, Stream};
 use crate::base::{Error, Result, progress, signal};
 use crate::commands::sensitivity::calibration;
@@ -15,7 +15,7 @@ use crate::ops::update;
 use crate::recipe::Dtype;
 use crate::setup::ModelDir;
 use crate::setup::vocabulary::TextChanges;
-use crate::source::{Resident, StoragePolicy};
+use crate::source::{ResidentWeights, StoragePolicy};
 use candle_core::{Device, Tensor};
 use rayon::prelude::*;
 use std::cell::RefCell;
@@ -32,7 +32,7 @@ const LOGITS: f64 = 0.05;
 
 /// The experts of one layer.
 #[derive(Debug, Clone)]
-pub struct Split {
+pub struct ExpertSplit {
     /// The neurons in the order of the experts, `[I]`.
     order: Vec<u32>,
     /// `[N, D]`
@@ -41,7 +41,7 @@ pub struct Split {
     pub reached: f64,
 }
 
-impl Split {
+impl ExpertSplit {
     /// The neurons of an expert, ascending.
     pub fn of(&self, expert: usize, experts: usize) -> &[u32] {
         let width = self.order.len() / experts;
@@ -51,7 +51,7 @@ impl Split {
 
 /// The inputs `[T, D]` and the neurons `[T, I]` of the MLP of a layer.
 #[derive(Debug, Default)]
-struct Seen {
+struct LayerNeurons {
     inputs: Vec<f32>,
     neurons: Vec<f32>,
 }
@@ -59,7 +59,7 @@ struct Seen {
 /// Collects them.
 struct Collector {
     layer: usize,
-    seen: RefCell<Seen>,
+    seen: RefCell<LayerNeurons>,
 }
 
 impl Observer for Collector {
@@ -77,7 +77,7 @@ impl Observer for Collector {
 /// The experts of every layer.
 ///
 /// Errors: invalid rows; too few tokens; the weights do not fit into memory.
-pub fn split(request: &Request, data: &Path, tokens: usize) -> Result<Vec<Split>> {
+pub fn split(request: &ConvertRequest, data: &Path, tokens: usize) -> Result<Vec<ExpertSplit>> {
     let model = ModelDir::open(&request.model.to_string_lossy(), "main", &TextChanges::default())?;
     let batches = calibration(&model, data, tokens)?;
     let total: usize = batches.iter().map(|b| b.len()).sum();
@@ -89,7 +89,7 @@ pub fn split(request: &Request, data: &Path, tokens: usize) -> Result<Vec<Split>
     }
     let policy = StoragePolicy::dense(Dtype::F32);
     let weights = model.weights()?;
-    let source = Resident::load(model.spec.params(), &weights, |p| policy.of(p), &Device::Cpu)?;
+    let source = ResidentWeights::load(model.spec.params(), &weights, |p| policy.of(p), &Device::Cpu)?;
     let network = Network::new(model.spec.clone(), Arc::new(source), Device::Cpu);
     let mut xs: Vec<Tensor> = Vec::new();
     for b in &batches {
@@ -137,7 +137,7 @@ fn column_norms(values: &[f32], columns: usize) -> Vec<f32> {
     sums.into_iter().map(|sum| sum.sqrt() as f32).collect()
 }
 
-fn of_layer(request: &Request, layer: usize, seen: &Seen, norms: &[f32]) -> Split {
+fn of_layer(request: &ConvertRequest, layer: usize, seen: &LayerNeurons, norms: &[f32]) -> ExpertSplit {
     let (neurons, experts) = (norms.len(), request.experts);
     let tokens = seen.neurons.len() / neurons;
     let hidden = seen.inputs.len() / tokens;
@@ -179,7 +179,7 @@ fn of_layer(request: &Request, layer: usize, seen: &Seen, norms: &[f32]) -> Spli
         let scale = (LOGITS / deviation) as f32;
         router.iter_mut().for_each(|r| *r *= scale);
     }
-    Split {
+    ExpertSplit {
         order,
         router,
         reached: reached(&logits, &activation, request),
@@ -187,7 +187,7 @@ fn of_layer(request: &Request, layer: usize, seen: &Seen, norms: &[f32]) -> Spli
 }
 
 /// The part of the activations `[N, T]` that the experts with the largest logits `[T, N]` have.
-fn reached(logits: &[f32], activation: &[f32], request: &Request) -> f64 {
+fn reached(logits: &[f32], activation: &[f32], request: &ConvertRequest) -> f64 {
     let tokens = activation.len() / request.experts;
     let (mut chosen, mut all) = (0f64, 0f64);
     for (t, row) in logits.chunks_exact(request.experts).enumerate() {

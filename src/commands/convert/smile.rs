@@ -7,14 +7,14 @@
 //!
 //! Letters: D hidden size, E experts, G groups.
 
-use super::{Report, plans};
+use super::{ConvertReport, plans};
 use crate::base::{Error, Result};
 use crate::checkpoint;
 use crate::commands::merge::{refuse_existing, refuse_quantized, refuse_strangers};
 use crate::formats::config::Config;
 use crate::formats::weights::Weights;
 use crate::formats::writer::{self, TensorPlan, Values};
-use crate::hf::Directory;
+use crate::hf::OutputModel;
 use crate::model::families;
 use crate::setup::locate;
 use serde_json::json;
@@ -22,7 +22,7 @@ use std::collections::{HashMap, HashSet};
 use std::path::Path;
 
 #[derive(Debug, Clone, Copy)]
-pub struct Request<'a> {
+pub struct SmileRequest<'a> {
     pub model: &'a Path,
     pub out: &'a Path,
     /// G
@@ -35,7 +35,7 @@ pub struct Request<'a> {
 ///
 /// Errors: another family; groups that do not divide the experts, or have too few of them; quantized weights; `out` is not
 /// empty; not enough disk space. In these cases nothing is written.
-pub fn convert(request: &Request) -> Result<Report> {
+pub fn convert(request: &SmileRequest) -> Result<ConvertReport> {
     refuse_existing(request.out)?;
     let config = locate::model_config(request.model, Config::load)?;
     let flat = families::read(&config)?;
@@ -62,7 +62,7 @@ pub fn convert(request: &Request) -> Result<Report> {
     }
     let tensors = plans(&weights, &params, &HashMap::new())?;
     checkpoint::check_space(request.out, tensors.iter().filter_map(TensorPlan::bytes).sum())?;
-    let directory = Directory {
+    let directory = OutputModel {
         out: request.out,
         base_dir: request.model,
         config: &raw,
@@ -81,7 +81,7 @@ pub fn convert(request: &Request) -> Result<Report> {
         }
         sink(Values::Raw(&weights.read_bytes(&plan.name)?))
     })?;
-    Ok(Report::new(out, &flat, &after, None))
+    Ok(ConvertReport::new(out, &flat, &after, None))
 }
 
 /// Adds the rows of the groups to a router `[E, D]`: `[E+G, D]`.

@@ -1,7 +1,7 @@
 //! Evaluates answers: log-probabilities of given answers, and answers that the model generates.
 
-use super::report::{Measure, Report};
-use super::{EvaluatedModel, Request, files, open, pair_batches, read, rows_of, stop_if_asked, totals};
+use super::report::{EvaluateReport, NumberDisplay};
+use super::{EvaluateRequest, EvaluatedModel, files, open, pair_batches, read, rows_of, stop_if_asked, totals};
 use crate::base::{Error, Result, progress};
 use crate::data::prompts::{PromptLimits, PromptSpec, Prompts};
 use crate::data::{Dataset, Encoder, Example, IGNORE};
@@ -55,7 +55,7 @@ fn margins(found: &[(f64, usize)], of: impl Fn(&(f64, usize)) -> f64) -> Vec<f64
 }
 
 /// Evaluates pairs: which answer is more likely, and with a reference the change in likelihood.
-pub fn pairs(opened: &EvaluatedModel, recipe: &Recipe, request: &Request) -> Result<Report> {
+pub fn pairs(opened: &EvaluatedModel, recipe: &Recipe, request: &EvaluateRequest) -> Result<EvaluateReport> {
     let set = read(opened, recipe, request, Stage::Dpo)?;
     let first = |row| Ok(set.parts(row)?.into_iter().next());
     let chosen: Vec<Option<Example>> = (0..set.examples.len()).map(first).collect::<Result<_>>()?;
@@ -67,17 +67,17 @@ pub fn pairs(opened: &EvaluatedModel, recipe: &Recipe, request: &Request) -> Res
     let found = log_probs(&opened.network, &set)?;
     let whole = margins(&found, |(sum, _)| *sum);
     let tokenwise = margins(&found, |(sum, n)| sum / (*n).max(1) as f64);
-    let mut report = Report::of_loss("pairs", set.examples.len(), totals);
+    let mut report = EvaluateReport::of_loss("pairs", set.examples.len(), totals);
     let more_likely = "pairs whose chosen answer is more likely than the rejected one";
-    report.add("accuracy", part(&whole), Measure::Part, more_likely);
+    report.add("accuracy", part(&whole), NumberDisplay::Part, more_likely);
     report.add(
         "margin",
         mean(&whole),
-        Measure::Number,
+        NumberDisplay::Number,
         "log p(chosen) - log p(rejected), on average",
     );
     let by_token = "the same with log-probabilities per token, independent of length";
-    report.add("accuracy_per_token", part(&tokenwise), Measure::Part, by_token);
+    report.add("accuracy_per_token", part(&tokenwise), NumberDisplay::Part, by_token);
     let Some(reference) = reference(opened, request)? else {
         return Ok(report);
     };
@@ -89,15 +89,15 @@ pub fn pairs(opened: &EvaluatedModel, recipe: &Recipe, request: &Request) -> Res
         .map(|(now, then)| beta * (now - then))
         .collect();
     let implicit = "pairs whose chosen answer has the higher implicit reward, beta * log(p / p_reference)";
-    report.add("reward_accuracy", part(&rewards), Measure::Part, implicit);
+    report.add("reward_accuracy", part(&rewards), NumberDisplay::Part, implicit);
     let by = "mean difference of the implicit rewards, chosen - rejected";
-    report.add("reward_margin", mean(&rewards), Measure::Number, by);
-    report.add("beta", beta, Measure::Number, "`rlhf.beta`");
+    report.add("reward_margin", mean(&rewards), NumberDisplay::Number, by);
+    report.add("beta", beta, NumberDisplay::Number, "`rlhf.beta`");
     Ok(report)
 }
 
 /// The reference model for pairs: the given one, else the base of the adapter.
-fn reference(opened: &EvaluatedModel, request: &Request) -> Result<Option<EvaluatedModel>> {
+fn reference(opened: &EvaluatedModel, request: &EvaluateRequest) -> Result<Option<EvaluatedModel>> {
     match request.reference {
         Some(name) => {
             let reference = open(name, None, request)?;
@@ -115,7 +115,7 @@ fn reference(opened: &EvaluatedModel, request: &Request) -> Result<Option<Evalua
 }
 
 /// Evaluates KTO rows: how likely the desirable and the undesirable answers are.
-pub fn judged(opened: &EvaluatedModel, recipe: &Recipe, request: &Request) -> Result<Report> {
+pub fn judged(opened: &EvaluatedModel, recipe: &Recipe, request: &EvaluateRequest) -> Result<EvaluateReport> {
     let set = read(opened, recipe, request, Stage::Kto)?;
     let objective = CausalLm::new(opened.model_dir.spec.vocab);
     let is_good: Vec<bool> = set.preferences.iter().map(|p| p.label).collect();
@@ -141,20 +141,20 @@ pub fn judged(opened: &EvaluatedModel, recipe: &Recipe, request: &Request) -> Re
     };
     let (desirable, undesirable) = (good.len(), bad.len());
     let first = if desirable > 0 { good.clone() } else { bad.clone() };
-    let mut report = Report::of_loss("judged", set.examples.len(), loss(first)?);
+    let mut report = EvaluateReport::of_loss("judged", set.examples.len(), loss(first)?);
     if desirable > 0 {
         let what = "log-probability per token of desirable answers";
-        report.add("desirable_logp", -loss(good)?.loss(), Measure::Number, what);
+        report.add("desirable_logp", -loss(good)?.loss(), NumberDisplay::Number, what);
     }
     if undesirable > 0 {
         let what = "log-probability per token of undesirable answers";
-        report.add("undesirable_logp", -loss(bad)?.loss(), Measure::Number, what);
+        report.add("undesirable_logp", -loss(bad)?.loss(), NumberDisplay::Number, what);
     }
     Ok(report)
 }
 
 /// Evaluates prompts with known answers: greedy decoding, scored as by the rewards `exact` and `numeric`.
-pub fn prompts(opened: &EvaluatedModel, recipe: &Recipe, request: &Request) -> Result<Report> {
+pub fn prompts(opened: &EvaluatedModel, recipe: &Recipe, request: &EvaluateRequest) -> Result<EvaluateReport> {
     let EvaluatedModel { model_dir, network, .. } = opened;
     let encoder = Encoder {
         codec: &model_dir.tokenizer,
@@ -163,7 +163,7 @@ pub fn prompts(opened: &EvaluatedModel, recipe: &Recipe, request: &Request) -> R
         max_length: recipe.data.max_length,
         embedding_rows: model_dir.spec.vocab,
     };
-    let window = recipe.data.max_length.min(model_dir.spec.decoded_positions());
+    let window = recipe.data.max_length.min(model_dir.spec.generated_positions());
     let longest = request.max_new_tokens.min(window / 2).max(1);
     let column = &recipe.rl.answer_column;
     let sources = sources(recipe, rows_of(recipe, request))?;
@@ -204,13 +204,13 @@ pub fn prompts(opened: &EvaluatedModel, recipe: &Recipe, request: &Request) -> R
             .filter_map(|(text, p)| p.answer.as_ref().map(|a| of(text, a)))
             .collect()
     };
-    let mut report = Report::of_answers(known.len());
+    let mut report = EvaluateReport::of_answers(known.len());
     let exact = "answers (greedy decoding) that equal the known answer";
-    report.add("accuracy", mean(&judge(checks::exact)), Measure::Part, exact);
+    report.add("accuracy", mean(&judge(checks::exact)), NumberDisplay::Part, exact);
     let numeric: Vec<f64> = judge(checks::numeric).into_iter().filter(|x| !x.is_nan()).collect();
     if !numeric.is_empty() {
         let what = "answers whose last number equals that of the known answer";
-        report.add("numeric_accuracy", mean(&numeric), Measure::Part, what);
+        report.add("numeric_accuracy", mean(&numeric), NumberDisplay::Part, what);
     }
     Ok(report)
 }

@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 
 /// How a number is displayed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Measure {
+pub enum NumberDisplay {
     /// 0 to 1, displayed in percent.
     Part,
     Number,
@@ -15,13 +15,13 @@ pub enum Measure {
 struct Metric {
     name: &'static str,
     value: f64,
-    measure: Measure,
+    measure: NumberDisplay,
     /// A description of the measured value.
     what: &'static str,
 }
 
 #[derive(Debug, Clone, PartialEq)]
-pub struct Report {
+pub struct EvaluateReport {
     /// `rows`, `pairs`, `judged`, `prompts` or `reward`.
     pub kind: &'static str,
     pub rows: usize,
@@ -31,7 +31,7 @@ pub struct Report {
     pub notes: Vec<String>,
 }
 
-impl Report {
+impl EvaluateReport {
     fn new(kind: &'static str, rows: usize, totals: Option<Totals>) -> Self {
         Self {
             kind,
@@ -56,7 +56,7 @@ impl Report {
         Self::new("prompts", rows, None)
     }
 
-    pub(super) fn add(&mut self, name: &'static str, value: f64, measure: Measure, what: &'static str) {
+    pub(super) fn add(&mut self, name: &'static str, value: f64, measure: NumberDisplay, what: &'static str) {
         self.more.push(Metric {
             name,
             value,
@@ -110,8 +110,8 @@ impl Report {
         }
         for f in &self.more {
             let value = match f.measure {
-                Measure::Part => format!("{:.1} %", 100.0 * f.value),
-                Measure::Number => format!("{:.4}", f.value),
+                NumberDisplay::Part => format!("{:.1} %", 100.0 * f.value),
+                NumberDisplay::Number => format!("{:.4}", f.value),
             };
             lines.push((f.name, format!("{value}  {}", f.what)));
         }

@@ -2,7 +2,7 @@
 
 use crate::base::files;
 use crate::base::units::{bytes, count, duration};
-use crate::history::{Curve, Record};
+use crate::history::{Curve, RunRecord};
 use crate::hub;
 use crate::recipe::ModelRef;
 use serde_json::Value;
@@ -12,15 +12,15 @@ use std::time::Duration;
 /// Steps in the mean of the last loss.
 const RECENT: usize = 10;
 
-pub struct Card<'a> {
+pub struct ModelCard<'a> {
     pub id: &'a str,
     pub license: Option<&'a str>,
     pub adapter: bool,
     pub directory: &'a Path,
-    pub run: Option<(&'a Path, &'a Record)>,
+    pub run: Option<(&'a Path, &'a RunRecord)>,
 }
 
-impl Card<'_> {
+impl ModelCard<'_> {
     pub fn text(&self) -> String {
         let mut out = self.header();
         let name = self.id.rsplit('/').next().unwrap_or(self.id);
@@ -145,7 +145,7 @@ impl Card<'_> {
 }
 
 /// Ids of hub datasets among the values of `data.train` and `data.sources`.
-fn datasets(train: &str, record: Option<&Record>) -> Vec<String> {
+fn datasets(train: &str, record: Option<&RunRecord>) -> Vec<String> {
     let sources = record
         .and_then(|r| r.settings.get("data.sources"))
         .map_or("", String::as_str);
@@ -172,7 +172,7 @@ fn event(dir: &Path, kind: &str) -> Option<Value> {
     events.into_iter().find(|event| event["event"] == kind)
 }
 
-fn data(dir: &Path, record: &Record) -> String {
+fn data(dir: &Path, record: &RunRecord) -> String {
     let mut rows = Vec::new();
     let mut add = |name: &str, value: String| rows.push(format!("| {name} | {value} |\n"));
     let sources = ["data.train", "data.eval"].map(|key| (key, record.settings.get(key)));
@@ -198,7 +198,7 @@ fn data(dir: &Path, record: &Record) -> String {
     format!("\n## Data\n\n| | |\n|---|---|\n{}", rows.concat())
 }
 
-fn results(record: &Record) -> String {
+fn results(record: &RunRecord) -> String {
     let curve = |name: &str| record.curves.get(name);
     let mut rows = Vec::new();
     let mut add = |name: &str, value: Option<String>| {

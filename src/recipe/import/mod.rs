@@ -12,12 +12,12 @@ use super::table;
 use super::value::ValueKind;
 use crate::base::{Error, Result};
 pub use registry::Registry;
-use tools::{Config, Tool};
-pub use yaml::Node;
+use tools::{ToolConfig, TrainingTool};
+pub use yaml::YamlNode;
 
 /// A recipe from a configuration of another tool.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Imported {
+pub struct ImportedRecipe {
     /// TOML with comments.
     pub text: String,
     /// Keys without a counterpart: their names, and why.
@@ -28,7 +28,7 @@ pub struct Imported {
 
 /// One key of the recipe: its path, its value in TOML, and the key of the other tool.
 #[derive(Debug, Clone, PartialEq)]
-struct Taken {
+struct ImportedKey {
     key: String,
     value: String,
     from: String,
@@ -39,7 +39,7 @@ struct Taken {
 /// The keys that were found so far.
 #[derive(Debug, Default)]
 struct Findings {
-    taken: Vec<Taken>,
+    taken: Vec<ImportedKey>,
     left: Vec<(String, String)>,
 }
 
@@ -47,7 +47,7 @@ impl Findings {
     /// The first value of a key stays.
     fn take(&mut self, key: &str, value: impl Into<String>, from: &str) {
         if self.taken.iter().all(|t| t.key != key) {
-            self.taken.push(Taken {
+            self.taken.push(ImportedKey {
                 key: key.into(),
                 value: value.into(),
                 from: from.into(),
@@ -79,23 +79,23 @@ impl Findings {
 /// The folder with the `dataset_info.json` that a file names datasets of; `None`: it is not of LLaMA-Factory.
 pub fn registry_folder(text: &str) -> Option<String> {
     let root = yaml::read(text).ok()?;
-    let file = Config::new(&root, None);
+    let file = ToolConfig::new(&root, None);
     let folder = || file.text("dataset_dir").unwrap_or("data").to_string();
-    (file.tool == Tool::LlamaFactory).then(folder)
+    (file.tool == TrainingTool::LlamaFactory).then(folder)
 }
 
 /// Translates the text of a file; `name` is shown in the recipe. `registry`: the datasets that the file names.
 ///
 /// Errors: text that is neither YAML nor JSON with keys.
-pub fn import(text: &str, name: &str, registry: Option<&Registry>) -> Result<Imported> {
-    let Node::Map(entries) = yaml::read(text).map_err(|e| e.within(name))? else {
+pub fn import(text: &str, name: &str, registry: Option<&Registry>) -> Result<ImportedRecipe> {
+    let YamlNode::Map(entries) = yaml::read(text).map_err(|e| e.within(name))? else {
         return Err(Error::usage("the file has no keys")
             .at(name)
             .expected("`key: value` lines, or a JSON object"));
     };
     let mut found = Findings::default();
-    let root = Node::Map(entries.clone());
-    let file = Config::new(&root, registry);
+    let root = YamlNode::Map(entries.clone());
+    let file = ToolConfig::new(&root, registry);
     tools::take_stage(&mut found, &file);
     for (key, node) in &entries {
         one(&mut found, &file, "", key, node);
@@ -104,14 +104,14 @@ pub fn import(text: &str, name: &str, registry: Option<&Registry>) -> Result<Imp
     refuse(&mut found);
     let taken = found.taken.len();
     tools::defaults(&mut found, &file);
-    Ok(Imported {
+    Ok(ImportedRecipe {
         text: recipe(&found, name),
         left: found.left,
         taken,
     })
 }
 
-fn one(found: &mut Findings, file: &Config, table: &str, name: &str, node: &Node) {
+fn one(found: &mut Findings, file: &ToolConfig, table: &str, name: &str, node: &YamlNode) {
     let shown = if table.is_empty() {
         name.to_string()
     } else {
@@ -139,15 +139,15 @@ fn one(found: &mut Findings, file: &Config, table: &str, name: &str, node: &Node
         Some(ValueKind::Texts | ValueKind::Integers | ValueKind::Numbers | ValueKind::Pair | ValueKind::Pairs)
     );
     let node = match node {
-        Node::List(list) if key.is_some() && !lists && list.len() == 1 => &list[0],
+        YamlNode::List(list) if key.is_some() && !lists && list.len() == 1 => &list[0],
         node => node,
     };
     match (key, node) {
-        (_, node) if node.is_off() && !matches!(node, Node::Scalar(text) if text == "0" || text == "false") => {}
-        (Some(key), Node::Scalar(text)) if text.contains('\n') => {
+        (_, node) if node.is_off() && !matches!(node, YamlNode::Scalar(text) if text == "0" || text == "false") => {}
+        (Some(key), YamlNode::Scalar(text)) if text.contains('\n') => {
             found.leave(&shown, format!("a text of several lines: write `{key}`"));
         }
-        (Some(key), Node::Scalar(text)) => match peers::value_for(name, &key, text) {
+        (Some(key), YamlNode::Scalar(text)) => match peers::value_for(name, &key, text) {
             Some(value) => found.take(&key, number(&value), &shown),
             // An option that is off needs no key.
             None if node.is_off() => {}
@@ -156,8 +156,8 @@ fn one(found: &mut Findings, file: &Config, table: &str, name: &str, node: &Node
                 found.leave(&shown, why);
             }
         },
-        (Some(key), Node::List(list)) if lists => {
-            let texts: Vec<&str> = list.iter().filter_map(Node::scalar).collect();
+        (Some(key), YamlNode::List(list)) if lists => {
+            let texts: Vec<&str> = list.iter().filter_map(YamlNode::scalar).collect();
             if texts.len() == list.len() {
                 let quoted: Vec<String> = texts.iter().map(|t| item(t)).collect();
                 found.take(&key, format!("[{}]", quoted.join(", ")), &shown);
@@ -165,13 +165,13 @@ fn one(found: &mut Findings, file: &Config, table: &str, name: &str, node: &Node
                 found.leave(&shown, format!("write `{key}`"));
             }
         }
-        (Some(key), Node::Map(inner)) if matches!(kind, Some(ValueKind::Free | ValueKind::Fields(_))) => {
+        (Some(key), YamlNode::Map(inner)) if matches!(kind, Some(ValueKind::Free | ValueKind::Fields(_))) => {
             match inline(inner) {
                 Some(value) => found.take(&key, value, &shown),
                 None => found.leave(&shown, format!("write `{key}`")),
             }
         }
-        (key, Node::Map(inner)) if key.is_some() || peers::sentence_for(name).is_none() => {
+        (key, YamlNode::Map(inner)) if key.is_some() || peers::sentence_for(name).is_none() => {
             for (below, node) in inner {
                 one(found, file, name, below, node);
             }
@@ -189,8 +189,8 @@ fn one(found: &mut Findings, file: &Config, table: &str, name: &str, node: &Node
 }
 
 /// A table of TOML in one line; `None`: it has more than texts and numbers.
-fn inline(entries: &[(String, Node)]) -> Option<String> {
-    let pair = |(name, node): &(String, Node)| Some(format!("{name} = {}", item(node.scalar()?)));
+fn inline(entries: &[(String, YamlNode)]) -> Option<String> {
+    let pair = |(name, node): &(String, YamlNode)| Some(format!("{name} = {}", item(node.scalar()?)));
     let pairs: Option<Vec<String>> = entries.iter().map(pair).collect();
     Some(format!("{{ {} }}", pairs?.join(", ")))
 }
@@ -246,7 +246,7 @@ fn recipe(found: &Findings, name: &str) -> String {
         let line = format!("{} = {}", key.name, taken.value);
         out += &format!("{line:<44} # {}\n", taken.from);
     }
-    let rows = |t: &Taken| ["data.train", "data.sources"].contains(&t.key.as_str());
+    let rows = |t: &ImportedKey| ["data.train", "data.sources"].contains(&t.key.as_str());
     if !found.taken.iter().any(rows) {
         out += "\n# The rows are missing: write train = \"rows.jsonl\" below [data]\n";
     }

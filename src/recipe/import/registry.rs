@@ -1,6 +1,6 @@
 //! Datasets by name: `dataset_info.json` of LLaMA-Factory.
 
-use super::yaml::{self, Node};
+use super::yaml::{self, YamlNode};
 use super::{Findings, quoted};
 use crate::base::Result;
 
@@ -41,11 +41,11 @@ const KNOWN_ROLES: [&str; 8] = [
 #[derive(Debug)]
 pub struct Registry {
     folder: String,
-    entries: Node,
+    entries: YamlNode,
 }
 
 /// A dataset as a table of `[[data.sources]]`: its fields, each with a value in TOML. The first one is `path`.
-pub(super) type Source = Vec<(&'static str, String)>;
+pub(super) type DatasetTable = Vec<(&'static str, String)>;
 
 impl Registry {
     /// Errors: a text that is not JSON.
@@ -57,10 +57,15 @@ impl Registry {
     }
 
     /// The dataset with this name; `None`: there is none. A key without a counterpart is added to `found`.
-    pub(super) fn source(&self, found: &mut Findings, name: &str) -> Option<Source> {
+    pub(super) fn source(&self, found: &mut Findings, name: &str) -> Option<DatasetTable> {
         let entry = self.entries.get(name)?;
-        let text = |key: &str| entry.get(key).and_then(Node::scalar).filter(|text| !text.is_empty());
-        let mut source = Source::new();
+        let text = |key: &str| {
+            entry
+                .get(key)
+                .and_then(YamlNode::scalar)
+                .filter(|text| !text.is_empty())
+        };
+        let mut source = DatasetTable::new();
         match (text("hf_hub_url"), text("file_name")) {
             (Some(id), _) => source.push(("path", quoted(id))),
             (None, Some(file)) => source.push(("path", quoted(&format!("{}/{file}", self.folder)))),
@@ -87,7 +92,7 @@ impl Registry {
                     .map(|(ours, _, column)| ((*ours).to_string(), quoted(column))),
             );
         }
-        let tag = |key: &str| tags.and_then(|tags| tags.get(key)).and_then(Node::scalar);
+        let tag = |key: &str| tags.and_then(|tags| tags.get(key)).and_then(YamlNode::scalar);
         let keys = (tag("role_tag").unwrap_or("from"), tag("content_tag").unwrap_or("value"));
         if ![("from", "value"), ("role", "content")].contains(&keys) {
             pairs.push(("role".into(), quoted(keys.0)));
@@ -117,7 +122,7 @@ impl Registry {
             "ms_hub_url",
             "om_hub_url",
         ];
-        if let Node::Map(entries) = entry {
+        if let YamlNode::Map(entries) = entry {
             let other = entries
                 .iter()
                 .filter(|(key, node)| !known.contains(&key.as_str()) && !node.is_off());
@@ -133,10 +138,10 @@ impl Registry {
 fn named<'t>(
     found: &mut Findings,
     shown: &impl Fn(&str) -> String,
-    node: Option<&Node>,
+    node: Option<&YamlNode>,
     known: &[(&str, &'t str, &'t str)],
 ) -> Vec<(&'t str, &'t str, String)> {
-    let Some(Node::Map(entries)) = node else {
+    let Some(YamlNode::Map(entries)) = node else {
         return Vec::new();
     };
     let mut out = Vec::new();

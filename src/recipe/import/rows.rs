@@ -1,26 +1,26 @@
 //! Datasets of other tools.
 
-use super::registry::Source;
-use super::tools::{Config, Tool};
-use super::yaml::Node;
+use super::registry::DatasetTable;
+use super::tools::{ToolConfig, TrainingTool};
+use super::yaml::YamlNode;
 use super::{Findings, quoted};
 use crate::recipe::value::ValueKind;
 use crate::recipe::{peers, table};
 use std::collections::BTreeSet;
 
 /// A list of datasets with their settings, a path, or names.
-pub fn datasets(found: &mut Findings, file: &Config, shown: &str, name: &str, node: &Node) {
+pub fn datasets(found: &mut Findings, file: &ToolConfig, shown: &str, name: &str, node: &YamlNode) {
     let key = if ["eval_dataset", "test_datasets"].contains(&name) {
         "data.eval"
     } else {
         "data.train"
     };
-    let items: Vec<Node> = match node {
-        Node::List(items) => items.clone(),
-        Node::Scalar(text) => text.split(',').map(|t| Node::Scalar(t.trim().into())).collect(),
+    let items: Vec<YamlNode> = match node {
+        YamlNode::List(items) => items.clone(),
+        YamlNode::Scalar(text) => text.split(',').map(|t| YamlNode::Scalar(t.trim().into())).collect(),
         other => vec![other.clone()],
     };
-    if file.tool == Tool::LlamaFactory && items.iter().all(|item| item.scalar().is_some_and(is_registered)) {
+    if file.tool == TrainingTool::LlamaFactory && items.iter().all(|item| item.scalar().is_some_and(is_registered)) {
         registered(found, file, shown, key, &items);
         return;
     }
@@ -28,7 +28,7 @@ pub fn datasets(found: &mut Findings, file: &Config, shown: &str, name: &str, no
     for item in &items {
         let path = item.scalar().or_else(|| item.get("path")?.scalar());
         paths.extend(path.map(quoted));
-        let Node::Map(settings) = item else { continue };
+        let YamlNode::Map(settings) = item else { continue };
         for (name, node) in settings.iter().filter(|(_, node)| !node.is_off()) {
             setting(found, file, &format!("{shown}: {name}"), key, name, node);
         }
@@ -51,9 +51,9 @@ fn is_registered(name: &str) -> bool {
 }
 
 /// Datasets by name. A name without a meaning stays the path, so that the recipe shows what to write.
-fn registered(found: &mut Findings, file: &Config, shown: &str, key: &str, items: &[Node]) {
-    let mut sources: Vec<Source> = Vec::new();
-    for name in items.iter().filter_map(Node::scalar) {
+fn registered(found: &mut Findings, file: &ToolConfig, shown: &str, key: &str, items: &[YamlNode]) {
+    let mut sources: Vec<DatasetTable> = Vec::new();
+    for name in items.iter().filter_map(YamlNode::scalar) {
         let source = file.registry.and_then(|registry| registry.source(found, name));
         sources.push(source.unwrap_or_else(|| {
             let why = match file.registry {
@@ -89,7 +89,7 @@ fn registered(found: &mut Findings, file: &Config, shown: &str, key: &str, items
             found.take(key, format!("[{}]", paths.join(", ")), shown);
         }
         many => {
-            let table = |source: &Source| {
+            let table = |source: &DatasetTable| {
                 let fields: Vec<String> = source.iter().map(|(name, value)| format!("{name} = {value}")).collect();
                 format!("{{ {} }}", fields.join(", "))
             };
@@ -100,7 +100,7 @@ fn registered(found: &mut Findings, file: &Config, shown: &str, key: &str, items
 }
 
 /// A setting of a dataset. A setting that ft always has needs no key.
-fn setting(found: &mut Findings, file: &Config, shown: &str, key: &str, name: &str, node: &Node) {
+fn setting(found: &mut Findings, file: &ToolConfig, shown: &str, key: &str, name: &str, node: &YamlNode) {
     let text = node.scalar().unwrap_or_default();
     match (name, text) {
         ("path" | "ds_type", _) => {}
@@ -145,30 +145,30 @@ fn setting(found: &mut Findings, file: &Config, shown: &str, key: &str, name: &s
     }
 }
 
-fn is_assistant(node: &Node) -> bool {
-    let is = |node: &Node| node.scalar().is_some_and(|role| ["assistant", "gpt"].contains(&role));
+fn is_assistant(node: &YamlNode) -> bool {
+    let is = |node: &YamlNode| node.scalar().is_some_and(|role| ["assistant", "gpt"].contains(&role));
     match node {
-        Node::List(roles) => roles.iter().all(is),
+        YamlNode::List(roles) => roles.iter().all(is),
         one => is(one),
     }
 }
 
-fn is_sharegpt(node: &Node) -> bool {
-    let names = ["role", "content"].map(|name| node.get(name).and_then(Node::scalar));
+fn is_sharegpt(node: &YamlNode) -> bool {
+    let names = ["role", "content"].map(|name| node.get(name).and_then(YamlNode::scalar));
     [[Some("from"), Some("value")], [Some("role"), Some("content")]].contains(&names)
 }
 
 /// `hf_dataset` of mlx-lm: a dataset on the hub, or a list of them.
-pub fn hub(found: &mut Findings, shown: &str, node: &Node) {
+pub fn hub(found: &mut Findings, shown: &str, node: &YamlNode) {
     let items = match node {
-        Node::List(items) => items.as_slice(),
+        YamlNode::List(items) => items.as_slice(),
         one => std::slice::from_ref(one),
     };
     let [item] = items else {
         found.leave(shown, "write `[[data.sources]]` tables");
         return;
     };
-    let text = |name: &str| item.get(name).and_then(Node::scalar);
+    let text = |name: &str| item.get(name).and_then(YamlNode::scalar);
     if let Some(path) = text("path").or_else(|| text("name")) {
         found.replace("data.train", quoted(path), shown);
     }

@@ -1,8 +1,8 @@
 //! Keys whose value decides which key of ft is meant.
 
 use super::rows;
-use super::tools::{Config, Tool};
-use super::yaml::Node;
+use super::tools::{ToolConfig, TrainingTool};
+use super::yaml::YamlNode;
 use super::{Findings, quoted};
 use crate::formats::template::named;
 use crate::recipe::peers;
@@ -11,7 +11,7 @@ use crate::recipe::peers;
 pub const LORA_TABLES: [&str; 4] = ["lora_parameters", "lora_config", "peft_config", "lora"];
 
 /// Applies the rule of this key, if there is one. Returns false if there is none.
-pub fn apply(found: &mut Findings, file: &Config, shown: &str, name: &str, node: &Node) -> bool {
+pub fn apply(found: &mut Findings, file: &ToolConfig, shown: &str, name: &str, node: &YamlNode) -> bool {
     let text = node.scalar().unwrap_or_default().to_lowercase();
     let mut set = |pairs: &[(&str, &str)]| pairs.iter().for_each(|(key, value)| found.take(key, *value, shown));
     match name {
@@ -79,7 +79,7 @@ pub fn apply(found: &mut Findings, file: &Config, shown: &str, name: &str, node:
         "dataset_text_field" if text == "text" => {}
         // Names for a tracker; in a file without `output_dir` they may be meant as one.
         "run_name" | "project_name" | "project" | "logging_dir" | "experiment_name"
-            if file.tool == Tool::Mlx || file.text("output_dir").is_some() =>
+            if file.tool == TrainingTool::Mlx || file.text("output_dir").is_some() =>
         {
             found.leave(shown, "a name for a tracker; the run directory is `train.output_dir`");
         }
@@ -105,7 +105,7 @@ pub fn apply(found: &mut Findings, file: &Config, shown: &str, name: &str, node:
             set(&[("schedule.name", "\"constant\"")]);
         }
         "lr_scheduler_type" | "lr_scheduler" if text == "cosine_with_min_lr" => set(&[("schedule.name", "\"cosine\"")]),
-        "lr_scheduler_kwargs" if matches!(node, Node::Map(_)) => schedule(found, file, shown, node),
+        "lr_scheduler_kwargs" if matches!(node, YamlNode::Map(_)) => schedule(found, file, shown, node),
         "adam_beta1" | "adam_beta2" => {
             let beta = |name: &str, default: &str| file.text(name).unwrap_or(default).to_string();
             let both = format!("[{}, {}]", beta("adam_beta1", "0.9"), beta("adam_beta2", "0.999"));
@@ -131,26 +131,26 @@ pub fn apply(found: &mut Findings, file: &Config, shown: &str, name: &str, node:
             );
         }
         "num_layers" | "lora_layers" if text == "-1" => {}
-        "adapter_path" if file.tool == Tool::Mlx => {
+        "adapter_path" if file.tool == TrainingTool::Mlx => {
             found.take("train.output_dir", quoted(node.scalar().unwrap_or("adapters")), shown)
         }
-        "optimizer_config" if matches!(node, Node::Map(_)) => optimizer(found, file, shown, node),
+        "optimizer_config" if matches!(node, YamlNode::Map(_)) => optimizer(found, file, shown, node),
         "hf_dataset" => rows::hub(found, shown, node),
         "datasets" | "dataset" | "train_dataset" | "eval_dataset" | "test_datasets" | "pretraining_dataset" => {
             rows::datasets(found, file, shown, name, node);
         }
         // The tool runs the file for training: nothing else is meant.
         "train" | "do_train" | "do_eval" => {}
-        "lr_schedule" if matches!(node, Node::Map(_)) => mlx_schedule(found, shown, node),
+        "lr_schedule" if matches!(node, YamlNode::Map(_)) => mlx_schedule(found, shown, node),
         _ => return false,
     }
     true
 }
 
 /// Trackers by name, in a list or separated by commas. Only TensorBoard has a counterpart.
-fn report_to(found: &mut Findings, shown: &str, name: &str, node: &Node) {
+fn report_to(found: &mut Findings, shown: &str, name: &str, node: &YamlNode) {
     let texts: Vec<&str> = match node {
-        Node::List(items) => items.iter().filter_map(Node::scalar).collect(),
+        YamlNode::List(items) => items.iter().filter_map(YamlNode::scalar).collect(),
         _ => node.scalar().into_iter().flat_map(|text| text.split(',')).collect(),
     };
     for text in texts.into_iter().map(|text| text.trim().to_lowercase()) {
@@ -166,13 +166,13 @@ fn report_to(found: &mut Findings, shown: &str, name: &str, node: &Node) {
     }
 }
 
-fn is_count(node: &Node) -> bool {
+fn is_count(node: &YamlNode) -> bool {
     node.scalar()
         .is_some_and(|text| text.parse::<u64>().is_ok_and(|n| n > 0))
 }
 
 /// The name of a chat template. That of the model is used unless ft has one of this name.
-fn template(found: &mut Findings, shown: &str, node: &Node) {
+fn template(found: &mut Findings, shown: &str, node: &YamlNode) {
     match node.scalar() {
         None | Some("tokenizer_default" | "default" | "auto" | "") => {}
         Some(path) if path.ends_with(".jinja") => found.take("data.chat_template", quoted(path), shown),
@@ -187,8 +187,8 @@ fn template(found: &mut Findings, shown: &str, node: &Node) {
 }
 
 /// `lr_scheduler_kwargs` of transformers.
-fn schedule(found: &mut Findings, file: &Config, shown: &str, node: &Node) {
-    let Node::Map(entries) = node else { return };
+fn schedule(found: &mut Findings, file: &ToolConfig, shown: &str, node: &YamlNode) {
+    let YamlNode::Map(entries) = node else { return };
     for (name, value) in entries {
         let shown = format!("{shown}.{name}");
         let text = value.scalar().unwrap_or_default();
@@ -212,23 +212,23 @@ fn schedule(found: &mut Findings, file: &Config, shown: &str, node: &Node) {
 }
 
 /// `optimizer_config` of mlx-lm: the arguments of each optimizer.
-fn optimizer(found: &mut Findings, file: &Config, shown: &str, node: &Node) {
+fn optimizer(found: &mut Findings, file: &ToolConfig, shown: &str, node: &YamlNode) {
     let name = file.text("optimizer").unwrap_or("adam");
-    let Some(Node::Map(entries)) = node.get(name) else {
+    let Some(YamlNode::Map(entries)) = node.get(name) else {
         return;
     };
     for (argument, value) in entries {
         let shown = format!("{shown}.{name}.{argument}");
         match (argument.as_str(), value) {
-            ("betas", Node::List(both)) => {
-                let both: Vec<&str> = both.iter().filter_map(Node::scalar).collect();
+            ("betas", YamlNode::List(both)) => {
+                let both: Vec<&str> = both.iter().filter_map(YamlNode::scalar).collect();
                 found.take("optimizer.betas", format!("[{}]", both.join(", ")), &shown);
             }
-            ("eps" | "weight_decay" | "momentum", Node::Scalar(text)) => {
+            ("eps" | "weight_decay" | "momentum", YamlNode::Scalar(text)) => {
                 found.take(&format!("optimizer.{argument}"), super::number(text), &shown);
             }
             // ft always does this.
-            ("bias_correction", Node::Scalar(text)) if text == "true" => {}
+            ("bias_correction", YamlNode::Scalar(text)) if text == "true" => {}
             _ => found.leave(
                 &shown,
                 "ft has no such option of an optimizer: see the keys of `[optimizer]`",
@@ -238,11 +238,11 @@ fn optimizer(found: &mut Findings, file: &Config, shown: &str, node: &Node) {
 }
 
 /// MLX: `{name: cosine_decay, warmup: 100, arguments: [rate, steps, end]}`; `linear_schedule` has `[rate, end, steps]`.
-fn mlx_schedule(found: &mut Findings, shown: &str, node: &Node) {
-    let text = |name: &str| node.get(name).and_then(Node::scalar);
+fn mlx_schedule(found: &mut Findings, shown: &str, node: &YamlNode) {
+    let text = |name: &str| node.get(name).and_then(YamlNode::scalar);
     let name = text("name").unwrap_or_default();
     let numbers: Vec<f64> = match node.get("arguments") {
-        Some(Node::List(arguments)) => arguments.iter().filter_map(|n| n.scalar()?.parse().ok()).collect(),
+        Some(YamlNode::List(arguments)) => arguments.iter().filter_map(|n| n.scalar()?.parse().ok()).collect(),
         _ => Vec::new(),
     };
     let from = format!("{shown}: arguments");
@@ -287,10 +287,10 @@ fn ratio(part: f64, whole: f64) -> String {
 }
 
 /// `unfrozen_parameters` of Axolotl: regular expressions. ft has beginnings of names.
-fn unfrozen(found: &mut Findings, shown: &str, node: &Node) {
-    let Node::List(items) = node else { return };
+fn unfrozen(found: &mut Findings, shown: &str, node: &YamlNode) {
+    let YamlNode::List(items) = node else { return };
     let mut names = Vec::new();
-    for text in items.iter().filter_map(Node::scalar) {
+    for text in items.iter().filter_map(YamlNode::scalar) {
         let plain = text.trim_start_matches('^').trim_end_matches('$').replace("\\.", ".");
         if plain.contains(|c| "[](){}*+?|\\^$".contains(c)) {
             found.leave(
@@ -307,10 +307,10 @@ fn unfrozen(found: &mut Findings, shown: &str, node: &Node) {
 }
 
 /// The keys that depend on two keys together.
-pub fn afterwards(found: &mut Findings, file: &Config) {
+pub fn afterwards(found: &mut Findings, file: &ToolConfig) {
     let root = file.root;
     // The schedule of MLX stands before or after the rate.
-    if let Some(node) = root.get("lr_schedule").filter(|node| matches!(node, Node::Map(_))) {
+    if let Some(node) = root.get("lr_schedule").filter(|node| matches!(node, YamlNode::Map(_))) {
         let mut again = Findings::default();
         mlx_schedule(&mut again, "lr_schedule", node);
         for taken in again.taken.into_iter().filter(|t| t.key == "optimizer.learning_rate") {
@@ -322,7 +322,7 @@ pub fn afterwards(found: &mut Findings, file: &Config) {
         .iter()
         .find_map(|name| file.text(name));
     let of = |key: &str| found.taken.iter().find(|t| t.key == key).map(|t| t.value.clone());
-    if let (Tool::Trl, Some("steps" | "epoch"), Some(train), None) = (
+    if let (TrainingTool::Trl, Some("steps" | "epoch"), Some(train), None) = (
         file.tool,
         evaluates,
         of("data.train"),
@@ -334,7 +334,7 @@ pub fn afterwards(found: &mut Findings, file: &Config) {
     // MLX reads `valid.jsonl` of the same folder.
     let of = |key: &str| found.taken.iter().find(|t| t.key == key).map(|t| t.value.clone());
     if let (Some(_), None) = (of("train.eval_steps"), of("data.eval").or(of("data.eval_fraction"))) {
-        match of("data.train").filter(|_| file.tool == Tool::Mlx) {
+        match of("data.train").filter(|_| file.tool == TrainingTool::Mlx) {
             Some(folder) => found.take("data.eval", folder, "steps_per_eval and data"),
             None => {
                 found.taken.retain(|t| t.key != "train.eval_steps");

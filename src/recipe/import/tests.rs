@@ -4,7 +4,7 @@ use super::*;
 use crate::recipe;
 
 /// The keys of the recipe.
-fn lines(text: &str, name: &str) -> (Vec<String>, Imported) {
+fn lines(text: &str, name: &str) -> (Vec<String>, ImportedRecipe) {
     let imported = import(text, name, None).unwrap();
     let lines = imported.text.lines();
     let keys = lines.map(|l| l.split(" # ").next().unwrap().trim().to_string());
@@ -20,7 +20,7 @@ const REGISTRY: &str = r#"{
     "script": {"script_url": "loader"}
 }"#;
 
-fn with_registry(text: &str) -> Imported {
+fn with_registry(text: &str) -> ImportedRecipe {
     import(text, "lf.yaml", Some(&Registry::read(REGISTRY, "data/").unwrap())).unwrap()
 }
 
@@ -80,7 +80,7 @@ fn names_of_dataset_info_are_files_with_their_columns() {
 }
 
 /// The keys of the recipe, which must be valid.
-fn keys(text: &str, name: &str) -> (Vec<String>, Imported) {
+fn keys(text: &str, name: &str) -> (Vec<String>, ImportedRecipe) {
     let (lines, imported) = lines(text, name);
     let parsed = recipe::parse(&imported.text, "r.toml", &[]);
     assert!(
@@ -92,13 +92,13 @@ fn keys(text: &str, name: &str) -> (Vec<String>, Imported) {
     (lines, imported)
 }
 
-fn has(found: &(Vec<String>, Imported), wanted: &[&str]) {
+fn has(found: &(Vec<String>, ImportedRecipe), wanted: &[&str]) {
     for line in wanted {
         assert!(found.0.iter().any(|l| l == line), "{line}\n{}", found.1.text);
     }
 }
 
-fn leaves(found: &(Vec<String>, Imported), wanted: &[&str]) {
+fn leaves(found: &(Vec<String>, ImportedRecipe), wanted: &[&str]) {
     let left: Vec<&str> = found.1.left.iter().map(|(name, _)| name.as_str()).collect();
     assert_eq!(left, wanted, "{:#?}", found.1.left);
 }

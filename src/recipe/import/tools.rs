@@ -1,14 +1,14 @@
 //! Which tool a configuration is of, the stage that it means, and the defaults of that tool that are not those of ft.
 
 use super::registry::Registry;
-use super::yaml::Node;
+use super::yaml::YamlNode;
 use super::{Findings, quoted};
 use crate::recipe::value::ValueKind;
 use crate::recipe::{peers, table};
 
 /// A training tool. Unsloth's trainers are those of TRL.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Tool {
+pub enum TrainingTool {
     Axolotl,
     LlamaFactory,
     Mlx,
@@ -18,17 +18,17 @@ pub enum Tool {
 
 /// A configuration as a whole.
 #[derive(Debug)]
-pub struct Config<'a> {
-    pub root: &'a Node,
-    pub tool: Tool,
+pub struct ToolConfig<'a> {
+    pub root: &'a YamlNode,
+    pub tool: TrainingTool,
     /// The value of `train.stage`; `None`: supervised training.
     pub stage: Option<&'static str>,
     /// The meaning of the names of datasets.
     pub registry: Option<&'a Registry>,
 }
 
-impl Tool {
-    fn of(root: &Node) -> Self {
+impl TrainingTool {
+    fn of(root: &YamlNode) -> Self {
         let any = |names: &[&str]| names.iter().any(|name| root.get(name).is_some());
         if any(&["base_model"]) {
             Self::Axolotl
@@ -59,9 +59,9 @@ impl Tool {
     }
 }
 
-impl<'a> Config<'a> {
-    pub fn new(root: &'a Node, registry: Option<&'a Registry>) -> Self {
-        let tool = Tool::of(root);
+impl<'a> ToolConfig<'a> {
+    pub fn new(root: &'a YamlNode, registry: Option<&'a Registry>) -> Self {
+        let tool = TrainingTool::of(root);
         Self {
             root,
             tool,
@@ -71,7 +71,10 @@ impl<'a> Config<'a> {
     }
 
     pub fn text(&self, name: &str) -> Option<&'a str> {
-        self.root.get(name).filter(|node| !node.is_off()).and_then(Node::scalar)
+        self.root
+            .get(name)
+            .filter(|node| !node.is_off())
+            .and_then(YamlNode::scalar)
     }
 
     pub fn number(&self, name: &str) -> Option<f64> {
@@ -104,10 +107,10 @@ fn stage_named(name: &str) -> Option<&'static str> {
 }
 
 /// The trainers of TRL are classes that a program names, not the configuration: keys that only one of them has say which.
-fn stage(root: &Node, tool: Tool) -> Option<&'static str> {
-    let has = |name: &&str| root.get(name).is_some_and(|node| !matches!(node, Node::Nothing));
+fn stage(root: &YamlNode, tool: TrainingTool) -> Option<&'static str> {
+    let has = |name: &&str| root.get(name).is_some_and(|node| !matches!(node, YamlNode::Nothing));
     let any = |names: &[&str]| names.iter().any(has);
-    let text = |name: &str| root.get(name).and_then(Node::scalar).unwrap_or_default();
+    let text = |name: &str| root.get(name).and_then(YamlNode::scalar).unwrap_or_default();
     // DPO, ORPO and SimPO are one stage there.
     let loss = ["pref_loss", "loss_type"].map(text);
     let named = ["stage", "rl", "train_mode"].map(text);
@@ -120,7 +123,7 @@ fn stage(root: &Node, tool: Tool) -> Option<&'static str> {
     let dpo_losses = "sigmoid hinge ipo exo_pair nca_pair robust bco_pair sppo_hard aot apo_zero apo_down discopop";
     match tool {
         _ if any(&["pretraining_dataset"]) => Some("pretrain"),
-        Tool::Trl | Tool::Unsloth => match () {
+        TrainingTool::Trl | TrainingTool::Unsloth => match () {
             () if any(&["teacher_model_name_or_path"]) => Some("distill"),
             () if any(&["num_generations", "reward_funcs"]) => Some("grpo"),
             () if any(&["cliprange", "kl_coef", "num_ppo_epochs"]) => Some("ppo"),
@@ -135,7 +138,7 @@ fn stage(root: &Node, tool: Tool) -> Option<&'static str> {
 }
 
 /// Defaults of the tool for keys that the file does not have, where ft has others: the same file means the same run.
-pub fn defaults(found: &mut Findings, file: &Config) {
+pub fn defaults(found: &mut Findings, file: &ToolConfig) {
     let Some(tool) = Some(file.tool).filter(|_| !found.taken.is_empty()) else {
         return;
     };
@@ -147,13 +150,13 @@ pub fn defaults(found: &mut Findings, file: &Config) {
         .iter()
         .any(|t| t.key == "train.max_steps" && !t.value.starts_with('-'));
     let rate = match (tool, stage) {
-        (Tool::Mlx, _) => Some("1e-5"),
-        (Tool::LlamaFactory, _) => Some("5e-5"),
-        (Tool::Trl | Tool::Unsloth, "sft" | "distill") => Some("2e-5"),
-        (Tool::Trl | Tool::Unsloth, "reward") => Some("1e-4"),
-        (Tool::Trl | Tool::Unsloth, "ppo") => Some("3e-6"),
-        (Tool::Trl | Tool::Unsloth, _) => Some("1e-6"),
-        (Tool::Axolotl, _) => None,
+        (TrainingTool::Mlx, _) => Some("1e-5"),
+        (TrainingTool::LlamaFactory, _) => Some("5e-5"),
+        (TrainingTool::Trl | TrainingTool::Unsloth, "sft" | "distill") => Some("2e-5"),
+        (TrainingTool::Trl | TrainingTool::Unsloth, "reward") => Some("1e-4"),
+        (TrainingTool::Trl | TrainingTool::Unsloth, "ppo") => Some("3e-6"),
+        (TrainingTool::Trl | TrainingTool::Unsloth, _) => Some("1e-6"),
+        (TrainingTool::Axolotl, _) => None,
     };
     let rank = || {
         found
@@ -163,45 +166,45 @@ pub fn defaults(found: &mut Findings, file: &Config) {
             .and_then(|t| t.value.parse::<f64>().ok())
     };
     let alpha = match tool {
-        Tool::LlamaFactory => Some(format!("{}", 2.0 * rank().unwrap_or(8.0))),
-        Tool::Mlx => Some(format!("{:?}", 20.0 * rank().unwrap_or(8.0))),
-        Tool::Trl => Some("32".into()),
-        Tool::Unsloth => Some("16".into()),
-        Tool::Axolotl => None,
+        TrainingTool::LlamaFactory => Some(format!("{}", 2.0 * rank().unwrap_or(8.0))),
+        TrainingTool::Mlx => Some(format!("{:?}", 20.0 * rank().unwrap_or(8.0))),
+        TrainingTool::Trl => Some("32".into()),
+        TrainingTool::Unsloth => Some("16".into()),
+        TrainingTool::Axolotl => None,
     };
     let trainer = tool.is_trainer();
     let (packs, warms) = (
-        tool == Tool::LlamaFactory && stage == "pretrain",
+        tool == TrainingTool::LlamaFactory && stage == "pretrain",
         has(found, "schedule.warmup_steps") || has(found, "schedule.warmup_ratio"),
     );
     let rows: [(&str, Option<String>); 13] = [
         (
             "tune.method",
             Some(match tool {
-                Tool::Mlx | Tool::LlamaFactory | Tool::Unsloth => "\"lora\"".into(),
-                Tool::Axolotl | Tool::Trl => "\"full\"".into(),
+                TrainingTool::Mlx | TrainingTool::LlamaFactory | TrainingTool::Unsloth => "\"lora\"".into(),
+                TrainingTool::Axolotl | TrainingTool::Trl => "\"full\"".into(),
             }),
         ),
         ("optimizer.learning_rate", rate.map(str::to_string)),
         (
             "optimizer.weight_decay",
-            (tool == Tool::Mlx && file.text("optimizer") == Some("adamw")).then(|| "0.01".into()),
+            (tool == TrainingTool::Mlx && file.text("optimizer") == Some("adamw")).then(|| "0.01".into()),
         ),
         (
             "schedule.name",
             match tool {
-                Tool::Mlx => Some("\"constant\"".into()),
+                TrainingTool::Mlx => Some("\"constant\"".into()),
                 _ => trainer.then(|| "\"linear\"".into()),
             },
         ),
         (
             "schedule.warmup_ratio",
-            ((trainer || tool == Tool::Mlx) && !warms).then(|| "0.0".into()),
+            ((trainer || tool == TrainingTool::Mlx) && !warms).then(|| "0.0".into()),
         ),
         (
             "train.batch_size",
             match tool {
-                Tool::Mlx => Some("4".into()),
+                TrainingTool::Mlx => Some("4".into()),
                 _ => trainer.then(|| "8".into()),
             },
         ),
@@ -210,23 +213,23 @@ pub fn defaults(found: &mut Findings, file: &Config) {
             "train.num_epochs",
             match tool {
                 _ if steps => None,
-                Tool::Axolotl => Some("1".into()),
-                _ if trainer && stage == "reward" && tool != Tool::LlamaFactory => Some("1".into()),
+                TrainingTool::Axolotl => Some("1".into()),
+                _ if trainer && stage == "reward" && tool != TrainingTool::LlamaFactory => Some("1".into()),
                 _ => trainer.then(|| "3".into()),
             },
         ),
         (
             "train.max_steps",
-            (tool == Tool::Mlx && !has(found, "train.num_epochs")).then(|| "1000".into()),
+            (tool == TrainingTool::Mlx && !has(found, "train.num_epochs")).then(|| "1000".into()),
         ),
-        ("train.max_grad_norm", (tool == Tool::Mlx).then(|| "0.0".into())),
+        ("train.max_grad_norm", (tool == TrainingTool::Mlx).then(|| "0.0".into())),
         (
             "data.train_on",
-            (tool == Tool::Mlx && stage == "sft").then(|| "\"all\"".into()),
+            (tool == TrainingTool::Mlx && stage == "sft").then(|| "\"all\"".into()),
         ),
         (
             "data.max_length",
-            matches!(tool, Tool::Trl | Tool::Unsloth).then(|| "1024".into()),
+            matches!(tool, TrainingTool::Trl | TrainingTool::Unsloth).then(|| "1024".into()),
         ),
         (
             "data.packing",
@@ -236,18 +239,21 @@ pub fn defaults(found: &mut Findings, file: &Config) {
     let adapters = [
         (
             "tune.lora.r",
-            matches!(tool, Tool::LlamaFactory | Tool::Mlx).then(|| "8".into()),
+            matches!(tool, TrainingTool::LlamaFactory | TrainingTool::Mlx).then(|| "8".into()),
         ),
         ("tune.lora.lora_alpha", alpha),
-        ("tune.lora.lora_dropout", (tool == Tool::Trl).then(|| "0.05".into())),
+        (
+            "tune.lora.lora_dropout",
+            (tool == TrainingTool::Trl).then(|| "0.05".into()),
+        ),
         // PEFT's own choice for nearly all models.
         (
             "tune.lora.target_modules",
-            (tool == Tool::Trl).then(|| "[\"q_proj\", \"v_proj\"]".into()),
+            (tool == TrainingTool::Trl).then(|| "[\"q_proj\", \"v_proj\"]".into()),
         ),
     ];
     let answers = ["assistant_only_loss", "completion_only_loss", "train_on_responses_only"];
-    if matches!(tool, Tool::Trl | Tool::Unsloth) && stage == "sft" && !has(found, "data.train_on") {
+    if matches!(tool, TrainingTool::Trl | TrainingTool::Unsloth) && stage == "sft" && !has(found, "data.train_on") {
         let text = file.text("dataset_text_field").is_some();
         let asked = answers.iter().any(|name| file.text(name).is_some());
         if !text && !asked {
@@ -268,7 +274,7 @@ pub fn defaults(found: &mut Findings, file: &Config) {
         for (key, value) in adapters {
             found.take_default(key, value, &from);
         }
-        if tool == Tool::Mlx && file.root.get("num_layers").or(file.root.get("lora_layers")).is_none() {
+        if tool == TrainingTool::Mlx && file.root.get("num_layers").or(file.root.get("lora_layers")).is_none() {
             found.leave(
                 "num_layers",
                 "mlx-lm trains the last 16 layers, ft all: `tune.lora.layers_to_transform` has indices of layers",
@@ -278,7 +284,7 @@ pub fn defaults(found: &mut Findings, file: &Config) {
 }
 
 /// The stage as a key of the recipe.
-pub fn take_stage(found: &mut Findings, file: &Config) {
+pub fn take_stage(found: &mut Findings, file: &ToolConfig) {
     let Some(stage) = file.stage else { return };
     let names = ["pref_loss", "stage", "rl", "train_mode", "pretraining_dataset"];
     let from = names.iter().find(|name| file.root.get(name).is_some());

@@ -6,15 +6,15 @@ use serde_json::Value;
 
 /// A value; scalars are texts as written, without quotes.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Node {
+pub enum YamlNode {
     /// `null`, `~` or nothing.
     Nothing,
     Scalar(String),
-    List(Vec<Node>),
-    Map(Vec<(String, Node)>),
+    List(Vec<YamlNode>),
+    Map(Vec<(String, YamlNode)>),
 }
 
-impl Node {
+impl YamlNode {
     pub fn scalar(&self) -> Option<&str> {
         match self {
             Self::Scalar(text) => Some(text),
@@ -22,7 +22,7 @@ impl Node {
         }
     }
 
-    pub fn get(&self, name: &str) -> Option<&Node> {
+    pub fn get(&self, name: &str) -> Option<&YamlNode> {
         match self {
             Self::Map(entries) => entries.iter().find(|(key, _)| key == name).map(|(_, node)| node),
             _ => None,
@@ -46,7 +46,7 @@ impl Node {
     }
 }
 
-impl From<&Value> for Node {
+impl From<&Value> for YamlNode {
     fn from(value: &Value) -> Self {
         match value {
             Value::Null => Self::Nothing,
@@ -59,7 +59,7 @@ impl From<&Value> for Node {
 }
 
 /// A line with content.
-struct Line<'a> {
+struct YamlLine<'a> {
     number: usize,
     indent: usize,
     text: &'a str,
@@ -70,13 +70,13 @@ struct Line<'a> {
 /// Reads a file; JSON begins with `{`.
 ///
 /// Errors: text that is neither; YAML that this reader does not know.
-pub fn read(text: &str) -> Result<Node> {
+pub fn read(text: &str) -> Result<YamlNode> {
     if text.trim_start().starts_with('{') {
         let value: Value =
             serde_json::from_str(text).map_err(|e| Error::usage("the file is not valid JSON").cause(e))?;
-        return Ok(Node::from(&value));
+        return Ok(YamlNode::from(&value));
     }
-    let mut lines: Vec<Line> = Vec::new();
+    let mut lines: Vec<YamlLine> = Vec::new();
     // The indentation of the key of a text over several lines.
     let mut open = None;
     for (index, line) in text.lines().enumerate() {
@@ -99,7 +99,7 @@ pub fn read(text: &str) -> Result<Node> {
         // The key of an item of a list stands after the dash.
         let key = text.strip_prefix('-').map_or(text, str::trim_start);
         open = begins_text(text).then_some(indent + text.len() - key.len());
-        lines.push(Line {
+        lines.push(YamlLine {
             number: index + 1,
             indent,
             text,
@@ -157,9 +157,9 @@ fn without_comment(line: &str) -> &str {
 }
 
 /// A map or a list whose lines have at least this indentation.
-fn block(lines: &mut &[Line], least: usize) -> Result<Node> {
+fn block(lines: &mut &[YamlLine], least: usize) -> Result<YamlNode> {
     let Some(first) = lines.first().filter(|line| line.indent >= least) else {
-        return Ok(Node::Nothing);
+        return Ok(YamlNode::Nothing);
     };
     let indent = first.indent;
     if first.text == "-" || first.text.starts_with("- ") {
@@ -173,10 +173,10 @@ fn block(lines: &mut &[Line], least: usize) -> Result<Node> {
         *lines = rest;
         entries.push((key.to_string(), value_of(lines, line, value, indent)?));
     }
-    Ok(Node::Map(entries))
+    Ok(YamlNode::Map(entries))
 }
 
-fn list(lines: &mut &[Line], indent: usize) -> Result<Node> {
+fn list(lines: &mut &[YamlLine], indent: usize) -> Result<YamlNode> {
     let mut items = Vec::new();
     while let Some((line, rest)) = lines.split_first().filter(|(line, _)| line.indent == indent) {
         let Some(text) = line.text.strip_prefix('-') else { break };
@@ -196,19 +196,19 @@ fn list(lines: &mut &[Line], indent: usize) -> Result<Node> {
         if lines
             .first()
             .is_some_and(|next| next.indent == column && !next.text.starts_with("- "))
-            && let Node::Map(more) = block(lines, column)?
+            && let YamlNode::Map(more) = block(lines, column)?
         {
             entries.extend(more);
         }
-        items.push(Node::Map(entries));
+        items.push(YamlNode::Map(entries));
     }
-    Ok(Node::List(items))
+    Ok(YamlNode::List(items))
 }
 
 /// The value after `key:`, on this line or below it.
-fn value_of(lines: &mut &[Line], line: &Line, value: &str, indent: usize) -> Result<Node> {
+fn value_of(lines: &mut &[YamlLine], line: &YamlLine, value: &str, indent: usize) -> Result<YamlNode> {
     if is_mark(value) && !value.is_empty() {
-        return Ok(Node::Scalar(joined(&line.more)));
+        return Ok(YamlNode::Scalar(joined(&line.more)));
     }
     if !value.is_empty() {
         return scalar(line.number, value);
@@ -230,11 +230,11 @@ fn pair(text: &str) -> Option<(&str, &str)> {
     (!key.is_empty() && !key.contains(['{', '['])).then_some((key, value.trim()))
 }
 
-fn scalar(line: usize, text: &str) -> Result<Node> {
+fn scalar(line: usize, text: &str) -> Result<YamlNode> {
     let text = text.trim();
     let inner = |open: char, close: char| text.strip_prefix(open).and_then(|t| t.strip_suffix(close));
     if let Some(list) = inner('[', ']') {
-        return Ok(Node::List(
+        return Ok(YamlNode::List(
             split(list)
                 .into_iter()
                 .map(|item| scalar(line, item))
@@ -248,19 +248,19 @@ fn scalar(line: usize, text: &str) -> Result<Node> {
                 .ok_or_else(|| wrong(line, item))?;
             Ok((key.trim().trim_matches(['"', '\'']).to_string(), scalar(line, value)?))
         };
-        return Ok(Node::Map(split(map).into_iter().map(one).collect::<Result<_>>()?));
+        return Ok(YamlNode::Map(split(map).into_iter().map(one).collect::<Result<_>>()?));
     }
     if text.starts_with(['&', '*', '!', '|', '>', '[', '{']) && text.len() > 1 || ["|", ">"].contains(&text) {
         return Err(wrong(line, text));
     }
     for quote in ['"', '\''] {
         if let Some(quoted) = inner(quote, quote) {
-            return Ok(Node::Scalar(quoted.to_string()));
+            return Ok(YamlNode::Scalar(quoted.to_string()));
         }
     }
     Ok(match text {
-        "" | "~" | "null" | "Null" | "NULL" => Node::Nothing,
-        text => Node::Scalar(text.to_string()),
+        "" | "~" | "null" | "Null" | "NULL" => YamlNode::Nothing,
+        text => YamlNode::Scalar(text.to_string()),
     })
 }
 
@@ -294,25 +294,25 @@ mod tests {
         let text = "# c\n---\na: 1\nb: \"x # y\" # z\nc:\n  - path: p\n    type: alpaca\n  - path: q\nd:\n- one\n- 'two'\n\
                     e: [1, \"b,c\", {k: v}]\nf: {r: 8, s: [1]}\ng:\n  h:\n    i: ~\nj:\nk: http://x/y\n";
         let node = read(text).unwrap();
-        let s = |text: &str| Node::Scalar(text.into());
+        let s = |text: &str| YamlNode::Scalar(text.into());
         assert_eq!(node.get("a"), Some(&s("1")));
         assert_eq!(node.get("b"), Some(&s("x # y")));
-        let first = Node::Map(vec![("path".into(), s("p")), ("type".into(), s("alpaca"))]);
-        let second = Node::Map(vec![("path".into(), s("q"))]);
-        assert_eq!(node.get("c"), Some(&Node::List(vec![first, second])));
-        assert_eq!(node.get("d"), Some(&Node::List(vec![s("one"), s("two")])));
-        let map = Node::Map(vec![("k".into(), s("v"))]);
-        assert_eq!(node.get("e"), Some(&Node::List(vec![s("1"), s("b,c"), map])));
+        let first = YamlNode::Map(vec![("path".into(), s("p")), ("type".into(), s("alpaca"))]);
+        let second = YamlNode::Map(vec![("path".into(), s("q"))]);
+        assert_eq!(node.get("c"), Some(&YamlNode::List(vec![first, second])));
+        assert_eq!(node.get("d"), Some(&YamlNode::List(vec![s("one"), s("two")])));
+        let map = YamlNode::Map(vec![("k".into(), s("v"))]);
+        assert_eq!(node.get("e"), Some(&YamlNode::List(vec![s("1"), s("b,c"), map])));
         assert_eq!(node.get("f").and_then(|f| f.get("r")), Some(&s("8")));
         assert_eq!(
             node.get("g").and_then(|g| g.get("h")).and_then(|h| h.get("i")),
-            Some(&Node::Nothing)
+            Some(&YamlNode::Nothing)
         );
-        assert_eq!(node.get("j"), Some(&Node::Nothing));
+        assert_eq!(node.get("j"), Some(&YamlNode::Nothing));
         assert_eq!(node.get("k"), Some(&s("http://x/y")));
         assert_eq!(
             read("{\"a\": [1, null]}").unwrap().get("a"),
-            Some(&Node::List(vec![s("1"), Node::Nothing]))
+            Some(&YamlNode::List(vec![s("1"), YamlNode::Nothing]))
         );
         for (bad, line) in [
             ("a: &x 1", "line 1"),
@@ -328,7 +328,7 @@ mod tests {
             read("a: |\n  one # two\n\n    three: 3\n\nb: >-\n  c\nlist:\n  - d: |\n      e\n    f: 1\n").unwrap();
         assert_eq!(text.get("a"), Some(&s("one # two\n\n  three: 3")));
         assert_eq!(text.get("b"), Some(&s("c")));
-        let item = Node::Map(vec![("d".into(), s("e")), ("f".into(), s("1"))]);
-        assert_eq!(text.get("list"), Some(&Node::List(vec![item])));
+        let item = YamlNode::Map(vec![("d".into(), s("e")), ("f".into(), s("1"))]);
+        assert_eq!(text.get("list"), Some(&YamlNode::List(vec![item])));
     }
 }

@@ -216,7 +216,7 @@ impl From<LoraKeys> for LoraConfig {
 }
 
 /// Contradictions.
-pub(super) fn check(s: &Settings, faults: &mut Faults) {
+pub(super) fn check(s: &RecipeSections, faults: &mut KeyFaults) {
     let lora = &s.tune.lora;
     let (init, init_name) = (lora.init_lora_weights, lora.init_lora_weights.name());
     let plain = lora.peft_type == PeftType::Lora;
@@ -325,7 +325,7 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
 }
 
 /// The setting because of which a key has no effect.
-pub(super) fn unused(s: &Settings, key: KeyPath) -> Option<String> {
+pub(super) fn unused(s: &RecipeSections, key: KeyPath) -> Option<String> {
     use PeftType::*;
     let lora = &s.tune.lora;
     let (kind, init) = (lora.peft_type, lora.init_lora_weights);

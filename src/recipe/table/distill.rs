@@ -14,7 +14,7 @@ named!(
 
 section! {
     /// Distillation (`train.stage = "distill"`): a teacher trains the model of the recipe. See docs/distillation.md.
-    pub struct Distill in "distill", when Train::stage = ["distill"] {
+    pub struct DistillSection in "distill", when Train::stage = ["distill"] {
         /// The teacher: hub id or local directory, of any family, with the same tokenizer, or with `alignment`. `ft distill cache` needs it;
         /// training too, unless `teacher_cache` is set.
         teacher: Option<ModelRef> = "", "stored outputs can replace it", resume TEACHER;
@@ -59,7 +59,7 @@ section! {
 }
 
 /// Contradictions.
-pub(super) fn check(s: &Settings, faults: &mut Faults) {
+pub(super) fn check(s: &RecipeSections, faults: &mut KeyFaults) {
     let keys = &s.distill;
     if s.train.stage != Stage::Distill {
         return;
@@ -67,7 +67,7 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
     let stored = keys.teacher_cache.is_some();
     if keys.teacher.is_none() && !stored {
         faults.add(
-            &[Distill::teacher, Distill::teacher_cache, Train::stage],
+            &[DistillSection::teacher, DistillSection::teacher_cache, Train::stage],
             Error::usage("`train.stage = \"distill\"` needs a teacher").hint(
                 "set `distill.teacher` to a model, or `distill.teacher_cache` to a directory written by `ft distill cache`",
             ),
@@ -75,21 +75,21 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
     }
     if keys.lmbda > 0.0 && stored {
         faults.add(
-            &[Distill::lmbda, Distill::teacher_cache],
+            &[DistillSection::lmbda, DistillSection::teacher_cache],
             Error::usage("stored outputs of a teacher cannot score generated answers of the student")
                 .hint("set `distill.lmbda = 0`, or give `distill.teacher` without `distill.teacher_cache`"),
         );
     }
     if keys.lmbda > 0.0 && s.data.packing {
         faults.add(
-            &[Distill::lmbda, Data::packing],
+            &[DistillSection::lmbda, Data::packing],
             Error::usage("`distill.lmbda` above 0 needs `data.packing = false`")
                 .found("the lengths of generated answers are not known in advance"),
         );
     }
     if keys.alignment != Alignment::None && stored {
         faults.add(
-            &[Distill::alignment, Distill::teacher_cache],
+            &[DistillSection::alignment, DistillSection::teacher_cache],
             Error::usage("stored outputs of a teacher cannot be aligned with another tokenizer")
                 .found("they have only the most likely ids of each token; comparing two tokenizers needs the probabilities of all")
                 .hint("give `distill.teacher` without `distill.teacher_cache`"),
@@ -97,7 +97,7 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
     }
     if keys.alignment != Alignment::None && s.data.long == Long::Split {
         faults.add(
-            &[Distill::alignment, Data::long],
+            &[DistillSection::alignment, Data::long],
             Error::usage("the pieces of a split row cannot be aligned with another tokenizer")
                 .found("`data.long = \"split\"`: student and teacher split a long row at different places of the text")
                 .hint("use `truncate` or `drop`"),
@@ -105,14 +105,14 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
     }
     if keys.alignment != Alignment::None && keys.hidden_weight > 0.0 {
         faults.add(
-            &[Distill::alignment, Distill::hidden_weight],
+            &[DistillSection::alignment, DistillSection::hidden_weight],
             Error::usage("hidden states of a teacher with another tokenizer belong to other tokens")
                 .hint("set `distill.hidden_weight = 0`"),
         );
     }
     if keys.hidden_weight > 0.0 && stored {
         faults.add(
-            &[Distill::hidden_weight, Distill::teacher_cache],
+            &[DistillSection::hidden_weight, DistillSection::teacher_cache],
             Error::usage("stored outputs of a teacher have no hidden states")
                 .hint("set `distill.hidden_weight = 0`, or give `distill.teacher` without `distill.teacher_cache`"),
         );
@@ -120,21 +120,23 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
 }
 
 /// The setting because of which a key has no effect.
-pub(super) fn unused(s: &Settings, key: KeyPath) -> Option<String> {
+pub(super) fn unused(s: &RecipeSections, key: KeyPath) -> Option<String> {
     let keys = &s.distill;
     match key {
-        Distill::hidden_loss | Distill::layer_map if keys.hidden_weight == 0.0 => {
+        DistillSection::hidden_loss | DistillSection::layer_map if keys.hidden_weight == 0.0 => {
             Some("distill.hidden_weight = 0".into())
         }
-        Distill::max_new_tokens | Distill::rollout_temperature if keys.lmbda == 0.0 => Some("distill.lmbda = 0".into()),
-        Distill::teacher_weights | Distill::teacher_tier => keys
+        DistillSection::max_new_tokens | DistillSection::rollout_temperature if keys.lmbda == 0.0 => {
+            Some("distill.lmbda = 0".into())
+        }
+        DistillSection::teacher_weights | DistillSection::teacher_tier => keys
             .teacher_cache
             .as_ref()
             .map(|cache| format!("distill.teacher_cache = {cache:?}")),
-        Distill::beta if keys.alignment == Alignment::Uld => Some(Distill::alignment.is("uld")),
-        Distill::teacher_revision => {
+        DistillSection::beta if keys.alignment == Alignment::Uld => Some(DistillSection::alignment.is("uld")),
+        DistillSection::teacher_revision => {
             let local = keys.teacher.as_ref().filter(|t| t.is_local());
-            local.map(|teacher| Distill::teacher.is(&teacher.to_string()))
+            local.map(|teacher| DistillSection::teacher.is(&teacher.to_string()))
         }
         _ => None,
     }

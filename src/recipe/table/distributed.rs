@@ -1,7 +1,7 @@
 //! Training on several ranks: processes that share the micro-batches of a step.
 
 use super::*;
-use crate::engine::{Exchange, OuterConfig};
+use crate::engine::{GradientExchange, OuterConfig};
 use crate::model::{SequenceBy, SequenceConfig};
 use std::time::Duration;
 
@@ -55,7 +55,7 @@ named!(
 section! {
     /// Training on several ranks, which are processes (`ft launch -n 4 train ...`, or `mpirun`). On one rank these keys
     /// have no effect, except for `sum` on a GPU.
-    pub struct Distributed in "distributed" {
+    pub struct DistributedSection in "distributed" {
         /// Where the weights are. `replicated`: all on every rank. `sharded`: each rank has a part of every matrix of the
         /// layers, and a layer is collected from all ranks before it is used. `expert-parallel`: each rank has some of the routed
         /// experts and all other weights, and the hidden states of the tokens travel to the experts. `sharded-in-node`: as `sharded`,
@@ -96,15 +96,15 @@ section! {
     }
 }
 
-impl Distributed {
+impl DistributedSection {
     /// True if the ranks of a machine read the frozen weights from the same files.
     pub fn shares_files(&self) -> bool {
         self.weights == RankWeights::Host
     }
 
     /// How the ranks add gradients.
-    pub fn exchange(&self) -> Exchange {
-        Exchange {
+    pub fn exchange(&self) -> GradientExchange {
+        GradientExchange {
             ordered: self.sum == RankSum::Ordered,
             bf16: self.reduce == RankReduce::Bf16,
             window: self.sum == RankSum::Window,
@@ -147,8 +147,8 @@ impl Distributed {
 }
 
 /// Contradictions of `sync_every`: what would differ between the ranks, or would need their gradients.
-fn check_apart(s: &Settings, faults: &mut Faults) {
-    type Keys = Distributed;
+fn check_apart(s: &RecipeSections, faults: &mut KeyFaults) {
+    type Keys = DistributedSection;
     let every = s.distributed.sync_every;
     let mut fault = |key: KeyPath, found: String, expected: String| {
         faults.add(
@@ -246,8 +246,8 @@ fn check_apart(s: &Settings, faults: &mut Faults) {
 }
 
 /// The setting because of which a key has no effect.
-pub(super) fn unused(s: &Settings, key: KeyPath) -> Option<String> {
-    type Keys = Distributed;
+pub(super) fn unused(s: &RecipeSections, key: KeyPath) -> Option<String> {
+    type Keys = DistributedSection;
     let outer = [
         Keys::outer_learning_rate,
         Keys::outer_momentum,
@@ -265,8 +265,8 @@ pub(super) fn unused(s: &Settings, key: KeyPath) -> Option<String> {
 }
 
 /// Contradictions between keys.
-pub(super) fn check(s: &Settings, faults: &mut Faults) {
-    type Keys = Distributed;
+pub(super) fn check(s: &RecipeSections, faults: &mut KeyFaults) {
+    type Keys = DistributedSection;
     let d = &s.distributed;
     if d.sync_every > 0 {
         check_apart(s, faults);

@@ -82,7 +82,7 @@ section! {
         /// With `tier = "disk"`: number of rows of the output projection that are loaded at a time (rounded up to a
         /// multiple of 4096); `0` loads all of it. Results are bit-identical on a CPU; on a GPU they differ by
         /// rounding.
-        head_chunk: Chunk = "auto", "the whole projection if it fits", in from(0);
+        head_chunk: ChunkSize = "auto", "the whole projection if it fits", in from(0);
         /// Saved activations: `keep` saves all of them; `recompute` saves only layer inputs (gradient checkpointing);
         /// `host` is `recompute` with the layer inputs offloaded to host memory (GPU only); or `auto`. Results are
         /// bit-identical.
@@ -92,7 +92,7 @@ section! {
         /// Number of tokens that an MLP processes at a time; it limits the size of the wide intermediate tensors. `0`
         /// processes all at once. Outputs are bit-identical; a gradient that is summed over the chunks can differ in
         /// its last bits.
-        mlp_chunk: Chunk = "auto", "all tokens if they fit", in from(0);
+        mlp_chunk: ChunkSize = "auto", "all tokens if they fit", in from(0);
         /// On a CPU with a tile unit (AMX) or fast bf16 dot products (AMD, from Zen 4 on) and with `model.dtype =
         /// "bf16"`: a packed copy of the frozen weights stays in memory, for the `forward` pass or for `both` passes
         /// (two copies), so that matrix multiplications do not pack them each time. Results are bit-identical.
@@ -138,7 +138,7 @@ section! {
         revision: String = "main", "the current version", resume TRAINING_ROWS;
         /// Several sources with their own settings and weights, in place of `train`; a setting that is left out is that of
         /// `[data]`.
-        sources: Vec<SourceKeys> = [], "give it, or `train`", resume OnResume::Path(Content::Sources);
+        sources: Vec<SourceKeys> = [], "give it, or `train`", resume OnResume::Path(PathContent::Sources);
         /// How a prompt and an answer (plain texts) are joined. `chat`: as a user and an assistant message, with the
         /// chat template; `plain`: concatenated; `auto`: `chat` if the model has a template and the stage is not
         /// `pretrain`. Conversations always use the template, text rows never.
@@ -252,16 +252,16 @@ impl Data {
 const FROM_ROWS: [&str; 3] = ["messages", "tools", "add_generation_prompt"];
 
 /// Contradictions.
-pub(super) fn check(s: &Settings, faults: &mut Faults) {
+pub(super) fn check(s: &RecipeSections, faults: &mut KeyFaults) {
     let (model, memory, data) = (&s.model, &s.memory, &s.data);
     let teacher = s.distill.teacher.as_ref();
     for (name, key, revision, other) in [
         (Some(&model.path), Model::path, &model.revision, Model::revision),
         (
             teacher,
-            Distill::teacher,
+            DistillSection::teacher,
             &s.distill.teacher_revision,
-            Distill::teacher_revision,
+            DistillSection::teacher_revision,
         ),
     ] {
         if let Some((_, own)) = name.and_then(ModelRef::with_revision)
@@ -409,7 +409,7 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
 }
 
 /// Products of 8-bit operands need frozen weights that are stored as int8 with one scale per row, and a GPU.
-fn check_products(s: &Settings, faults: &mut Faults) {
+fn check_products(s: &RecipeSections, faults: &mut KeyFaults) {
     let (memory, products) = (&s.memory, s.memory.frozen_products);
     if products == Products::Dequantized {
         return;
@@ -452,7 +452,7 @@ fn check_products(s: &Settings, faults: &mut Faults) {
 }
 
 /// True if rows may be split.
-fn splits(s: &Settings) -> bool {
+fn splits(s: &RecipeSections) -> bool {
     match s.data.long {
         Long::Auto => s.train.stage == Stage::Pretrain || matches!(s.data.format, RowFormat::Auto | RowFormat::Text),
         long => long == Long::Split,
@@ -460,7 +460,7 @@ fn splits(s: &Settings) -> bool {
 }
 
 /// Settings for rows that are long, cached or streamed.
-fn check_rows(s: &Settings, faults: &mut Faults) {
+fn check_rows(s: &RecipeSections, faults: &mut KeyFaults) {
     let (data, stage) = (&s.data, s.train.stage);
     if data.overlap >= data.max_length {
         faults.add(
@@ -545,7 +545,7 @@ fn has_columns(path: &String) -> bool {
 }
 
 /// The setting because of which a key has no effect.
-pub(super) fn unused(s: &Settings, key: KeyPath) -> Option<String> {
+pub(super) fn unused(s: &RecipeSections, key: KeyPath) -> Option<String> {
     let (model, memory, data) = (&s.model, &s.memory, &s.data);
     let stored = |any: &[Auto<WeightStorage>]| memory.storages().any(|storage| any.contains(&storage));
     let frozen = || Some(Memory::frozen_weights.is(memory.frozen_weights.name()));

@@ -1,6 +1,6 @@
 //! The keys of `rlhf` for the preference stages.
 
-use super::super::value::{ByKind, Value};
+use super::super::value::{ByKind, KeyValue};
 use super::*;
 
 /// The values of `rlhf.loss_type`; each stage accepts its own.
@@ -19,11 +19,11 @@ const LOSS: ValueKind = ValueKind::Name(&{
     names
 });
 
-// `RlConfig` has the other keys of this table.
+// `RlSection` has the other keys of this table.
 section! {
     /// Preferences (stages `reward`, `dpo`, `orpo`, `simpo`, `kto`) and reinforcement (`grpo`, `ppo`). Names and
     /// meaning as in TRL.
-    pub struct Preference in "rlhf" {
+    pub struct PreferenceSection in "rlhf" {
         /// The loss: for `dpo` any except the last two, for `kto` one of the last two.
         loss_type: PreferenceLoss = "auto", "`sigmoid` for `dpo`, `kto` for `kto`", when Train::stage = ["dpo", "kto"];
         /// Strength of the constraint to the reference: a higher value keeps the policy closer. In `ipo` it is τ, in
@@ -99,11 +99,11 @@ impl PreferenceLoss {
     }
 }
 
-impl Setting<ByKind> for PreferenceLoss {
+impl KeyType<ByKind> for PreferenceLoss {
     const KIND: ValueKind = LOSS;
-    fn read(value: &Value) -> Self {
+    fn read(value: &KeyValue) -> Self {
         match value {
-            Value::Text(text) => Self::parse(text),
+            KeyValue::Text(text) => Self::parse(text),
             _ => Self::Auto,
         }
     }
@@ -118,7 +118,7 @@ fn losses(stage: Stage) -> &'static [&'static str] {
     }
 }
 
-impl Settings {
+impl RecipeSections {
     /// The loss of the recipe's stage: the written one, or the default of the stage.
     pub fn preference_loss(&self) -> PreferenceLoss {
         match (self.preference.loss_type, self.train.stage) {
@@ -154,7 +154,7 @@ const SMOOTHED: [PairLoss; 4] = [
 ];
 
 /// Contradictions.
-pub(super) fn check(s: &Settings, faults: &mut Faults) {
+pub(super) fn check(s: &RecipeSections, faults: &mut KeyFaults) {
     let stage = s.train.stage;
     if !stage.is_preference() {
         return;
@@ -162,7 +162,7 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
     let (loss, known) = (s.preference_loss(), losses(stage));
     if !known.is_empty() && !known.contains(&loss.name()) {
         faults.add(
-            &[Preference::loss_type, Train::stage],
+            &[PreferenceSection::loss_type, Train::stage],
             Error::usage(format!("stage `{}` has no loss `{}`", stage.name(), loss.name()))
                 .expected(format!("one of {}", known.join(", "))),
         );
@@ -170,13 +170,13 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
     let smoothing = s.preference.label_smoothing;
     if stage == Stage::Dpo && loss == PreferenceLoss::Pair(PairLoss::ExoPair) && smoothing == 0.0 {
         faults.add(
-            &[Preference::loss_type, Preference::label_smoothing],
+            &[PreferenceSection::loss_type, PreferenceSection::label_smoothing],
             Error::usage("`exo_pair` needs `rlhf.label_smoothing` above 0").hint("its paper uses 1e-3"),
         );
     }
     if stage == Stage::Dpo && loss == PreferenceLoss::Pair(PairLoss::Robust) && smoothing >= 0.5 {
         faults.add(
-            &[Preference::loss_type, Preference::label_smoothing],
+            &[PreferenceSection::loss_type, PreferenceSection::label_smoothing],
             Error::usage("`robust` needs `rlhf.label_smoothing` below 0.5")
                 .found(smoothing)
                 .hint("it is the fraction of wrong labels"),
@@ -185,10 +185,10 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
     let divergence = s.preference.f_divergence_type;
     if stage == Stage::Dpo && divergence != FDivergence::ReverseKl && !of_differences(loss) {
         faults.add(
-            &[Preference::loss_type, Preference::f_divergence_type],
+            &[PreferenceSection::loss_type, PreferenceSection::f_divergence_type],
             Error::usage(format!(
                 "`{}` has no effect with `{}`",
-                Preference::f_divergence_type.is(divergence.name()),
+                PreferenceSection::f_divergence_type.is(divergence.name()),
                 loss.name()
             ))
             .expected(format!("one of {}", OF_DIFFERENCES.map(PairLoss::name).join(", "))),
@@ -196,7 +196,7 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
     }
     if stage == Stage::Kto && loss == PreferenceLoss::Judged(JudgedLoss::Kto) && s.train.batch_size == 1 {
         faults.add(
-            &[Train::batch_size, Train::stage, Preference::loss_type],
+            &[Train::batch_size, Train::stage, PreferenceSection::loss_type],
             Error::usage("KTO needs at least two rows in a micro-batch")
                 .found("train.batch_size = 1")
                 .expected("2 or more: the KL divergence from the reference is estimated with the answers of other rows")
@@ -206,7 +206,7 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
 }
 
 /// The setting because of which a key has no effect in a preference stage.
-pub(super) fn unused(s: &Settings, key: KeyPath) -> Option<String> {
+pub(super) fn unused(s: &RecipeSections, key: KeyPath) -> Option<String> {
     let stage = s.train.stage;
     if !stage.is_preference() {
         return None;
@@ -217,14 +217,16 @@ pub(super) fn unused(s: &Settings, key: KeyPath) -> Option<String> {
         Data::packing | Data::packing_length | Data::train_on | Train::predict_with_generate => {
             Some(Train::stage.is(stage.name()))
         }
-        Preference::label_smoothing if stage == Stage::Dpo && !SMOOTHED.map(PreferenceLoss::Pair).contains(&loss) => {
-            Some(Preference::loss_type.is(loss.name()))
+        PreferenceSection::label_smoothing
+            if stage == Stage::Dpo && !SMOOTHED.map(PreferenceLoss::Pair).contains(&loss) =>
+        {
+            Some(PreferenceSection::loss_type.is(loss.name()))
         }
-        Preference::discopop_tau if loss != PreferenceLoss::Pair(PairLoss::Discopop) => {
-            Some(Preference::loss_type.is(loss.name()))
+        PreferenceSection::discopop_tau if loss != PreferenceLoss::Pair(PairLoss::Discopop) => {
+            Some(PreferenceSection::loss_type.is(loss.name()))
         }
-        Preference::f_alpha_divergence_coef if divergence != FDivergence::AlphaDivergence => {
-            Some(Preference::f_divergence_type.is(divergence.name()))
+        PreferenceSection::f_alpha_divergence_coef if divergence != FDivergence::AlphaDivergence => {
+            Some(PreferenceSection::f_divergence_type.is(divergence.name()))
         }
         _ => None,
     }

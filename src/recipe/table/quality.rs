@@ -37,7 +37,7 @@ section! {
 }
 
 /// The similarities for which near duplicates are found.
-const SIMILAR: Range = Range { min: 0.7, ..PART };
+const SIMILAR: KeyRange = KeyRange { min: 0.7, ..PART };
 
 pub use screen::Dedup;
 
@@ -58,7 +58,7 @@ impl Quality {
 }
 
 /// The setting because of which a key has no effect.
-pub(super) fn unused(s: &Settings, key: KeyPath) -> Option<String> {
+pub(super) fn unused(s: &RecipeSections, key: KeyPath) -> Option<String> {
     let keys = &s.data.quality;
     match key {
         Quality::decontaminate_ngram if keys.decontaminate.is_empty() => Some("data.decontaminate = []".into()),

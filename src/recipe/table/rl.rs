@@ -6,7 +6,7 @@ named!(RolloutWeights { Exact = "exact", Int8 = "int8", Int4 = "int4" });
 
 section! {
     /// The keys of `rlhf` for the stages `grpo` and `ppo`.
-    pub struct RlConfig in "rlhf", when Train::stage = ["grpo", "ppo"] {
+    pub struct RlSection in "rlhf", when Train::stage = ["grpo", "ppo"] {
         /// Rewards of an answer, one string each: `exact` (equal to the known answer), `numeric` (the last number
         /// equals that of the known answer), `regex:PATTERN`, `json` or `json:SCHEMA-FILE`, `length:TOKENS` (falls from
         /// 0 to -1 between this number of tokens and `max_completion_length`), `model:DIRECTORY` (a reward model),
@@ -53,14 +53,14 @@ section! {
         sample_steps: usize = 10, "enough to follow the run", in from(0);
         /// Number of answers that such a rollout writes.
         samples: usize = 4, "few enough to read", in from(1);
-        with grpo: Grpo;
-        with ppo: Ppo;
+        with grpo: GrpoSection;
+        with ppo: PpoSection;
     }
 }
 
 section! {
     /// The loss of GRPO and its variants. Names and meaning as in TRL.
-    pub struct Grpo in "rlhf.grpo", when Train::stage = ["grpo"] {
+    pub struct GrpoSection in "rlhf.grpo", when Train::stage = ["grpo"] {
         /// `grpo`: mean over the tokens of an answer, then over answers; `dapo`: over all tokens of the rollout;
         /// `bnpo`: over all tokens of the optimizer step; `dr_grpo`: divided by the longest answer allowed; `rloo`: one
         /// ratio and one loss for the whole answer, advantages relative to the other answers of the group, KL in the
@@ -92,7 +92,7 @@ section! {
 
 section! {
     /// The loss of PPO. Names and meaning as in TRL.
-    pub struct Ppo in "rlhf.ppo", when Train::stage = ["ppo"] {
+    pub struct PpoSection in "rlhf.ppo", when Train::stage = ["ppo"] {
         /// Factor of the KL penalty in the reward of each token; 0 needs no reference model.
         kl_coef: f64 = 0.05, "as in TRL", in POSITIVE_OR_ZERO;
         /// How the KL divergence is estimated at a token: `k1` the log-ratio, `k3` never negative.
@@ -119,7 +119,7 @@ section! {
 }
 
 /// Contradictions.
-pub(super) fn check(s: &Settings, faults: &mut Faults) {
+pub(super) fn check(s: &RecipeSections, faults: &mut KeyFaults) {
     let (train, rl) = (&s.train, &s.rl);
     if !train.stage.is_rl() {
         return;
@@ -127,7 +127,7 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
     let stage = train.stage.name();
     if rl.rewards.is_empty() {
         faults.add(
-            &[RlConfig::rewards],
+            &[RlSection::rewards],
             Error::usage("`rlhf.rewards` is missing: the stage needs at least one reward")
                 .hint("write `rewards = [\"numeric\"]` below `[rlhf]`, or the argument `rlhf.rewards=numeric`"),
         );
@@ -135,7 +135,7 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
     let (rewards, weights) = (rl.rewards.len(), rl.reward_weights.len());
     if weights > 0 && weights != rewards {
         faults.add(
-            &[RlConfig::reward_weights, RlConfig::rewards],
+            &[RlSection::reward_weights, RlSection::rewards],
             Error::usage("`rlhf.reward_weights` and `rlhf.rewards` have different lengths")
                 .found(format!("{weights} weights"))
                 .expected(format!("{rewards}, one for each reward")),
@@ -147,10 +147,10 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
     if answers % group != 0 {
         faults.add(
             &[
-                RlConfig::num_generations,
+                RlSection::num_generations,
                 Train::batch_size,
                 Train::gradient_accumulation_steps,
-                RlConfig::num_mini_batches,
+                RlSection::num_mini_batches,
             ],
             Error::usage("the number of answers of a rollout is not a multiple of `rlhf.num_generations`")
                 .found(format!(
@@ -161,7 +161,7 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
     }
     if train.stage == Stage::Grpo && group < 2 {
         faults.add(
-            &[RlConfig::num_generations, Train::stage],
+            &[RlSection::num_generations, Train::stage],
             Error::usage("`train.stage = \"grpo\"` compares the answers of a group")
                 .found("`rlhf.num_generations = 1`")
                 .expected("at least 2"),
@@ -170,7 +170,7 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
     let (max, min) = (rl.rollout_clip_max, rl.rollout_clip_min);
     if min >= max {
         faults.add(
-            &[RlConfig::rollout_clip_min, RlConfig::rollout_clip_max],
+            &[RlSection::rollout_clip_min, RlSection::rollout_clip_max],
             Error::usage("`rlhf.rollout_clip_min` is not below `rlhf.rollout_clip_max`")
                 .found(format!("{min} and {max}")),
         );
@@ -185,24 +185,28 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
 }
 
 /// The setting because of which a key has no effect.
-pub(super) fn unused(s: &Settings, key: KeyPath) -> Option<String> {
+pub(super) fn unused(s: &RecipeSections, key: KeyPath) -> Option<String> {
     let rl = &s.rl;
     let rloo = rl.grpo.loss_type == GrpoLoss::Rloo;
     match key {
-        RlConfig::rollout_correction | RlConfig::rollout_clip_max | RlConfig::rollout_clip_min
+        RlSection::rollout_correction | RlSection::rollout_clip_max | RlSection::rollout_clip_min
             if rl.rollout_weights == RolloutWeights::Exact =>
         {
-            Some(RlConfig::rollout_weights.is("exact"))
+            Some(RlSection::rollout_weights.is("exact"))
         }
-        RlConfig::rollout_clip_max | RlConfig::rollout_clip_min if rl.rollout_correction == RolloutCorrection::None => {
-            Some(RlConfig::rollout_correction.is("none"))
+        RlSection::rollout_clip_max | RlSection::rollout_clip_min
+            if rl.rollout_correction == RolloutCorrection::None =>
+        {
+            Some(RlSection::rollout_correction.is("none"))
         }
-        Grpo::normalize_advantages if !rloo => Some(Grpo::loss_type.is(rl.grpo.loss_type.name())),
-        Grpo::importance_sampling_level | Grpo::scale_rewards | Grpo::use_bias_correction_kl if rloo => {
-            Some(Grpo::loss_type.is("rloo"))
+        GrpoSection::normalize_advantages if !rloo => Some(GrpoSection::loss_type.is(rl.grpo.loss_type.name())),
+        GrpoSection::importance_sampling_level | GrpoSection::scale_rewards | GrpoSection::use_bias_correction_kl
+            if rloo =>
+        {
+            Some(GrpoSection::loss_type.is("rloo"))
         }
-        Grpo::use_bias_correction_kl if rl.grpo.beta == 0.0 => Some("rlhf.grpo.beta = 0".into()),
-        Ppo::kl_horizon if rl.ppo.kl_target == 0.0 => Some("rlhf.ppo.kl_target = 0".into()),
+        GrpoSection::use_bias_correction_kl if rl.grpo.beta == 0.0 => Some("rlhf.grpo.beta = 0".into()),
+        PpoSection::kl_horizon if rl.ppo.kl_target == 0.0 => Some("rlhf.ppo.kl_target = 0".into()),
         Data::train_on | Data::packing | Data::packing_length | Train::predict_with_generate
             if s.train.stage.is_rl() =>
         {

@@ -1,8 +1,8 @@
 //! A source of training rows: one table of `[[data.sources]]`.
 
 use super::*;
-use crate::recipe::check::{Origin, Values};
-use crate::recipe::value::{ByKind, Value};
+use crate::recipe::check::{KeyValues, ValueOrigin};
+use crate::recipe::value::{ByKind, KeyValue};
 use ft_data::Mapping;
 
 section! {
@@ -37,18 +37,18 @@ section! {
     }
 }
 
-impl Setting<ByKind> for Vec<SourceKeys> {
+impl KeyType<ByKind> for Vec<SourceKeys> {
     const KIND: ValueKind = ValueKind::Tables(SourceKeys::KEYS);
 
-    fn read(value: &Value) -> Self {
-        let Value::Tables(tables) = value else {
+    fn read(value: &KeyValue) -> Self {
+        let KeyValue::Tables(tables) = value else {
             return Vec::new();
         };
-        let one = |written: &Vec<(&'static str, Value)>| {
-            let mut values = Values::defaults(SourceKeys::KEYS.iter());
+        let one = |written: &Vec<(&'static str, KeyValue)>| {
+            let mut values = KeyValues::defaults(SourceKeys::KEYS.iter());
             for (name, value) in written {
                 if let Some(entry) = values.0.iter_mut().find(|e| e.key.name == *name) {
-                    (entry.value, entry.origin) = (value.clone(), Origin::Recipe);
+                    (entry.value, entry.origin) = (value.clone(), ValueOrigin::Recipe);
                 }
             }
             <SourceKeys as Section>::read(&values)
@@ -97,7 +97,7 @@ impl SourceKeys {
 }
 
 /// Contradictions.
-pub(super) fn check(s: &Settings, faults: &mut Faults) {
+pub(super) fn check(s: &RecipeSections, faults: &mut KeyFaults) {
     let data = &s.data;
     if let Err(error) = data.mapping().check() {
         faults.add(&[Data::prompt_template, Data::columns], error);

@@ -224,7 +224,7 @@ impl From<ScheduleKeys> for ScheduleConfig {
 }
 
 /// The setting because of which a key has no effect.
-pub(super) fn unused(s: &Settings, key: KeyPath) -> Option<String> {
+pub(super) fn unused(s: &RecipeSections, key: KeyPath) -> Option<String> {
     let (method, lora) = (s.tune.method, &s.tune.lora);
     match key {
         // Adapters are f32; modules that train in full are not.
@@ -253,7 +253,7 @@ pub(super) fn unused(s: &Settings, key: KeyPath) -> Option<String> {
 }
 
 /// Stages that have no noise on embeddings or no label smoothing.
-pub(super) fn check(s: &Settings, faults: &mut Faults) {
+pub(super) fn check(s: &RecipeSections, faults: &mut KeyFaults) {
     let stage = s.train.stage;
     if s.train.neftune_noise_alpha > 0.0 && stage.is_rl() {
         faults.add(
@@ -296,7 +296,7 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
 }
 
 /// Refuses settings that do not support f16.
-pub(super) fn check_f16(s: &Settings, faults: &mut Faults) {
+pub(super) fn check_f16(s: &RecipeSections, faults: &mut KeyFaults) {
     if s.model.dtype != Dtype::F16 {
         return;
     }

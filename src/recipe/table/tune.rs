@@ -125,7 +125,7 @@ impl From<BlockKeys> for BlockConfig {
 }
 
 /// Contradictions.
-pub(super) fn check(s: &Settings, faults: &mut Faults) {
+pub(super) fn check(s: &RecipeSections, faults: &mut KeyFaults) {
     let TuneKeys {
         method, freeze, block, ..
     } = &s.tune;
@@ -188,7 +188,7 @@ fn has_rows(kind: PeftType) -> bool {
 }
 
 /// The setting because of which a key has no effect.
-pub(super) fn unused(s: &Settings, key: KeyPath) -> Option<String> {
+pub(super) fn unused(s: &RecipeSections, key: KeyPath) -> Option<String> {
     match key {
         TuneKeys::new_tokens if !s.data.adds_tokens() => Some("data.new_tokens = []".into()),
         TuneKeys::new_tokens if s.tune.method == Method::Full => Some(TuneKeys::method.is("full")),

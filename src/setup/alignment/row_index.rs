@@ -2,7 +2,7 @@
 //! in the token cache: at a later start neither all rows nor all spans are compared again.
 
 use crate::base::{Error, Result, files, progress};
-use crate::data::dataset::Origin;
+use crate::data::dataset::RowOrigin;
 use crate::data::{Dataset, Example, TextCodec, TokenCache};
 use crate::distill::spans::{self, TokenBytes, Vocabularies};
 use crate::recipe::Recipe;
@@ -68,7 +68,7 @@ impl RowIndex {
 
     fn find(own: &Dataset, other: &Dataset, bytes: Vocabularies<'_>) -> Result<Self> {
         let place = |row: usize| Ok((other.origin(row)?, row as u32));
-        let places: BTreeMap<Origin, u32> = (0..other.examples.len()).map(place).collect::<Result<_>>()?;
+        let places: BTreeMap<RowOrigin, u32> = (0..other.examples.len()).map(place).collect::<Result<_>>()?;
         let mut out = Self::default();
         let mut ends: BTreeMap<(u32, u32), usize> = BTreeMap::new();
         let phase = progress::phase("aligning the rows of student and teacher", own.examples.len(), "rows");

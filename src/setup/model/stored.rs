@@ -53,7 +53,7 @@ impl StoredWeights {
     }
 
     /// True if a run with this method trains dequantized values of the files.
-    pub fn is_decoded(&self, method: Method) -> bool {
+    pub fn is_dequantized(&self, method: Method) -> bool {
         method != Method::Lora && !self.codes.is_empty()
     }
 }

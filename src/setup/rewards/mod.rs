@@ -6,15 +6,15 @@ mod numbers;
 mod program;
 mod schema;
 
-use crate::base::worker::Rights;
+use crate::base::worker::ProcessRights;
 use crate::base::{Error, Result, files, memory};
 use crate::data::prompts::Prompt;
-use crate::recipe::RlConfig;
+use crate::recipe::RlSection;
 use candle_core::Device;
 use fancy_regex::Regex;
 use model::RewardModel;
 pub use model::RewardModelSpec;
-use program::Program;
+use program::RewardProgram;
 use schema::Schema;
 use serde_json::{Value, json};
 use std::path::Path;
@@ -45,17 +45,17 @@ enum RewardKind {
 enum Judge {
     Text(RewardKind),
     Model(Box<RewardModel>),
-    Program(Program),
+    Program(RewardProgram),
 }
 
 /// One reward with its name in the metrics and its weight in the sum.
-pub struct Reward {
+pub struct WeightedReward {
     pub name: String,
     pub weight: f64,
     judge: Judge,
 }
 
-pub struct Rewards(pub Vec<Reward>);
+pub struct Rewards(pub Vec<WeightedReward>);
 
 const KNOWN: &str =
     "exact, numeric, regex:PATTERN, json, json:SCHEMA-FILE, length:TOKENS, model:DIRECTORY, program:COMMAND";
@@ -68,7 +68,7 @@ impl RewardKind {
         };
         let fault = |what: &str| {
             Error::usage(what)
-                .at(RlConfig::rewards)
+                .at(RlSection::rewards)
                 .found(format!("`{text}`"))
                 .expected(KNOWN)
         };
@@ -137,7 +137,7 @@ impl RewardKind {
     }
 }
 
-fn kinds(rlhf: &RlConfig) -> Result<Vec<RewardKind>> {
+fn kinds(rlhf: &RlSection) -> Result<Vec<RewardKind>> {
     if rlhf.rewards.is_empty() {
         return Err(
             Error::usage("`rlhf.rewards` is missing: the run has no reward to maximize")
@@ -159,7 +159,7 @@ fn kinds(rlhf: &RlConfig) -> Result<Vec<RewardKind>> {
 /// Checks the rewards of a recipe and the rows they score; starts no program, loads no model.
 ///
 /// Errors: an unknown reward; an invalid pattern, schema or directory; a row without its answer.
-pub fn check(rlhf: &RlConfig, prompts: &[Prompt]) -> Result<()> {
+pub fn check(rlhf: &RlSection, prompts: &[Prompt]) -> Result<()> {
     for kind in kinds(rlhf)? {
         if let RewardKind::Model(dir) = &kind {
             RewardModel::describe(dir)?;
@@ -185,7 +185,7 @@ pub fn check(rlhf: &RlConfig, prompts: &[Prompt]) -> Result<()> {
 /// loading it later reports the error.
 ///
 /// Errors: rewards that do not exist.
-pub fn costs(rlhf: &RlConfig) -> Result<Vec<RewardModelSpec>> {
+pub fn costs(rlhf: &RlSection) -> Result<Vec<RewardModelSpec>> {
     let cost = |kind: RewardKind| match kind {
         RewardKind::Model(dir) => RewardModel::cost(&dir).ok(),
         _ => None,
@@ -195,8 +195,8 @@ pub fn costs(rlhf: &RlConfig) -> Result<Vec<RewardModelSpec>> {
 
 impl Rewards {
     /// Loads models and starts programs.
-    pub fn open(rlhf: &RlConfig, device: &Device) -> Result<Self> {
-        let mut rewards: Vec<Reward> = Vec::new();
+    pub fn open(rlhf: &RlSection, device: &Device) -> Result<Self> {
+        let mut rewards: Vec<WeightedReward> = Vec::new();
         for (i, kind) in kinds(rlhf)?.into_iter().enumerate() {
             let base = kind.name();
             let same = rewards
@@ -208,11 +208,11 @@ impl Rewards {
             };
             let judge = match kind {
                 RewardKind::Model(dir) => Judge::Model(Box::new(RewardModel::open(&dir, device)?)),
-                RewardKind::Program(command) => Judge::Program(Program::start(
+                RewardKind::Program(command) => Judge::Program(RewardProgram::start(
                     &command,
                     Duration::from_secs_f64(rlhf.reward_timeout),
                     rlhf.reward_restarts,
-                    Rights {
+                    ProcessRights {
                         network: rlhf.reward_network,
                         memory: rlhf.reward_memory.or_else(memory::available),
                     },
@@ -220,14 +220,14 @@ impl Rewards {
                 text => Judge::Text(text),
             };
             let weight = rlhf.reward_weights.get(i).copied().unwrap_or(1.0);
-            rewards.push(Reward { name, weight, judge });
+            rewards.push(WeightedReward { name, weight, judge });
         }
         Ok(Self(rewards))
     }
 
     /// Returns `[rewards][answers]`; NaN if a reward gives no score for an answer.
     pub fn scores(&mut self, answers: &[RewardInput]) -> Result<Vec<Vec<f64>>> {
-        let one = |reward: &mut Reward| match &mut reward.judge {
+        let one = |reward: &mut WeightedReward| match &mut reward.judge {
             Judge::Text(kind) => Ok(answers.iter().map(|a| kind.score(a)).collect()),
             Judge::Model(model) => model.scores(answers),
             Judge::Program(program) => program.scores(&answers.iter().map(row).collect::<Vec<_>>()),

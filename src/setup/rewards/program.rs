@@ -2,9 +2,9 @@
 //!
 //! A score is a number, `null` (no score for this row), or an object with a number in `score`. The program starts once
 //! and serves all requests. If it dies or hangs, it is restarted up to a limit and receives the rows that it did not
-//! answer. Its rights are reduced (`base::worker::Rights`).
+//! answer. Its rights are reduced (`base::worker::ProcessRights`).
 
-use crate::base::worker::{self, Rights};
+use crate::base::worker::{self, ProcessRights};
 use crate::base::{Error, Result, signal};
 use serde_json::Value;
 use std::collections::VecDeque;
@@ -22,17 +22,17 @@ const SHOWN: usize = 12;
 /// Interval of the check for a signal.
 const TICK: Duration = Duration::from_millis(50);
 
-pub struct Program {
+pub struct RewardProgram {
     words: Vec<String>,
     /// Time limit for one row.
     timeout: Duration,
     /// Number of restarts that are left.
     restarts: usize,
-    rights: Rights,
-    running: Option<Running>,
+    rights: ProcessRights,
+    running: Option<RunningProgram>,
 }
 
-struct Running {
+struct RunningProgram {
     child: Child,
     rows: Sender<String>,
     lines: Receiver<String>,
@@ -42,7 +42,7 @@ struct Running {
     network: bool,
 }
 
-impl Drop for Running {
+impl Drop for RunningProgram {
     fn drop(&mut self) {
         // Kills its child processes too. Errors occur only if the program has ended already, so they are ignored.
         #[cfg(unix)]
@@ -55,9 +55,9 @@ impl Drop for Running {
     }
 }
 
-impl Program {
+impl RewardProgram {
     /// Splits `command` into words with the quoting rules of a shell, without a shell. Errors: it cannot be started.
-    pub fn start(command: &str, timeout: Duration, restarts: usize, rights: Rights) -> Result<Self> {
+    pub fn start(command: &str, timeout: Duration, restarts: usize, rights: ProcessRights) -> Result<Self> {
         let mut program = Self {
             words: words(command)?,
             timeout,
@@ -69,7 +69,7 @@ impl Program {
         Ok(program)
     }
 
-    fn spawn(&self) -> Result<Running> {
+    fn spawn(&self) -> Result<RunningProgram> {
         let Some((name, arguments)) = self.words.split_first() else {
             return Err(Error::usage("a `program:` reward has no program name").hint("`program:python3 score.py`"));
         };
@@ -116,7 +116,7 @@ impl Program {
                 Err(_) => false,
             })
         });
-        Ok(Running {
+        Ok(RunningProgram {
             listener,
             child,
             rows,
@@ -157,7 +157,7 @@ impl Program {
     }
 
     /// Reads scores until all rows have one. Returns the error of a program that died or hung.
-    fn read(&self, running: &mut Running, rows: &[Value], scores: &mut Vec<f64>) -> Result<Option<Error>> {
+    fn read(&self, running: &mut RunningProgram, rows: &[Value], scores: &mut Vec<f64>) -> Result<Option<Error>> {
         while scores.len() < rows.len() {
             let place = || {
                 format!(
@@ -207,7 +207,7 @@ impl Program {
     }
 }
 
-impl Running {
+impl RunningProgram {
     /// Adds the standard error of the program and its exit status to the error.
     fn explain(&mut self, error: Error) -> Error {
         // Gives a program that is about to exit time to write its message.
@@ -313,9 +313,15 @@ mod tests {
     use super::*;
     use serde_json::json;
 
-    fn program(script: &str, seconds: f64, restarts: usize) -> Program {
+    fn program(script: &str, seconds: f64, restarts: usize) -> RewardProgram {
         let command = format!("sh -c '{script}'");
-        Program::start(&command, Duration::from_secs_f64(seconds), restarts, Rights::default()).unwrap()
+        RewardProgram::start(
+            &command,
+            Duration::from_secs_f64(seconds),
+            restarts,
+            ProcessRights::default(),
+        )
+        .unwrap()
     }
 
     fn rows(n: usize) -> Vec<Value> {
@@ -406,7 +412,7 @@ mod tests {
 
     #[test]
     fn a_program_that_is_not_there() {
-        let e = Program::start("no-such-program-here --x", TICK, 0, Rights::default())
+        let e = RewardProgram::start("no-such-program-here --x", TICK, 0, ProcessRights::default())
             .err()
             .unwrap()
             .to_string();
@@ -414,7 +420,7 @@ mod tests {
             e.contains("cannot be started") && e.contains("no-such-program-here"),
             "{e}"
         );
-        let starts = |text: &str| Program::start(text, TICK, 0, Rights::default()).is_ok();
+        let starts = |text: &str| RewardProgram::start(text, TICK, 0, ProcessRights::default()).is_ok();
         assert!(!starts("") && !starts("a 'b"));
         assert_eq!(
             words(r#"a 'b c'  "d \" e" f\ g ''"#).unwrap(),

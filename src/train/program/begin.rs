@@ -4,12 +4,12 @@ use super::RunContext;
 use crate::base::{Error, Result};
 use crate::engine::Engine;
 use crate::train::rehearsal;
-use crate::train::running::Run;
+use crate::train::running::TrainingRun;
 
 /// Evaluates and shows samples before the first step of a new run; finds out early that an evaluation fails.
 ///
 /// Errors: as for an evaluation; the checkpoint of the best evaluation does not exist.
-pub(super) fn begin(run: &mut Run, engine: &mut Engine, cx: &RunContext, start_step: u64) -> Result<()> {
+pub(super) fn begin(run: &mut TrainingRun, engine: &mut Engine, cx: &RunContext, start_step: u64) -> Result<()> {
     run.expect_signal_after(start_step);
     if let Some(step) = run.best.step().filter(|step| !cx.checkpoint_of(*step).exists()) {
         return Err(

@@ -11,7 +11,7 @@ use crate::recipe::{self, Method, ModelInit, ReportTo};
 use crate::report::Reporter;
 use crate::setup::active_schedule::ActiveSchedule;
 use crate::setup::{locate, rows};
-use crate::train::directory::{self, Directory};
+use crate::train::directory::{self, RunDirectory};
 use crate::train::gpus::OwnDevice;
 use crate::train::header::{HeaderInput, header, trained_elements};
 use crate::train::state::{self, RunFingerprint};
@@ -21,7 +21,7 @@ use std::path::PathBuf;
 
 /// The directory of a run and the state from which it goes on.
 pub(super) struct OpenedRun {
-    pub directory: Directory,
+    pub directory: RunDirectory,
     pub resumed: Option<LoadedState>,
     /// The directory of the files that the run needs meanwhile.
     pub scratch: PathBuf,
@@ -90,7 +90,7 @@ impl OpenedRun {
         } else {
             let from = ranks.path(None)?;
             let resumed = from.map(|from| checkpoint::load(&from)).transpose()?;
-            (Directory::of_other_rank(run_dir), resumed)
+            (RunDirectory::of_other_rank(run_dir), resumed)
         };
         if recipe.distributed.writes_parts(ranks.size()) {
             let first = resumed.as_ref().map_or(1, |checkpoint| checkpoint.step + 1);

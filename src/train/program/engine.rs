@@ -4,7 +4,7 @@ use super::RunContext;
 use super::directory::OpenedRun;
 use crate::base::{Result, progress};
 use crate::data::order::BatchStream;
-use crate::engine::{Active, Engine, RankConfig, StepStrategy, TrainConfig};
+use crate::engine::{ActiveSet, Engine, RankConfig, StepStrategy, TrainConfig};
 use crate::hf::AdapterSet;
 use crate::ops::update;
 use crate::report::Reporter;
@@ -27,7 +27,7 @@ pub(super) struct Trainer<'a> {
     pub batches: Box<dyn BatchSource + 'a>,
     pub schedule: ActiveSchedule,
     /// The active parameters of the first step.
-    first: Active,
+    first: ActiveSet,
 }
 
 /// The decisions that are made before the weights are loaded.

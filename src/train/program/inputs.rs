@@ -1,11 +1,11 @@
 //! The inputs and decisions of a run, before anything is written.
 
-use super::Options;
+use super::TrainOptions;
 use crate::base::{Error, Result};
 use crate::data::order::BatchStream;
 use crate::engine::StepStrategy;
 use crate::hf::AdapterSet;
-use crate::plan::memory_plan::{self, MemoryPlan, Refusal};
+use crate::plan::memory_plan::{self, MemoryPlan, PlanRefusal};
 use crate::plan::{Plan, RunPlan};
 use crate::recipe::{LoadedRecipe, Recipe};
 use crate::setup::active_schedule::ActiveSchedule;
@@ -36,7 +36,7 @@ impl RunInputs {
 }
 
 /// All decisions of a run: values of `auto` keys, adapters, schedule of active parameters, memory.
-pub(super) struct Decisions<'a> {
+pub(super) struct RunDecisions<'a> {
     /// With the chosen values.
     pub loaded: LoadedRecipe,
     /// Without `auto` for keys that depend on rows and model.
@@ -47,12 +47,12 @@ pub(super) struct Decisions<'a> {
     pub plan: Plan,
     pub strategy: StepStrategy,
     /// Why the run does not fit.
-    pub refused: Option<Refusal>,
+    pub refused: Option<PlanRefusal>,
 }
 
-impl<'a> Decisions<'a> {
+impl<'a> RunDecisions<'a> {
     /// Errors: settings that contradict each other, the rows, or the model.
-    pub fn new(loaded: &LoadedRecipe, inputs: &'a RunInputs, options: &Options, own: &OwnDevice) -> Result<Self> {
+    pub fn new(loaded: &LoadedRecipe, inputs: &'a RunInputs, options: &TrainOptions, own: &OwnDevice) -> Result<Self> {
         let RunInputs { recipe, model, rows } = inputs;
         let before = ResumedValues::read(recipe, &options.resume)?;
         let stored = model.stored(recipe.model.init)?;
@@ -76,7 +76,7 @@ impl<'a> Decisions<'a> {
             &stored,
             &before,
             &options.ranks.plan_device(own, recipe.distributed.weights)?,
-            adapters::Values::Drawn,
+            adapters::AdapterValues::Drawn,
         )?;
         let Some(stream) = stream else {
             return Err(Error::internal("a run has no rows"));

@@ -1,19 +1,19 @@
 //! The results for the user: the last evaluation, samples, and `final/`.
 
 use super::RunContext;
-use super::steps::Ended;
-use crate::base::signal::{Conduct, Stop};
+use super::steps::StepsEnd;
+use crate::base::signal::{SignalReaction, Stop};
 use crate::base::{Result, signal};
 use crate::engine::Engine;
 use crate::hf::{AdapterSet, BaseHashes};
 use crate::train::finish::{self, TrainedModel};
-use crate::train::running::{self, Run};
+use crate::train::running::{self, TrainingRun};
 use crate::train::{from_checkpoint, owner};
 use serde_json::json;
 use std::path::PathBuf;
 
 /// The results of a run.
-pub(super) struct Results {
+pub(super) struct RunResults {
     /// `None`: the weights are random.
     pub final_dir: Option<PathBuf>,
     pub peak_memory_bytes: u64,
@@ -23,14 +23,14 @@ pub(super) struct Results {
 ///
 /// Errors: as for an evaluation or an export.
 pub(super) fn write(
-    mut run: Run,
+    mut run: TrainingRun,
     mut engine: Engine,
     cx: &RunContext,
     start_step: u64,
-    ended: &Ended,
+    ended: &StepsEnd,
     adapters: &AdapterSet,
     base: &BaseHashes,
-) -> Result<Results> {
+) -> Result<RunResults> {
     let (ranks, model, last_step) = (cx.ranks(), &cx.inputs.model, ended.last_step);
     for warning in &ended.warnings {
         run.reporter.warn(warning);
@@ -43,7 +43,7 @@ pub(super) fn write(
         run.samples(&mut engine, last_step, "after")?;
         run.stop_if_asked(&engine, last_step)?;
     }
-    signal::conduct(Conduct::Stop(Stop {
+    signal::conduct(SignalReaction::Stop(Stop {
         what: "the last step is done and `final/` is being written".into(),
         then: "; Ctrl-C again stops now, without `final/`".into(),
         lost: "`final/` was not written; `--resume` continues from the newest checkpoint".into(),
@@ -95,7 +95,7 @@ pub(super) fn write(
     let reason = if ended.early { "early stopping" } else { "done" };
     run.reporter.event("stop", json!({"step": last_step, "reason": reason}));
     run.reporter.finish();
-    Ok(Results {
+    Ok(RunResults {
         final_dir,
         peak_memory_bytes,
     })

@@ -2,18 +2,18 @@
 
 use super::RunContext;
 use crate::base::{ErrorKind, Result, signal};
-use crate::engine::{Active, Engine};
+use crate::engine::{ActiveSet, Engine};
 use crate::optim::Schedule;
 use crate::setup::prompts;
-use crate::train::learning::{self, Watch};
+use crate::train::learning::{self, LearningWatch};
 use crate::train::profile::Profile;
-use crate::train::running::{Run, UnreadStep};
+use crate::train::running::{TrainingRun, UnreadStep};
 use crate::train::step_metrics;
 use serde_json::json;
 use std::time::Instant;
 
 /// How the steps ended.
-pub(super) struct Ended {
+pub(super) struct StepsEnd {
     pub last_step: u64,
     /// By `early_stopping_patience`, before the last step of the plan.
     pub early: bool,
@@ -24,7 +24,12 @@ pub(super) struct Ended {
 /// Runs the steps after `start_step`.
 ///
 /// Errors: a loss or gradient that is not finite; a full disk; a signal after the state was saved.
-pub(super) fn run_steps(run: &mut Run, engine: &mut Engine, cx: &RunContext, start_step: u64) -> Result<Ended> {
+pub(super) fn run_steps(
+    run: &mut TrainingRun,
+    engine: &mut Engine,
+    cx: &RunContext,
+    start_step: u64,
+) -> Result<StepsEnd> {
     let RunContext {
         options,
         recipe,
@@ -35,7 +40,7 @@ pub(super) fn run_steps(run: &mut Run, engine: &mut Engine, cx: &RunContext, sta
     run.reporter.begin();
     let lr_schedule = Schedule::new(&recipe.schedule, total_steps);
     let mut active = schedule.active(start_step + 1);
-    let mut watch = Watch::new(recipe, cx.inputs.model.spec.vocab);
+    let mut watch = LearningWatch::new(recipe, cx.inputs.model.spec.vocab);
     // On a GPU the numbers of a step are read after the next one is queued. A rollout waits for the device anyway.
     // An average needs the weights of each step.
     // Several ranks wait for the sums of each step.
@@ -129,7 +134,7 @@ pub(super) fn run_steps(run: &mut Run, engine: &mut Engine, cx: &RunContext, sta
         early = after_step(run, engine, cx, step)?;
     }
     profile.end(&mut run.reporter)?;
-    Ok(Ended {
+    Ok(StepsEnd {
         last_step,
         early,
         warnings: watch.end(),
@@ -137,7 +142,7 @@ pub(super) fn run_steps(run: &mut Run, engine: &mut Engine, cx: &RunContext, sta
 }
 
 /// The active parameters from step `step` on. The engine changes to them.
-fn switch(run: &mut Run, engine: &mut Engine, step: u64) -> Result<Active> {
+fn switch(run: &mut TrainingRun, engine: &mut Engine, step: u64) -> Result<ActiveSet> {
     let schedule = run.schedule;
     let switches = schedule.switches_at(step);
     let survives = |name: &str| !switches || schedule.survives_switch(name, step);
@@ -159,7 +164,7 @@ fn switch(run: &mut Run, engine: &mut Engine, step: u64) -> Result<Active> {
 }
 
 /// Saves and evaluates, if that is due after this step. True if the run ends early.
-fn after_step(run: &mut Run, engine: &mut Engine, cx: &RunContext, step: u64) -> Result<bool> {
+fn after_step(run: &mut TrainingRun, engine: &mut Engine, cx: &RunContext, step: u64) -> Result<bool> {
     for sample in run.batches.samples() {
         run.reporter.sample(&sample);
     }

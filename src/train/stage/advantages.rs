@@ -8,7 +8,7 @@ use crate::data::Batch;
 use crate::model::{Head, Network, Objective};
 use crate::recipe::{self, GrpoLoss, Recipe, RolloutCorrection, RolloutWeights};
 use crate::rlhf::advantage::{self, KlControl, KlEstimator, moments};
-use crate::rlhf::correction::Correction;
+use crate::rlhf::correction::RatioCorrection;
 use crate::rlhf::grpo::{self, Grpo};
 use crate::rlhf::policy::{self, PolicyHead};
 use crate::rlhf::ppo::{self, Ppo, ValueHead};
@@ -16,7 +16,7 @@ use crate::setup::prompts::steps_of_rollout;
 use candle_core::{Device, Tensor};
 
 /// The reference model: the model at the start of the run.
-pub enum Reference {
+pub enum ReferenceModel {
     /// The current weights with adapters disabled.
     WithoutAdapters,
     Copy(Box<Network>),
@@ -120,7 +120,7 @@ impl<'a> AdvantageComputer<'a> {
 
     /// Computes the log-probabilities under the exact weights and the reference, and the values, if the loss needs
     /// them.
-    pub fn read(&self, kept: &mut [Trajectory], network: &Network, start: Option<&Reference>) -> Result<()> {
+    pub fn read(&self, kept: &mut [Trajectory], network: &Network, start: Option<&ReferenceModel>) -> Result<()> {
         let values = self
             .is_ppo()
             .then(|| ValueHead::of(&network.objective_params))
@@ -152,8 +152,8 @@ impl<'a> AdvantageComputer<'a> {
                 })
             };
             match start {
-                Some(Reference::WithoutAdapters) => network.with_adapters_disabled(|| reference(network))?,
-                Some(Reference::Copy(copy)) => reference(copy)?,
+                Some(ReferenceModel::WithoutAdapters) => network.with_adapters_disabled(|| reference(network))?,
+                Some(ReferenceModel::Copy(copy)) => reference(copy)?,
                 None => {}
             }
         }
@@ -183,7 +183,7 @@ impl<'a> AdvantageComputer<'a> {
         if rlhf.rollout_correction == RolloutCorrection::None {
             return;
         }
-        let correction = Correction {
+        let correction = RatioCorrection {
             mode: rlhf.rollout_correction,
             min: (rlhf.rollout_clip_min > 0.0).then_some(rlhf.rollout_clip_min),
             max: Some(rlhf.rollout_clip_max),

@@ -7,7 +7,7 @@ use crate::base::{Error, Result};
 use crate::data::batch::Example;
 use crate::data::order::{BatchStream, eval_batches};
 use crate::data::{Batch, Dataset};
-use crate::distill::hidden::Hidden;
+use crate::distill::hidden::HiddenDistance;
 use crate::distill::{Distill, DistillTerms, Teacher};
 use crate::engine::Engine;
 use crate::generate::{GenerateSettings, Request, rollout};
@@ -91,7 +91,7 @@ fn matched(
     model: &setup::ModelDir,
     teacher: &TeacherModel,
     device: &candle_core::Device,
-) -> Result<Option<Hidden>> {
+) -> Result<Option<HiddenDistance>> {
     let d = &recipe.distill;
     if d.hidden_weight == 0.0 {
         return Ok(None);
@@ -100,7 +100,7 @@ fn matched(
     if let Some(of) = [student, other].into_iter().find(|spec| spec.streams.is_some()) {
         return Err(
             Error::unsupported("hidden states of a model with several streams per token cannot be compared")
-                .at(recipe::Distill::hidden_weight)
+                .at(recipe::DistillSection::hidden_weight)
                 .found(&of.model_type)
                 .expected("0, or a model without AltUp"),
         );
@@ -108,7 +108,7 @@ fn matched(
     let pairs = teacher::layer_map(recipe, student, other)?;
     let (width, teacher_width) = (student.hidden, other.hidden);
     let seed = recipe.train.seed;
-    Hidden::new(
+    HiddenDistance::new(
         &pairs,
         width,
         teacher_width,
@@ -212,7 +212,7 @@ impl Students {
             top_p: None,
             seed: chance.bits(u64::MAX),
             stop_ids: self.stop_ids.clone(),
-            limits: crate::generate::Limits::default(),
+            limits: crate::generate::GenerateLimits::default(),
         };
         let answers = rollout(&engine.network, &requests, &settings)?;
         for (((m, i), request), answer) in wanted.into_iter().zip(requests).zip(answers) {

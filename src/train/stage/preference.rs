@@ -13,17 +13,17 @@ use crate::engine::{Engine, window};
 use crate::formats::tokenizer::Tokenizer;
 use crate::recipe::{self, Recipe, Train};
 use crate::report;
-use crate::rlhf::preference::losses::Dpo;
-use crate::rlhf::preference::unpaired::Kto;
-use crate::rlhf::preference::{Algorithm, Pairwise, Preferences, Reward, columns};
+use crate::rlhf::preference::losses::DpoSettings;
+use crate::rlhf::preference::unpaired::KtoSettings;
+use crate::rlhf::preference::{PairwiseLoss, PreferenceAlgorithm, PreferenceObjective, RewardObjective, columns};
 
-fn algorithm(recipe: &Recipe) -> Algorithm {
+fn algorithm(recipe: &Recipe) -> PreferenceAlgorithm {
     let p = &recipe.preference;
-    let pairs = |loss, ld_alpha| Algorithm::Pairs { loss, ld_alpha };
+    let pairs = |loss, ld_alpha| PreferenceAlgorithm::Pairs { loss, ld_alpha };
     match recipe.train.stage {
-        recipe::Stage::Orpo => pairs(Pairwise::Orpo { beta: p.beta }, 1.0),
+        recipe::Stage::Orpo => pairs(PairwiseLoss::Orpo { beta: p.beta }, 1.0),
         recipe::Stage::Simpo => pairs(
-            Pairwise::Simpo {
+            PairwiseLoss::Simpo {
                 beta: p.beta,
                 gamma: p.simpo_gamma,
                 nll: p.cpo_alpha,
@@ -31,14 +31,14 @@ fn algorithm(recipe: &Recipe) -> Algorithm {
             },
             1.0,
         ),
-        recipe::Stage::Kto => Algorithm::Judged(Kto {
+        recipe::Stage::Kto => PreferenceAlgorithm::Judged(KtoSettings {
             loss: p.loss_type.judged(),
             beta: p.beta,
             desirable_weight: p.desirable_weight,
             undesirable_weight: p.undesirable_weight,
         }),
         _ => pairs(
-            Pairwise::Dpo(Dpo {
+            PairwiseLoss::Dpo(DpoSettings {
                 losses: vec![(p.loss_type.pair(), 1.0)],
                 beta: p.beta,
                 label_smoothing: p.label_smoothing,
@@ -81,7 +81,7 @@ pub(super) fn open<'a>(setting: StageContext<'a>) -> Result<Stage<'a>> {
                 spec.model_type
             ));
         }
-        let reward = Reward::new(
+        let reward = RewardObjective::new(
             spec.hidden,
             f64::from(spec.initializer_range),
             pad_id(&setting.model.tokenizer),
@@ -98,7 +98,7 @@ pub(super) fn open<'a>(setting: StageContext<'a>) -> Result<Stage<'a>> {
     batches.algorithm = algorithm.has_reference().then(|| algorithm.clone());
     Ok(Stage {
         batches: Box::new(batches),
-        objective: Box::new(Preferences::new(algorithm)),
+        objective: Box::new(PreferenceObjective::new(algorithm)),
     })
 }
 
@@ -109,7 +109,7 @@ struct PreferenceSource<'a> {
     /// Rows per batch of the evaluation.
     units: usize,
     /// The loss, if it needs the reference; it defines how the log-probabilities of an answer are summed.
-    algorithm: Option<Algorithm>,
+    algorithm: Option<PreferenceAlgorithm>,
     /// For each set: the reference's log-probability of each document, row by row.
     reference: [Vec<f32>; 2],
 }

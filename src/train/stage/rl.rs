@@ -6,7 +6,7 @@
 //!
 //! Letters: A answers of a rollout, G answers to one prompt, T tokens of an answer.
 
-use super::advantages::{self, AdvantageComputer, Reference};
+use super::advantages::{self, AdvantageComputer, ReferenceModel};
 use super::rollout_buffer::{self, RolloutBuffer, Trajectory};
 use super::{BatchSource, Stage, StageContext};
 use crate::base::rng::{Rng, Stream};
@@ -15,14 +15,14 @@ use crate::data::Batch;
 use crate::data::Mixture;
 use crate::data::prompts::Prompt;
 use crate::engine::Engine;
-use crate::generate::{self, Answer, Formats, Limits, QuantizedCopy, Request};
+use crate::generate::{self, Answer, CopyFormats, GenerateLimits, QuantizedCopy, Request};
 use crate::quant::Format;
 use crate::recipe::{Method, ModelInit, Recipe, RolloutWeights};
 use crate::rlhf::advantage::moments;
 use crate::setup::ModelDir;
 use crate::setup::locate::adapter_directory;
 use crate::setup::prompts::{answers_of_rollout, base_is_frozen, needs_reference_copy, steps_of_rollout};
-use crate::setup::rewards::{Reward, RewardInput, Rewards};
+use crate::setup::rewards::{RewardInput, Rewards, WeightedReward};
 use crate::source;
 use candle_core::Device;
 use serde_json::{Value, json};
@@ -40,7 +40,7 @@ struct Rollouts<'a> {
     rewards: Rewards,
     /// Metric names of the mean and the standard deviation of each reward.
     names: Vec<(&'static str, &'static str)>,
-    reference: Option<Reference>,
+    reference: Option<ReferenceModel>,
     advantages: AdvantageComputer<'a>,
     /// Quantized copy of the weights for sampling, if the recipe asks for one.
     quantized: Option<QuantizedCopy>,
@@ -56,7 +56,7 @@ pub(super) fn open<'a>(setting: StageContext<'a>) -> Result<Stage<'a>> {
         return Err(Error::internal("the prompts of this stage were not read"));
     };
     let rewards = Rewards::open(rlhf, setting.device)?;
-    let name = |r: &Reward| {
+    let name = |r: &WeightedReward| {
         let base = format!("reward_{}", r.name);
         (lasting(base.clone()), lasting(format!("{base}_std")))
     };
@@ -91,9 +91,9 @@ fn lasting(name: String) -> &'static str {
     Box::leak(name.into_boxed_str())
 }
 
-fn reference(recipe: &Recipe, model: &ModelDir, device: &Device) -> Result<Reference> {
+fn reference(recipe: &Recipe, model: &ModelDir, device: &Device) -> Result<ReferenceModel> {
     if !needs_reference_copy(recipe) {
-        return Ok(Reference::WithoutAdapters);
+        return Ok(ReferenceModel::WithoutAdapters);
     }
     let dtype = recipe.model.dtype;
     let network = match recipe.model.init {
@@ -108,7 +108,7 @@ fn reference(recipe: &Recipe, model: &ModelDir, device: &Device) -> Result<Refer
             model.load(&storage, init, recipe.train.seed, device)?.network
         }
     };
-    Ok(Reference::Copy(Box::new(network)))
+    Ok(ReferenceModel::Copy(Box::new(network)))
 }
 
 impl Rollouts<'_> {
@@ -121,7 +121,7 @@ impl Rollouts<'_> {
             top_p: (rlhf.top_p < 1.0).then_some(rlhf.top_p as f32),
             seed: self.recipe.train.seed,
             stop_ids: self.model.tokenizer.stop_ids().to_vec(),
-            limits: Limits::default(),
+            limits: GenerateLimits::default(),
         }
     }
 
@@ -170,7 +170,7 @@ impl Rollouts<'_> {
                 copy.refresh(&engine.network, &|_| !same)?;
                 copy
             }
-            none => none.insert(QuantizedCopy::new(&engine.network, Formats::of(format))?),
+            none => none.insert(QuantizedCopy::new(&engine.network, CopyFormats::of(format))?),
         };
         generate::rollout(&*copy, requests, &settings)
     }

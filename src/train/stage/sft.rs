@@ -10,13 +10,13 @@ use crate::setup::sources::{RowSet, sources};
 use crate::sft::CausalLm;
 
 /// The rows of a run: all of them in an order, or read during the run.
-enum Rows<'a> {
+enum RowSupply<'a> {
     Set(BatchStream<'a>),
     Stream(Box<RowStream<'a>>),
 }
 
 struct SftSource<'a> {
-    rows: Rows<'a>,
+    rows: RowSupply<'a>,
     eval: Option<&'a Dataset>,
     /// Tokens per batch of the evaluation.
     eval_tokens: usize,
@@ -37,9 +37,9 @@ pub(super) fn open<'a>(setting: StageContext<'a>) -> Result<Stage<'a>> {
         };
         let (order, window) = (setting.stream.spec(), recipe.data.shuffle_window);
         let stream = RowStream::new(&spec, &model.tokenizer, model.template(), order, window)?;
-        Rows::Stream(Box::new(stream))
+        RowSupply::Stream(Box::new(stream))
     } else {
-        Rows::Set(setting.stream)
+        RowSupply::Set(setting.stream)
     };
     Ok(Stage {
         objective: Box::new(
@@ -61,15 +61,15 @@ pub(super) fn open<'a>(setting: StageContext<'a>) -> Result<Stage<'a>> {
 impl BatchSource for SftSource<'_> {
     fn epoch_after(&self, steps: u64) -> f64 {
         match &self.rows {
-            Rows::Set(stream) => stream.epoch_after(steps),
-            Rows::Stream(stream) => stream.epoch() as f64,
+            RowSupply::Set(stream) => stream.epoch_after(steps),
+            RowSupply::Stream(stream) => stream.epoch() as f64,
         }
     }
 
     fn window(&mut self, step: u64, _: &Engine) -> Result<Vec<Batch>> {
         let window = match &mut self.rows {
-            Rows::Set(stream) => stream.window(step)?,
-            Rows::Stream(stream) => stream.step(step)?,
+            RowSupply::Set(stream) => stream.window(step)?,
+            RowSupply::Stream(stream) => stream.step(step)?,
         };
         if let Some(capacity) = self.capacity {
             self.used.0 += window.iter().map(Batch::len).sum::<usize>();
@@ -85,18 +85,18 @@ impl BatchSource for SftSource<'_> {
 
     fn state(&self, steps: u64) -> Result<Option<Vec<u8>>> {
         match &self.rows {
-            Rows::Set(_) => Ok(None),
-            Rows::Stream(stream) => stream.state(steps).map(Some),
+            RowSupply::Set(_) => Ok(None),
+            RowSupply::Stream(stream) => stream.state(steps).map(Some),
         }
     }
 
     fn restore(&mut self, state: &[u8]) -> Result<()> {
         match &mut self.rows {
-            Rows::Set(_) => Err(
+            RowSupply::Set(_) => Err(
                 Error::new("the checkpoint has a position in rows that are read during the run")
                     .hint("set `data.streaming` as in the run that wrote it"),
             ),
-            Rows::Stream(stream) => stream.restore(state),
+            RowSupply::Stream(stream) => stream.restore(state),
         }
     }
 
@@ -106,7 +106,7 @@ impl BatchSource for SftSource<'_> {
         if space > 0 {
             out.push(("packing_fill", tokens as f64 / space as f64));
         }
-        if let Rows::Stream(stream) = &mut self.rows {
+        if let RowSupply::Stream(stream) = &mut self.rows {
             let counts = stream.take_counts();
             out.push(("truncated_rows", counts.truncated_rows as f64));
             out.push(("dropped_rows", counts.dropped_rows as f64));

@@ -36,8 +36,8 @@ impl Shard {
     }
 
     /// The whole list of a job of one rank.
-    pub(super) fn alone(&self) -> Result<Whole> {
-        let mut whole = Whole::zeros(self.dtype(), self.elements())?;
+    pub(super) fn alone(&self) -> Result<WholeList> {
+        let mut whole = WholeList::zeros(self.dtype(), self.elements())?;
         let mut rest = whole.bytes();
         for own in &self.own {
             let guard = own.storage_and_layout();
@@ -52,7 +52,7 @@ impl Shard {
 
 /// All numbers of a list.
 #[derive(Debug)]
-pub enum Whole {
+pub enum WholeList {
     /// f32 numbers.
     F32(Vec<f32>),
     /// bf16 numbers.
@@ -65,7 +65,7 @@ pub enum Whole {
     U8(Vec<u8>),
 }
 
-impl Whole {
+impl WholeList {
     /// Errors: another type than those of `Shard::own`.
     pub(super) fn zeros(dtype: DType, n: usize) -> Result<Self> {
         Ok(match dtype {
@@ -127,20 +127,20 @@ impl Whole {
 }
 
 /// Numbers without padding, of which every bit pattern is valid.
-pub(super) trait Plain: Copy {}
-impl Plain for f32 {}
-impl Plain for bf16 {}
-impl Plain for f16 {}
-impl Plain for i16 {}
+pub(super) trait PlainNumber: Copy {}
+impl PlainNumber for f32 {}
+impl PlainNumber for bf16 {}
+impl PlainNumber for f16 {}
+impl PlainNumber for i16 {}
 
-fn as_bytes_mut<T: Plain>(numbers: &mut [T]) -> &mut [u8] {
+fn as_bytes_mut<T: PlainNumber>(numbers: &mut [T]) -> &mut [u8] {
     let length = size_of_val(numbers);
-    // SAFETY: the same memory for the same lifetime; every bit pattern of a `Plain` type is valid.
+    // SAFETY: the same memory for the same lifetime; every bit pattern of a `PlainNumber` type is valid.
     unsafe { std::slice::from_raw_parts_mut(numbers.as_mut_ptr().cast(), length) }
 }
 
-fn as_bytes<T: Plain>(numbers: &[T]) -> &[u8] {
-    // SAFETY: the same memory for the same lifetime; a `Plain` type has no padding.
+fn as_bytes<T: PlainNumber>(numbers: &[T]) -> &[u8] {
+    // SAFETY: the same memory for the same lifetime; a `PlainNumber` type has no padding.
     unsafe { std::slice::from_raw_parts(numbers.as_ptr().cast(), size_of_val(numbers)) }
 }
 

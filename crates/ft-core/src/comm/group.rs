@@ -5,8 +5,8 @@
 //! key. All ranks see the same headers, so all of them find the same failure or the same mismatch.
 
 use super::collect::own_bytes;
-use super::wire::{Say, Wait, Wire};
-use super::{Collective, Fault, Patience, Pending, Shard, State, Whole, World, closed};
+use super::wire::{PrintLine, WaitLimit, Wire};
+use super::{Collective, Patience, PendingNumbers, PendingState, RankFault, Shard, WholeList, World, closed};
 use crate::base::{Error, Result, stalled};
 use candle_core::Device;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -21,10 +21,10 @@ type Lists = Vec<Vec<f32>>;
 enum Job {
     Exchange(u64, Lists, Vec<usize>, Sender<Result<Lists>>),
     Gather(u64, Vec<f32>, Vec<usize>, Sender<Result<Lists>>),
-    Collect(u64, Vec<Shard>, Vec<usize>, Sender<Result<Vec<Whole>>>),
+    Collect(u64, Vec<Shard>, Vec<usize>, Sender<Result<Vec<WholeList>>>),
     Bytes(Vec<u8>, Patience, Sender<Result<Vec<Vec<u8>>>>),
     Device(Device, Sender<Result<()>>),
-    Fail(i32, String, Sender<Vec<Fault>>),
+    Fail(i32, String, Sender<Vec<RankFault>>),
     Close,
     Abort(i32),
 }
@@ -77,7 +77,10 @@ impl RankGroup {
     ///
     /// # Errors
     /// Those of `open`; the thread cannot be started.
-    pub fn start<W: Wire>(open: impl FnOnce() -> Result<(W, World)> + Send + 'static, say: Say) -> Result<Arc<Self>> {
+    pub fn start<W: Wire>(
+        open: impl FnOnce() -> Result<(W, World)> + Send + 'static,
+        say: PrintLine,
+    ) -> Result<Arc<Self>> {
         let (jobs, queue) = channel();
         let (ready, opened) = channel();
         let timeout = Arc::new(AtomicU64::new(600_000));
@@ -90,7 +93,7 @@ impl RankGroup {
                 Err(e) => return drop(ready.send(Err(e))),
             };
             if ready.send(Ok(world.clone())).is_ok() {
-                let mut worker = Worker {
+                let mut worker = GroupWorker {
                     wire,
                     world,
                     turn: 0,
@@ -127,7 +130,7 @@ impl RankGroup {
     /// # Errors
     /// MPI cannot be started.
     #[cfg(feature = "mpi")]
-    pub fn mpi(say: Say) -> Result<Arc<Self>> {
+    pub fn mpi(say: PrintLine) -> Result<Arc<Self>> {
         Self::start(super::mpi::open, say)
     }
 
@@ -136,7 +139,7 @@ impl RankGroup {
     /// # Errors
     /// A rank that does not connect in time; ranks that do not agree on their number.
     #[cfg(feature = "nccl")]
-    pub fn nccl(rendezvous: super::Rendezvous, say: Say) -> Result<Arc<Self>> {
+    pub fn nccl(rendezvous: super::Rendezvous, say: PrintLine) -> Result<Arc<Self>> {
         Self::start(move || super::nccl::open(&rendezvous), say)
     }
 
@@ -165,22 +168,22 @@ impl Collective for RankGroup {
         &self.world
     }
 
-    fn exchange(&self, key: u64, parts: Vec<Vec<f32>>, lengths: Vec<usize>) -> Pending {
+    fn exchange(&self, key: u64, parts: Vec<Vec<f32>>, lengths: Vec<usize>) -> PendingNumbers {
         let (reply, coming) = channel();
         self.send(Job::Exchange(key, parts, lengths, reply));
-        Pending(State::Coming(coming))
+        PendingNumbers(PendingState::Coming(coming))
     }
 
-    fn gather(&self, key: u64, own: Vec<f32>, lengths: Vec<usize>) -> Pending {
+    fn gather(&self, key: u64, own: Vec<f32>, lengths: Vec<usize>) -> PendingNumbers {
         let (reply, coming) = channel();
         self.send(Job::Gather(key, own, lengths, reply));
-        Pending(State::Coming(coming))
+        PendingNumbers(PendingState::Coming(coming))
     }
 
-    fn collect(&self, key: u64, shards: Vec<Shard>, to: Vec<usize>) -> Pending<Whole> {
+    fn collect(&self, key: u64, shards: Vec<Shard>, to: Vec<usize>) -> PendingNumbers<WholeList> {
         let (reply, coming) = channel();
         self.send(Job::Collect(key, shards, to, reply));
-        Pending(State::Coming(coming))
+        PendingNumbers(PendingState::Coming(coming))
     }
 
     fn bytes(&self, own: Vec<u8>, patience: Patience) -> Result<Vec<Vec<u8>>> {
@@ -199,10 +202,10 @@ impl Collective for RankGroup {
         self.own_devices
     }
 
-    fn fail(&self, code: i32, text: String) -> Vec<Fault> {
+    fn fail(&self, code: i32, text: String) -> Vec<RankFault> {
         let (reply, coming) = channel();
         let rank = self.world.name();
-        let own = Fault { rank, code, text };
+        let own = RankFault { rank, code, text };
         self.send(Job::Fail(own.code, own.text.clone(), reply));
         coming.recv().unwrap_or_else(|_| vec![own])
     }
@@ -223,14 +226,14 @@ impl Collective for RankGroup {
 
 /// The next operation of a rank.
 #[derive(Clone, Copy, PartialEq)]
-struct Header {
+struct OperationHeader {
     turn: u64,
     kind: u64,
     /// The key of numbers, or the length of bytes.
     key: u64,
 }
 
-impl Header {
+impl OperationHeader {
     const BYTES: usize = 24;
 
     fn to_bytes(self) -> Vec<u8> {
@@ -253,21 +256,21 @@ impl Header {
     }
 }
 
-struct Worker<W: Wire> {
+struct GroupWorker<W: Wire> {
     wire: W,
     world: World,
     /// Number of operations so far.
     turn: u64,
     /// After the first failure nothing travels any more.
-    faults: Vec<Fault>,
+    faults: Vec<RankFault>,
     /// The failure of this rank.
     own: Option<String>,
     limit: Arc<AtomicU64>,
     sent: Arc<AtomicU64>,
-    say: Say,
+    say: PrintLine,
 }
 
-impl<W: Wire> Worker<W> {
+impl<W: Wire> GroupWorker<W> {
     fn run(&mut self, jobs: &Receiver<Job>) {
         loop {
             let job = match jobs.recv_timeout(LOOK) {
@@ -327,8 +330,8 @@ impl<W: Wire> Worker<W> {
         Duration::from_millis(self.limit.load(SeqCst)) + STAGGER * self.world.rank as u32
     }
 
-    fn wait(&self, limit: Option<Duration>) -> Wait {
-        Wait {
+    fn wait(&self, limit: Option<Duration>) -> WaitLimit {
+        WaitLimit {
             limit,
             silence: self.patience(),
             last: false,
@@ -339,7 +342,7 @@ impl<W: Wire> Worker<W> {
     }
 
     /// Exchanges bytes whose lengths are known.
-    fn swap(&mut self, own: &[&[u8]], lengths: &[usize], wait: &Wait) -> Vec<Vec<u8>> {
+    fn swap(&mut self, own: &[&[u8]], lengths: &[usize], wait: &WaitLimit) -> Vec<Vec<u8>> {
         let mut into: Vec<Vec<u8>> = lengths.iter().map(|n| vec![0; *n]).collect();
         let mut views = views(&mut into);
         self.wire.bytes(&numbered(own), &mut views, wait);
@@ -361,38 +364,38 @@ impl<W: Wire> Worker<W> {
     }
 
     /// Exchanges the headers of an operation. Errors: a rank has failed or is at another operation.
-    fn meet(&mut self, kind: u64, key: u64, limit: Option<Duration>) -> Result<Vec<Header>> {
+    fn meet(&mut self, kind: u64, key: u64, limit: Option<Duration>) -> Result<Vec<OperationHeader>> {
         if !self.faults.is_empty() {
             return Err(self.error());
         }
         self.turn += 1;
-        let own = Header {
+        let own = OperationHeader {
             turn: self.turn,
             kind,
             key,
         };
         let bytes = own.to_bytes();
         let size = self.world.size;
-        let wait = Wait {
+        let wait = WaitLimit {
             last: kind == CLOSE,
             ..self.wait(limit)
         };
-        let found = self.swap(&vec![&bytes[..]; size], &vec![Header::BYTES; size], &wait);
-        let mut headers: Vec<Header> = found.iter().map(|bytes| Header::read(bytes)).collect();
+        let found = self.swap(&vec![&bytes[..]; size], &vec![OperationHeader::BYTES; size], &wait);
+        let mut headers: Vec<OperationHeader> = found.iter().map(|bytes| OperationHeader::read(bytes)).collect();
         headers[self.world.rank] = own;
         if headers.iter().any(|h| h.kind == FAULT) {
             // The caller has to receive the texts.
             return Ok(headers);
         }
-        let shape = |h: &Header| (h.turn, h.kind, if h.kind == BYTES { 0 } else { h.key });
+        let shape = |h: &OperationHeader| (h.turn, h.kind, if h.kind == BYTES { 0 } else { h.key });
         if let Some(other) = headers.iter().position(|h| shape(h) != shape(&headers[0])) {
-            let name = |h: &Header| format!("{} (operation {}, key {:x})", kind_name(h.kind), h.turn, h.key);
+            let name = |h: &OperationHeader| format!("{} (operation {}, key {:x})", kind_name(h.kind), h.turn, h.key);
             let text = format!(
                 "internal: the ranks have lost step: rank 0 is at {}, rank {other} at {}",
                 name(&headers[0]),
                 name(&headers[other])
             );
-            self.faults.push(Fault {
+            self.faults.push(RankFault {
                 rank: format!("rank {other}"),
                 code: BUG,
                 text,
@@ -403,7 +406,7 @@ impl<W: Wire> Worker<W> {
     }
 
     /// As `meet`; receives the texts of ranks that have failed.
-    fn begin(&mut self, kind: u64, key: u64, limit: Option<Duration>) -> Result<Vec<Header>> {
+    fn begin(&mut self, kind: u64, key: u64, limit: Option<Duration>) -> Result<Vec<OperationHeader>> {
         let headers = self.meet(kind, key, limit)?;
         if headers.iter().any(|h| h.kind == FAULT) {
             self.receive_faults(&headers, &[]);
@@ -413,12 +416,12 @@ impl<W: Wire> Worker<W> {
     }
 
     /// `own`: name, code and text of this rank, if it has failed.
-    fn receive_faults(&mut self, headers: &[Header], own: &[u8]) {
+    fn receive_faults(&mut self, headers: &[OperationHeader], own: &[u8]) {
         let lengths: Vec<usize> = headers
             .iter()
             .map(|h| if h.kind == FAULT { h.key as usize } else { 0 })
             .collect();
-        let wait = Wait {
+        let wait = WaitLimit {
             last: true,
             ..self.wait(Some(FAREWELL))
         };
@@ -475,7 +478,7 @@ impl<W: Wire> Worker<W> {
         Ok(into)
     }
 
-    fn collect(&mut self, key: u64, shards: &[Shard], to: &[usize]) -> Result<Vec<Whole>> {
+    fn collect(&mut self, key: u64, shards: &[Shard], to: &[usize]) -> Result<Vec<WholeList>> {
         let limit = Some(self.patience());
         self.begin(COLLECT, key, limit)?;
         let rank = self.world.rank;
@@ -500,8 +503,8 @@ impl<W: Wire> Worker<W> {
             }
         }
         let whole = shards.iter().filter(|_| to.contains(&rank));
-        let whole = whole.map(|shard| Whole::zeros(shard.dtype(), shard.elements()));
-        let mut whole: Vec<Whole> = whole.collect::<Result<_>>()?;
+        let whole = whole.map(|shard| WholeList::zeros(shard.dtype(), shard.elements()));
+        let mut whole: Vec<WholeList> = whole.collect::<Result<_>>()?;
         let mut into = Vec::new();
         for ((whole, shard), own) in whole.iter_mut().zip(shards).zip(&own) {
             let width = shard.dtype().size_in_bytes();
@@ -567,12 +570,12 @@ fn others(lengths: &[usize], rank: usize) -> Vec<usize> {
     lengths
 }
 
-fn fault_of(bytes: &[u8]) -> Fault {
+fn fault_of(bytes: &[u8]) -> RankFault {
     let text = String::from_utf8_lossy(bytes);
     let mut lines = text.splitn(3, '\n');
     let mut next = || lines.next().unwrap_or_default().to_string();
     let code = next().parse().unwrap_or(1);
-    Fault {
+    RankFault {
         code,
         rank: next(),
         text: next(),

@@ -81,13 +81,13 @@ impl Rendezvous {
 }
 
 /// The connection to each other rank, and the host of each rank.
-pub(super) type Met = (Vec<Option<TcpStream>>, Vec<String>);
+pub(super) type PeerConnections = (Vec<Option<TcpStream>>, Vec<String>);
 
 /// Connects to the other ranks. `own`: name of this machine.
 ///
 /// # Errors
 /// A rank that does not connect in time; ranks that do not agree on their number.
-pub(super) fn meet(rendezvous: &Rendezvous, own: &str) -> Result<Met> {
+pub(super) fn meet(rendezvous: &Rendezvous, own: &str) -> Result<PeerConnections> {
     let end = Instant::now() + rendezvous.limit;
     let mut peers: Vec<Option<TcpStream>> = (0..rendezvous.size).map(|_| None).collect();
     let hosts = if rendezvous.rank == 0 {

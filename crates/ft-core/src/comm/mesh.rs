@@ -17,7 +17,7 @@ pub(super) const LOOK: Duration = Duration::from_millis(50);
 
 /// Why bytes did not arrive: the ranks that are missing at the time limit, or whose connection has ended.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Lost {
+pub(super) enum LostRanks {
     Late(Vec<usize>),
     Gone(Vec<usize>),
 }
@@ -52,7 +52,7 @@ impl Mesh {
         into: &mut [(usize, &mut [u8])],
         limit: Option<Duration>,
         last: bool,
-    ) -> std::result::Result<(), Lost> {
+    ) -> std::result::Result<(), LostRanks> {
         let mut sends: Vec<VecDeque<&[u8]>> = self.peers.iter().map(|_| VecDeque::new()).collect();
         let mut receives: Vec<VecDeque<&mut [u8]>> = self.peers.iter().map(|_| VecDeque::new()).collect();
         for (rank, list) in out.iter().filter(|(_, list)| !list.is_empty()) {
@@ -80,7 +80,7 @@ impl Mesh {
                 }
             }
             if !gone.is_empty() {
-                return Err(Lost::Gone(gone));
+                return Err(LostRanks::Gone(gone));
             }
             if missing.is_empty() {
                 return Ok(());
@@ -90,11 +90,11 @@ impl Mesh {
                 looked = Instant::now();
                 let gone = self.those(|peer| matches!(peer.peek(&mut [0]), Ok(0)));
                 if !gone.is_empty() {
-                    return Err(Lost::Gone(gone));
+                    return Err(LostRanks::Gone(gone));
                 }
             }
             if limit.is_some_and(|limit| begun.elapsed() > limit) {
-                return Err(Lost::Late(missing));
+                return Err(LostRanks::Late(missing));
             }
             pause = if moved { SHORTEST } else { (2 * pause).min(LONGEST) };
             if !moved {
@@ -238,19 +238,19 @@ mod tests {
         let (mut byte, mut other) = ([0], [0]);
         let limit = Some(Duration::from_millis(50));
         let late = meshes[0].swap(&[], &mut [(1, &mut byte), (2, &mut other)], limit, false);
-        assert_eq!(late, Err(Lost::Late(vec![1, 2])));
+        assert_eq!(late, Err(LostRanks::Late(vec![1, 2])));
         assert!(meshes[0].gone().is_empty());
         drop(meshes.remove(2));
         assert_eq!(
             meshes[1].swap(&[], &mut [(2, &mut byte)], None, false),
-            Err(Lost::Gone(vec![2]))
+            Err(LostRanks::Gone(vec![2]))
         );
         assert_eq!(meshes[0].gone(), [2]);
         // The first one that is gone is named, also if bytes of another one are missing.
         let of_other = meshes[0].swap(&[], &mut [(1, &mut byte)], None, false);
-        assert_eq!(of_other, Err(Lost::Gone(vec![2])));
+        assert_eq!(of_other, Err(LostRanks::Gone(vec![2])));
         let at_the_end = meshes[0].swap(&[], &mut [(1, &mut byte)], limit, true);
-        assert_eq!(at_the_end, Err(Lost::Late(vec![1])));
+        assert_eq!(at_the_end, Err(LostRanks::Late(vec![1])));
     }
 
     #[test]

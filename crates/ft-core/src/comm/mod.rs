@@ -26,7 +26,7 @@ mod wire;
 #[cfg(test)]
 mod tests;
 
-pub use collect::{Shard, Whole};
+pub use collect::{Shard, WholeList};
 pub use group::RankGroup;
 #[cfg(feature = "nccl")]
 pub use meeting::Rendezvous;
@@ -66,7 +66,7 @@ impl World {
 
 /// The error of a rank, as all ranks of the job know it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Fault {
+pub struct RankFault {
     /// `World::name` of the rank.
     pub rank: String,
     /// Exit code that the rank asks for.
@@ -77,28 +77,28 @@ pub struct Fault {
 
 /// Numbers that are on their way: from each rank a list, or each list as a whole.
 #[must_use]
-pub struct Pending<T = Vec<f32>>(State<T>);
+pub struct PendingNumbers<T = Vec<f32>>(PendingState<T>);
 
-enum State<T> {
+enum PendingState<T> {
     Here(Result<Vec<T>>),
     Coming(Receiver<Result<Vec<T>>>),
     /// What is called when the lists are here.
     #[cfg(test)]
-    Timed(Box<State<T>>, Box<dyn FnOnce() + Send>),
+    Timed(Box<PendingState<T>>, Box<dyn FnOnce() + Send>),
 }
 
-impl<T> Pending<T> {
+impl<T> PendingNumbers<T> {
     /// The lists, in the order of the ranks or of the request.
     ///
     /// # Errors
     /// Another rank has failed, or is at another operation.
     pub fn wait(self) -> Result<Vec<T>> {
         match self.0 {
-            State::Here(lists) => lists,
-            State::Coming(reply) => reply.recv().unwrap_or_else(|_| Err(closed())),
+            PendingState::Here(lists) => lists,
+            PendingState::Coming(reply) => reply.recv().unwrap_or_else(|_| Err(closed())),
             #[cfg(test)]
-            State::Timed(state, then) => {
-                let lists = Pending(*state).wait();
+            PendingState::Timed(state, then) => {
+                let lists = PendingNumbers(*state).wait();
                 then();
                 lists
             }
@@ -121,15 +121,15 @@ pub trait Collective: Send + Sync {
     fn world(&self) -> &World;
 
     /// List `parts[j]` goes to rank j; a list of `lengths[j]` numbers comes from rank j. `key`: equal on all ranks.
-    fn exchange(&self, key: u64, parts: Vec<Vec<f32>>, lengths: Vec<usize>) -> Pending;
+    fn exchange(&self, key: u64, parts: Vec<Vec<f32>>, lengths: Vec<usize>) -> PendingNumbers;
 
     /// `own` goes to every rank; a list of `lengths[j]` numbers comes from rank j. `key`: equal on all ranks.
-    fn gather(&self, key: u64, own: Vec<f32>, lengths: Vec<usize>) -> Pending;
+    fn gather(&self, key: u64, own: Vec<f32>, lengths: Vec<usize>) -> PendingNumbers;
 
     /// The whole lists of which ranks store parts. This rank sends its parts to the ranks `to`; it gets the lists if it is one
     /// of them. Groups of ranks can collect lists of their own at the same time. `key`: equal on all ranks. The own parts must
     /// not change before the end.
-    fn collect(&self, key: u64, shards: Vec<Shard>, to: Vec<usize>) -> Pending<Whole>;
+    fn collect(&self, key: u64, shards: Vec<Shard>, to: Vec<usize>) -> PendingNumbers<WholeList>;
 
     /// What every rank says, in the order of the ranks.
     ///
@@ -148,7 +148,7 @@ pub trait Collective: Send + Sync {
 
     /// Tells all ranks that this one has failed, unless a failure is already known to all. Returns the failures that
     /// all ranks know.
-    fn fail(&self, code: i32, text: String) -> Vec<Fault>;
+    fn fail(&self, code: i32, text: String) -> Vec<RankFault>;
 
     /// Waits until all ranks are here, and ends the connection.
     fn close(&self);
@@ -176,9 +176,9 @@ pub fn hosts(comm: &dyn Collective) -> Result<Vec<String>> {
 
 /// The job of one rank.
 #[derive(Debug, Clone)]
-pub struct Alone(World);
+pub struct SingleRank(World);
 
-impl Default for Alone {
+impl Default for SingleRank {
     fn default() -> Self {
         Self(World {
             rank: 0,
@@ -188,21 +188,21 @@ impl Default for Alone {
     }
 }
 
-impl Collective for Alone {
+impl Collective for SingleRank {
     fn world(&self) -> &World {
         &self.0
     }
 
-    fn exchange(&self, _: u64, parts: Vec<Vec<f32>>, _: Vec<usize>) -> Pending {
-        Pending(State::Here(Ok(parts)))
+    fn exchange(&self, _: u64, parts: Vec<Vec<f32>>, _: Vec<usize>) -> PendingNumbers {
+        PendingNumbers(PendingState::Here(Ok(parts)))
     }
 
-    fn gather(&self, _: u64, own: Vec<f32>, _: Vec<usize>) -> Pending {
-        Pending(State::Here(Ok(vec![own])))
+    fn gather(&self, _: u64, own: Vec<f32>, _: Vec<usize>) -> PendingNumbers {
+        PendingNumbers(PendingState::Here(Ok(vec![own])))
     }
 
-    fn collect(&self, _: u64, shards: Vec<Shard>, _: Vec<usize>) -> Pending<Whole> {
-        Pending(State::Here(shards.iter().map(Shard::alone).collect()))
+    fn collect(&self, _: u64, shards: Vec<Shard>, _: Vec<usize>) -> PendingNumbers<WholeList> {
+        PendingNumbers(PendingState::Here(shards.iter().map(Shard::alone).collect()))
     }
 
     fn bytes(&self, own: Vec<u8>, _: Patience) -> Result<Vec<Vec<u8>>> {
@@ -217,9 +217,9 @@ impl Collective for Alone {
         false
     }
 
-    fn fail(&self, code: i32, text: String) -> Vec<Fault> {
+    fn fail(&self, code: i32, text: String) -> Vec<RankFault> {
         let rank = self.0.name();
-        vec![Fault { rank, code, text }]
+        vec![RankFault { rank, code, text }]
     }
 
     fn close(&self) {}

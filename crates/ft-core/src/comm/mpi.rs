@@ -5,7 +5,7 @@
 //! that waits without a limit finds a rank whose process hangs.
 
 use super::World;
-use super::wire::{Wait, Wire};
+use super::wire::{WaitLimit, Wire};
 use crate::base::{Error, Result};
 use ::mpi::environment::Universe;
 use ::mpi::request::{LocalScope, Request, StaticScope, scope};
@@ -69,19 +69,24 @@ pub fn mpi_version() -> String {
     first.trim_end_matches('\0').trim().to_string()
 }
 
-type Open<'a, 'b, T> = (usize, Request<'a, [T], &'b LocalScope<'a>>);
+type OpenRequest<'a, 'b, T> = (usize, Request<'a, [T], &'b LocalScope<'a>>);
 
 impl MpiWire {
     /// Sends and receives in pieces of `piece` elements. Messages between two ranks arrive in their order, so one tag is
     /// enough.
-    fn swap<T: Equivalence>(&mut self, out: &[(usize, &[T])], into: &mut [(usize, &mut [T])], piece: usize, wait: &Wait)
-    where
+    fn swap<T: Equivalence>(
+        &mut self,
+        out: &[(usize, &[T])],
+        into: &mut [(usize, &mut [T])],
+        piece: usize,
+        wait: &WaitLimit,
+    ) where
         [T]: Buffer + BufferMut,
     {
         let tag = NUMBERS;
         let (world, seen) = (&self.world, &mut self.seen);
         scope(|scope| {
-            let mut open: Vec<Open<T>> = Vec::new();
+            let mut open: Vec<OpenRequest<T>> = Vec::new();
             // What is sent comes first: over TCP a rank that is late asks for the numbers of the other one when it posts a receive. Then
             // these numbers leave, and what the other one would ask for waits behind them, so that nothing goes the other way.
             for (rank, list) in out.iter().filter(|(rank, _)| *rank != self.rank) {
@@ -156,15 +161,15 @@ impl Drop for MpiWire {
 }
 
 impl Wire for MpiWire {
-    fn bytes(&mut self, out: &[(usize, &[u8])], into: &mut [(usize, &mut [u8])], wait: &Wait) {
+    fn bytes(&mut self, out: &[(usize, &[u8])], into: &mut [(usize, &mut [u8])], wait: &WaitLimit) {
         self.swap(out, into, PIECE, wait);
     }
 
-    fn floats(&mut self, out: &[(usize, &[f32])], into: &mut [(usize, &mut [f32])], wait: &Wait) {
+    fn floats(&mut self, out: &[(usize, &[f32])], into: &mut [(usize, &mut [f32])], wait: &WaitLimit) {
         self.swap(out, into, PIECE / 4, wait);
     }
 
-    fn idle(&mut self, wait: &Wait) {
+    fn idle(&mut self, wait: &WaitLimit) {
         receive_signs(&self.world, &mut self.seen);
         if self.given.elapsed() < SELDOM.min(wait.silence / 8) {
             return;

@@ -3,10 +3,10 @@
 
 use super::World;
 use super::meeting::Rendezvous;
-use super::mesh::{LOOK, Lost, Mesh};
-use super::wire::{Wait, Wire};
+use super::mesh::{LOOK, LostRanks, Mesh};
+use super::wire::{WaitLimit, Wire};
 use crate::base::{Error, Result, files, signal};
-use crate::ops::nccl::{Communicator, Id, Library, Prepared, version_text};
+use crate::ops::nccl::{Communicator, NcclId, NcclLibrary, NcclResources, version_text};
 use candle_core::Device;
 use std::path::Path;
 use std::sync::Arc;
@@ -32,7 +32,7 @@ pub(super) struct NcclWire {
 /// # Errors
 /// There is none.
 pub fn nccl_version() -> Result<String> {
-    Ok(version_text(Library::load()?.version()?))
+    Ok(version_text(NcclLibrary::load()?.version()?))
 }
 
 /// Connects to the other ranks.
@@ -68,7 +68,7 @@ const LOOKS: u8 = 1;
 const ENDS: u8 = 2;
 
 impl Guard {
-    fn new(wire: &NcclWire, wait: &Wait) -> Result<Self> {
+    fn new(wire: &NcclWire, wait: &WaitLimit) -> Result<Self> {
         let fault = |e| Error::io("the connections to the other ranks cannot be watched").cause(e);
         let mesh = wire.mesh.watched().map_err(fault)?;
         let state = Arc::new(AtomicU8::new(WAITS));
@@ -134,10 +134,10 @@ impl NcclWire {
     }
 
     /// Says why, and ends the job: the other ranks see that the connections of this one end.
-    fn end(&mut self, lost: Lost, wait: &Wait) -> ! {
+    fn end(&mut self, lost: LostRanks, wait: &WaitLimit) -> ! {
         match lost {
-            Lost::Late(missing) => wait.late(&missing),
-            Lost::Gone(ranks) => wait.ends(&format!("the connection to {} has ended", self.names(&ranks))),
+            LostRanks::Late(missing) => wait.late(&missing),
+            LostRanks::Gone(ranks) => wait.ends(&format!("the connection to {} has ended", self.names(&ranks))),
         }
         std::thread::sleep(LINGER);
         signal::abandon(1)
@@ -149,7 +149,7 @@ impl NcclWire {
     }
 
     /// `own` goes to all; returns what came from each.
-    fn share<const N: usize>(&mut self, own: [u8; N], wait: &Wait) -> Vec<[u8; N]> {
+    fn share<const N: usize>(&mut self, own: [u8; N], wait: &WaitLimit) -> Vec<[u8; N]> {
         let mut all = vec![own; self.world.size];
         let out: Vec<(usize, &[u8])> = self.others().map(|rank| (rank, &own[..])).collect();
         let rank = self.world.rank;
@@ -162,7 +162,7 @@ impl NcclWire {
     }
 
     /// After a step: the message of each rank, if the step is done on all ranks.
-    fn agree<const N: usize, T>(&mut self, own: &Result<T>, more: [u8; N], wait: &Wait) -> Option<Vec<[u8; N]>> {
+    fn agree<const N: usize, T>(&mut self, own: &Result<T>, more: [u8; N], wait: &WaitLimit) -> Option<Vec<[u8; N]>> {
         let word = if own.is_ok() { DONE } else { FAILED };
         // A rank that is gone does not hear of it.
         let wait = wait.with_own(own.as_ref().err().map(Error::to_string));
@@ -173,9 +173,9 @@ impl NcclWire {
 
     /// Connects the GPUs. NCCL waits without a limit for a rank that has failed, so the ranks agree after each step. `None`: another
     /// rank has failed, and says why in its next operation.
-    fn connect(&mut self, device: &Device, wait: &Wait) -> Result<Option<Communicator>> {
+    fn connect(&mut self, device: &Device, wait: &WaitLimit) -> Result<Option<Communicator>> {
         let library = if device.is_cuda() {
-            Library::load().and_then(|library| Ok((library.version()?, library)))
+            NcclLibrary::load().and_then(|library| Ok((library.version()?, library)))
         } else {
             Err(Error::unsupported("ranks without MPI need a GPU each")
                 .found("a rank that trains on the CPU")
@@ -200,9 +200,9 @@ impl NcclWire {
         // Memory that is missing, or a network that NCCL cannot use, must be known before the others wait for this rank.
         let prepared = Guard::new(self, wait).and_then(|guard| {
             let id = if self.world.is_root() { library.id()? } else { [0; 128] };
-            Ok((guard, id, Prepared::new(library, device)?))
+            Ok((guard, id, NcclResources::new(library, device)?))
         });
-        let id: Id = prepared.as_ref().map_or([0; 128], |(_, id, _)| *id);
+        let id: NcclId = prepared.as_ref().map_or([0; 128], |(_, id, _)| *id);
         let all = self.agree(&prepared, id, wait);
         let (guard, _, prepared) = prepared?;
         let Some(all) = all else { return Ok(None) };
@@ -241,7 +241,7 @@ impl NcclWire {
         gpus: &mut Communicator,
         out: &[(usize, &[f32])],
         into: &mut [(usize, &mut [f32])],
-        wait: &Wait,
+        wait: &WaitLimit,
     ) -> Result<()> {
         let begun = Instant::now();
         let mut looked = begun;
@@ -269,7 +269,7 @@ impl NcclWire {
         };
         let done = gpus.swap(out, into, &mut look);
         if !gone.is_empty() {
-            self.end(Lost::Gone(gone), wait);
+            self.end(LostRanks::Gone(gone), wait);
         }
         done
     }
@@ -278,7 +278,7 @@ impl NcclWire {
 impl Wire for NcclWire {
     const OWN_DEVICES: bool = true;
 
-    fn bytes(&mut self, out: &[(usize, &[u8])], into: &mut [(usize, &mut [u8])], wait: &Wait) {
+    fn bytes(&mut self, out: &[(usize, &[u8])], into: &mut [(usize, &mut [u8])], wait: &WaitLimit) {
         let rank = self.world.rank;
         let out: Vec<(usize, &[u8])> = out.iter().copied().filter(|(to, _)| *to != rank).collect();
         let others = into.iter_mut().filter(|(from, _)| *from != rank);
@@ -288,7 +288,7 @@ impl Wire for NcclWire {
         }
     }
 
-    fn floats(&mut self, out: &[(usize, &[f32])], into: &mut [(usize, &mut [f32])], wait: &Wait) {
+    fn floats(&mut self, out: &[(usize, &[f32])], into: &mut [(usize, &mut [f32])], wait: &WaitLimit) {
         let done = match self.gpus.take() {
             Some(mut gpus) => {
                 let done = self.exchange(&mut gpus, out, into, wait);
@@ -304,21 +304,21 @@ impl Wire for NcclWire {
         if gone.is_empty() {
             wait.ends(&error.line());
         } else {
-            self.end(Lost::Gone(gone), wait);
+            self.end(LostRanks::Gone(gone), wait);
         }
         std::thread::sleep(LINGER);
         self.abort(1);
     }
 
-    fn device(&mut self, device: &Device, wait: &Wait) -> Result<()> {
+    fn device(&mut self, device: &Device, wait: &WaitLimit) -> Result<()> {
         self.gpus = self.connect(device, wait)?;
         Ok(())
     }
 
-    fn idle(&mut self, wait: &Wait) {
+    fn idle(&mut self, wait: &WaitLimit) {
         let gone = self.mesh.gone();
         if !gone.is_empty() {
-            self.end(Lost::Gone(gone), wait);
+            self.end(LostRanks::Gone(gone), wait);
         }
     }
 

@@ -57,7 +57,7 @@ fn lists_in_parts_are_collected() {
                     comm.collect(1, shards(), (0..size).collect()),
                     comm.collect(2, shards(), vec![size - 1]),
                 );
-                let check = |lists: Vec<Whole>| {
+                let check = |lists: Vec<WholeList>| {
                     let mut lists = lists.into_iter();
                     let floats = lists
                         .next()
@@ -109,7 +109,7 @@ fn groups_of_ranks_collect_lists_of_their_own() {
             comm.collect(2, vec![shard], second),
         );
         let want: Vec<f32> = (0..n).map(|i| (100 * (rank / 2) + i) as f32).collect();
-        let read = |list: Whole| list.into_tensor(&[n]).unwrap().to_vec1::<f32>().unwrap();
+        let read = |list: WholeList| list.into_tensor(&[n]).unwrap().to_vec1::<f32>().unwrap();
         assert_eq!(
             all.wait().unwrap().into_iter().map(read).collect::<Vec<_>>(),
             std::slice::from_ref(&want)
@@ -152,14 +152,14 @@ fn a_part_without_a_place_is_sent_only() {
 struct Echo(Arc<Mutex<Vec<Option<Duration>>>>);
 
 impl wire::Wire for Echo {
-    fn bytes(&mut self, out: &[(usize, &[u8])], into: &mut [(usize, &mut [u8])], wait: &wire::Wait) {
+    fn bytes(&mut self, out: &[(usize, &[u8])], into: &mut [(usize, &mut [u8])], wait: &wire::WaitLimit) {
         self.0.lock().unwrap().push(wait.limit);
         for (rank, list) in into {
             list.copy_from_slice(out[*rank].1);
         }
     }
 
-    fn floats(&mut self, _: &[(usize, &[f32])], _: &mut [(usize, &mut [f32])], _: &wire::Wait) {}
+    fn floats(&mut self, _: &[(usize, &[f32])], _: &mut [(usize, &mut [f32])], _: &wire::WaitLimit) {}
 
     fn abort(&mut self, _: i32) {}
 }
@@ -203,7 +203,7 @@ fn a_rank_that_fails_is_heard_by_all() {
             );
             comm.fail(1, "what follows from it".into())
         });
-        let want = vec![Fault {
+        let want = vec![RankFault {
             rank: "rank 1 (host here)".into(),
             code: 3,
             text: "no space\nhint: free some".into(),
@@ -265,13 +265,13 @@ static LOOKS: Mutex<usize> = Mutex::new(0);
 struct Lonely;
 
 impl wire::Wire for Lonely {
-    fn bytes(&mut self, _: &[(usize, &[u8])], _: &mut [(usize, &mut [u8])], wait: &wire::Wait) {
+    fn bytes(&mut self, _: &[(usize, &[u8])], _: &mut [(usize, &mut [u8])], wait: &wire::WaitLimit) {
         wait.late(&[1]);
     }
 
-    fn floats(&mut self, _: &[(usize, &[f32])], _: &mut [(usize, &mut [f32])], _: &wire::Wait) {}
+    fn floats(&mut self, _: &[(usize, &[f32])], _: &mut [(usize, &mut [f32])], _: &wire::WaitLimit) {}
 
-    fn idle(&mut self, _: &wire::Wait) {
+    fn idle(&mut self, _: &wire::WaitLimit) {
         *LOOKS.lock().unwrap() += 1;
     }
 

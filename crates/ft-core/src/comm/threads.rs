@@ -1,7 +1,7 @@
 //! Ranks that are threads of one process, for tests.
 
-use super::wire::{Wait, Wire};
-use super::{Collective, Fault, Patience, Pending, RankGroup, Shard, State, Whole, World};
+use super::wire::{WaitLimit, Wire};
+use super::{Collective, Patience, PendingNumbers, PendingState, RankFault, RankGroup, Shard, WholeList, World};
 use crate::base::Result;
 use candle_core::{Device, Tensor};
 use std::collections::BTreeMap;
@@ -27,7 +27,7 @@ impl ThreadWire {
         rank != self.rank && length > 0
     }
 
-    fn receive(&self, rank: usize, wait: &Wait) -> Message {
+    fn receive(&self, rank: usize, wait: &WaitLimit) -> Message {
         let found = match wait.limit {
             Some(limit) => self.from[rank].recv_timeout(limit).ok(),
             None => self.from[rank].recv().ok(),
@@ -40,7 +40,7 @@ impl ThreadWire {
 }
 
 impl Wire for ThreadWire {
-    fn bytes(&mut self, out: &[(usize, &[u8])], into: &mut [(usize, &mut [u8])], wait: &Wait) {
+    fn bytes(&mut self, out: &[(usize, &[u8])], into: &mut [(usize, &mut [u8])], wait: &WaitLimit) {
         for (rank, list) in out.iter().filter(|(rank, list)| self.travels(*rank, list.len())) {
             let _ = self.to[*rank].send(Message::Bytes(list.to_vec()));
         }
@@ -52,7 +52,7 @@ impl Wire for ThreadWire {
         }
     }
 
-    fn floats(&mut self, out: &[(usize, &[f32])], into: &mut [(usize, &mut [f32])], wait: &Wait) {
+    fn floats(&mut self, out: &[(usize, &[f32])], into: &mut [(usize, &mut [f32])], wait: &WaitLimit) {
         for (rank, list) in out.iter().filter(|(rank, list)| self.travels(*rank, list.len())) {
             let _ = self.to[*rank].send(Message::Floats(list.to_vec()));
         }
@@ -120,7 +120,7 @@ pub(crate) struct Clocks(Mutex<BTreeMap<(u64, usize), f64>>);
 
 /// Ranks with a slow connection: the numbers that a rank sends leave one list after the other, at a rate. The time is that of
 /// `Clocks`, so it is the same in every run.
-pub(crate) struct Slowed {
+pub(crate) struct SlowComm {
     comm: Arc<dyn Collective>,
     bytes_per_second: f64,
     clocks: Arc<Clocks>,
@@ -136,7 +136,7 @@ struct Clock {
     operations: u64,
 }
 
-impl Slowed {
+impl SlowComm {
     pub(crate) fn new(comm: Arc<dyn Collective>, bytes_per_second: f64, clocks: Arc<Clocks>) -> Self {
         Self {
             comm,
@@ -173,27 +173,27 @@ impl Slowed {
     }
 }
 
-impl Collective for Slowed {
+impl Collective for SlowComm {
     fn world(&self) -> &World {
         self.comm.world()
     }
 
-    fn exchange(&self, key: u64, parts: Vec<Vec<f32>>, lengths: Vec<usize>) -> Pending {
+    fn exchange(&self, key: u64, parts: Vec<Vec<f32>>, lengths: Vec<usize>) -> PendingNumbers {
         let all: usize = parts.iter().map(Vec::len).sum();
         let own = parts.get(self.world().rank).map_or(0, Vec::len);
         let end = self.begin(all - own);
         let pending = self.comm.exchange(key, parts, lengths);
-        Pending(State::Timed(Box::new(pending.0), Box::new(end)))
+        PendingNumbers(PendingState::Timed(Box::new(pending.0), Box::new(end)))
     }
 
-    fn gather(&self, key: u64, own: Vec<f32>, lengths: Vec<usize>) -> Pending {
+    fn gather(&self, key: u64, own: Vec<f32>, lengths: Vec<usize>) -> PendingNumbers {
         let sent = own.len() * (self.world().size - 1);
         let end = self.begin(sent);
         let pending = self.comm.gather(key, own, lengths);
-        Pending(State::Timed(Box::new(pending.0), Box::new(end)))
+        PendingNumbers(PendingState::Timed(Box::new(pending.0), Box::new(end)))
     }
 
-    fn collect(&self, key: u64, shards: Vec<Shard>, to: Vec<usize>) -> Pending<Whole> {
+    fn collect(&self, key: u64, shards: Vec<Shard>, to: Vec<usize>) -> PendingNumbers<WholeList> {
         self.comm.collect(key, shards, to)
     }
 
@@ -212,7 +212,7 @@ impl Collective for Slowed {
         self.comm.own_devices()
     }
 
-    fn fail(&self, code: i32, text: String) -> Vec<Fault> {
+    fn fail(&self, code: i32, text: String) -> Vec<RankFault> {
         self.comm.fail(code, text)
     }
 
@@ -236,14 +236,14 @@ fn own_bytes(shards: &[Shard]) -> u64 {
 }
 
 /// Counts the numbers that a rank sends, then the bytes of weights, to the ranks that `counts` accepts.
-pub(crate) struct Counting {
+pub(crate) struct CountingComm {
     comm: Arc<dyn Collective>,
     numbers: Arc<AtomicU64>,
     weights: Arc<AtomicU64>,
     counts: fn(usize, usize) -> bool,
 }
 
-impl Counting {
+impl CountingComm {
     pub(crate) fn new(comm: Arc<dyn Collective>, numbers: Arc<AtomicU64>, weights: Arc<AtomicU64>) -> Self {
         let counts = |_, _| true;
         Self {
@@ -265,25 +265,25 @@ impl Counting {
     }
 }
 
-impl Collective for Counting {
+impl Collective for CountingComm {
     fn world(&self) -> &World {
         self.comm.world()
     }
 
-    fn exchange(&self, key: u64, parts: Vec<Vec<f32>>, lengths: Vec<usize>) -> Pending {
+    fn exchange(&self, key: u64, parts: Vec<Vec<f32>>, lengths: Vec<usize>) -> PendingNumbers {
         let counted = parts.iter().enumerate().filter(|(to, _)| self.counts(*to));
         let numbers: usize = counted.map(|(_, part)| part.len()).sum();
         self.numbers.fetch_add(numbers as u64, SeqCst);
         self.comm.exchange(key, parts, lengths)
     }
 
-    fn gather(&self, key: u64, own: Vec<f32>, lengths: Vec<usize>) -> Pending {
+    fn gather(&self, key: u64, own: Vec<f32>, lengths: Vec<usize>) -> PendingNumbers {
         let others = (0..self.world().size).filter(|to| self.counts(*to)).count();
         self.numbers.fetch_add((own.len() * others) as u64, SeqCst);
         self.comm.gather(key, own, lengths)
     }
 
-    fn collect(&self, key: u64, shards: Vec<Shard>, to: Vec<usize>) -> Pending<Whole> {
+    fn collect(&self, key: u64, shards: Vec<Shard>, to: Vec<usize>) -> PendingNumbers<WholeList> {
         let others = to.iter().filter(|to| self.counts(**to)).count();
         self.weights.fetch_add(own_bytes(&shards) * others as u64, SeqCst);
         self.comm.collect(key, shards, to)
@@ -301,7 +301,7 @@ impl Collective for Counting {
         self.comm.own_devices()
     }
 
-    fn fail(&self, code: i32, text: String) -> Vec<Fault> {
+    fn fail(&self, code: i32, text: String) -> Vec<RankFault> {
         self.comm.fail(code, text)
     }
 

@@ -8,10 +8,10 @@ use std::time::Duration;
 pub trait Wire {
     /// Sends each list of `out` to its rank and fills each list of `into` (of the length that its rank sends). The lists
     /// between two ranks are in the same order on both.
-    fn bytes(&mut self, out: &[(usize, &[u8])], into: &mut [(usize, &mut [u8])], wait: &Wait);
+    fn bytes(&mut self, out: &[(usize, &[u8])], into: &mut [(usize, &mut [u8])], wait: &WaitLimit);
 
     /// As `bytes`.
-    fn floats(&mut self, out: &[(usize, &[f32])], into: &mut [(usize, &mut [f32])], wait: &Wait);
+    fn floats(&mut self, out: &[(usize, &[f32])], into: &mut [(usize, &mut [f32])], wait: &WaitLimit);
 
     /// True if two ranks cannot share a device.
     const OWN_DEVICES: bool = false;
@@ -21,20 +21,20 @@ pub trait Wire {
     ///
     /// # Errors
     /// The devices cannot be connected (`Unsupported`), for example because a rank trains on the CPU.
-    fn device(&mut self, _device: &Device, _wait: &Wait) -> Result<()> {
+    fn device(&mut self, _device: &Device, _wait: &WaitLimit) -> Result<()> {
         Ok(())
     }
 
     /// Called while this rank computes: a wire that sees that a rank is gone ends the job. A wire whose ranks do not see each other
     /// gives the others a sign of life.
-    fn idle(&mut self, _wait: &Wait) {}
+    fn idle(&mut self, _wait: &WaitLimit) {}
 
     /// Ends the whole job.
     fn abort(&mut self, code: i32);
 }
 
 /// How long a wire waits, and what it says before it ends the job.
-pub struct Wait {
+pub struct WaitLimit {
     /// `None`: as long as it takes, if the ranks that are missing live.
     pub limit: Option<Duration>,
     /// How long a rank may be silent that computes, or works alone.
@@ -45,10 +45,10 @@ pub struct Wait {
     pub(super) name: String,
     /// The failure of this rank, which the others do not know yet.
     pub(super) own: Option<String>,
-    pub(super) say: Say,
+    pub(super) say: PrintLine,
 }
 
-impl Wait {
+impl WaitLimit {
     /// Says which ranks are missing at the limit. The wire then ends the job.
     pub fn late(&self, missing: &[usize]) {
         let seconds = self.limit.unwrap_or_default().as_secs();
@@ -100,4 +100,4 @@ fn numbered(ranks: &[usize]) -> String {
 }
 
 /// Prints a line for the user.
-pub(crate) type Say = fn(&str);
+pub(crate) type PrintLine = fn(&str);

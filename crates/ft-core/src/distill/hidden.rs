@@ -9,7 +9,7 @@
 use crate::base::rng::{Rng, Stream};
 use crate::base::{Error, Result};
 use crate::data::IGNORE;
-use crate::model::{Gradient, Need, Param};
+use crate::model::{ObjectiveNeeds, Param, ParamGradient};
 use crate::ops::{linear, update};
 use candle_core::{D, DType, Device, Tensor};
 use ft_base::named;
@@ -26,15 +26,15 @@ named!(
 );
 
 /// One pair of layers, and its projection `[Dt, D]`.
-struct Pair {
+struct LayerPair {
     teacher: usize,
     student: usize,
     projection: Param,
 }
 
 /// Compares hidden states of inner layers of the student with those of the teacher, through trained projections.
-pub struct Hidden {
-    pairs: Vec<Pair>,
+pub struct HiddenDistance {
+    pairs: Vec<LayerPair>,
     /// Student layers, ascending, without duplicates.
     layers: Vec<usize>,
     distance: HiddenLoss,
@@ -49,7 +49,7 @@ pub struct HiddenComparison {
     /// `[N, D]`
     pub dx: Option<Tensor>,
     /// The projections and their gradients.
-    pub objective_params: Vec<Gradient>,
+    pub objective_params: Vec<ParamGradient>,
 }
 
 /// Pairs for a student of `student` layers and a teacher of `teacher` layers: each inner state of the student with the
@@ -87,7 +87,7 @@ pub fn check_map(pairs: &[(usize, usize)], student: usize, teacher: usize) -> Re
     Ok(())
 }
 
-impl Hidden {
+impl HiddenDistance {
     /// `pairs` (student, teacher) must have passed `check_map`; `sizes` are (D, Dt). Projections are initialized to the
     /// identity, or to normal numbers of variance 1/D if the sizes differ.
     ///
@@ -114,7 +114,7 @@ impl Hidden {
                 }
             };
             let values: Vec<f32> = (0..d * dt).map(value).collect();
-            made.push(Pair {
+            made.push(LayerPair {
                 teacher: *t,
                 student: *s,
                 projection: Param {
@@ -159,7 +159,7 @@ impl Hidden {
         x: &Tensor,
         teacher: &BTreeMap<usize, Tensor>,
         targets: &[u32],
-        need: Need,
+        need: ObjectiveNeeds,
     ) -> Result<HiddenComparison> {
         let (n, d) = x.dims2()?;
         let trained: Vec<u32> = (0..n as u32).filter(|i| targets[*i as usize] != IGNORE).collect();
@@ -197,7 +197,7 @@ impl Hidden {
                 None => back,
             });
             let dw = linear::grad_weight(&dy, &own, DType::F32)?;
-            out.objective_params.push(Gradient {
+            out.objective_params.push(ParamGradient {
                 param: pair.projection.clone(),
                 gradient: dw,
             });

@@ -16,14 +16,14 @@ use crate::base::means::NamedMeans;
 use crate::base::{Error, Result};
 use crate::data::Batch;
 use crate::model::head::{HeadWeight, with_pieces};
-use crate::model::{Head, LossGradients, Need, Network, Objective, Param};
+use crate::model::{Head, LossGradients, Network, Objective, ObjectiveNeeds, Param};
 use crate::ops::distill::aligned::{self, AlignedOptions, Comparison};
 use crate::ops::distill::{self as ops, DistillSide, HeadMatrix};
 use crate::ops::step_stats::{StepStats, StepSums};
 use crate::sft::CausalLm;
 use candle_core::Tensor;
-use hidden::Hidden;
-pub use teacher::{Aligned, AlignedBatch, AlignedRows, StoredOutputs, Teacher};
+use hidden::HiddenDistance;
+pub use teacher::{AlignedBatch, AlignedRows, AlignedTeacher, StoredOutputs, Teacher};
 
 /// Parameters of the divergence between the distributions; see `ops::distill`.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -51,7 +51,7 @@ impl Default for DistillTerms {
 pub struct Distill {
     teacher: Teacher,
     terms: DistillTerms,
-    hidden: Option<Hidden>,
+    hidden: Option<HiddenDistance>,
     plain: CausalLm,
     means: NamedMeans,
 }
@@ -61,7 +61,7 @@ impl Distill {
     ///
     /// # Errors
     /// Hidden states are requested, but only outputs of the teacher are stored.
-    pub fn new(teacher: Teacher, terms: DistillTerms, hidden: Option<Hidden>, vocab: usize) -> Result<Self> {
+    pub fn new(teacher: Teacher, terms: DistillTerms, hidden: Option<HiddenDistance>, vocab: usize) -> Result<Self> {
         if hidden.is_some() && teacher.network().is_none() {
             let what = match teacher {
                 Teacher::Aligned(_) => "the tokens of a teacher with another tokenizer have other hidden states",
@@ -69,9 +69,9 @@ impl Distill {
             };
             return Err(Error::usage(what)
                 .at("Teacher::Stored")
-                .hint("use `Teacher::live` instead, or leave out `Hidden::new`"));
+                .hint("use `Teacher::live` instead, or leave out `HiddenDistance::new`"));
         }
-        let wanted = hidden.iter().flat_map(Hidden::teacher_layers).collect();
+        let wanted = hidden.iter().flat_map(HiddenDistance::teacher_layers).collect();
         Ok(Self {
             teacher: teacher.watching(wanted),
             terms,
@@ -121,7 +121,7 @@ pub fn likeliest(
     })
 }
 
-impl Aligned {
+impl AlignedTeacher {
     fn evaluate<'a>(
         &'a self,
         student: &DistillSide,
@@ -164,7 +164,7 @@ impl Objective for Distill {
         h: &Tensor,
         head: &Head,
         batch: &Batch,
-        need: Need,
+        need: ObjectiveNeeds,
         step_stats: &StepStats,
     ) -> Result<LossGradients> {
         if !need.dh && !need.dw {
@@ -243,7 +243,7 @@ impl Objective for Distill {
     }
 
     fn hidden_layers(&self) -> &[usize] {
-        self.hidden.as_ref().map_or(&[], Hidden::layers)
+        self.hidden.as_ref().map_or(&[], HiddenDistance::layers)
     }
 
     fn evaluate_hidden(
@@ -251,7 +251,7 @@ impl Objective for Distill {
         layer: usize,
         x: &Tensor,
         batch: &Batch,
-        need: Need,
+        need: ObjectiveNeeds,
         step_stats: &StepStats,
     ) -> Result<LossGradients> {
         let (Some(hidden), Teacher::Live(live), true) = (&self.hidden, &self.teacher, need.dh || need.dw) else {
@@ -272,7 +272,7 @@ impl Objective for Distill {
     }
 
     fn params(&self) -> Vec<Param> {
-        self.hidden.as_ref().map_or(Vec::new(), Hidden::params)
+        self.hidden.as_ref().map_or(Vec::new(), HiddenDistance::params)
     }
 
     fn means(&self) -> Option<&NamedMeans> {

@@ -22,8 +22,8 @@ pub struct Vocabularies<'a> {
 /// The texts are compared: spans end where they differ. White space at the beginning may differ, because some tokenizers
 /// put a space before a text.
 pub fn align(student: &[u32], teacher: &[u32], bytes: Vocabularies<'_>) -> Vec<(Range<usize>, Range<usize>)> {
-    let own = Answer::new(student, bytes.student);
-    let theirs = Answer::new(teacher, bytes.teacher);
+    let own = AnswerText::new(student, bytes.student);
+    let theirs = AnswerText::new(teacher, bytes.teacher);
     let (mut a, mut b) = (own.blank(), theirs.blank());
     if a == b {
         (a, b) = (0, 0);
@@ -56,13 +56,13 @@ pub fn align(student: &[u32], teacher: &[u32], bytes: Vocabularies<'_>) -> Vec<(
 }
 
 /// The text of an answer.
-struct Answer {
+struct AnswerText {
     text: Vec<u8>,
     /// For each token before the special tokens at the end: where its text ends.
     ends: Vec<usize>,
 }
 
-impl Answer {
+impl AnswerText {
     fn new(ids: &[u32], bytes: &TokenBytes) -> Self {
         let of = |id: &u32| bytes.get(*id as usize).map_or(&[][..], Vec::as_slice);
         let count = ids.iter().rposition(|id| !of(id).is_empty()).map_or(0, |i| i + 1);

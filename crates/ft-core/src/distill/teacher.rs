@@ -30,14 +30,14 @@ pub enum Teacher {
     /// Stored distributions.
     Stored(Box<dyn StoredOutputs>),
     /// A network with another tokenizer.
-    Aligned(Box<Aligned>),
+    Aligned(Box<AlignedTeacher>),
 }
 
 /// A network, and its states for the last batch: objectives need the same batch several times.
 pub struct LiveTeacher {
     pub network: Network,
     wanted: BTreeSet<usize>,
-    seen: RefCell<Option<(Batch, Rc<States>)>>,
+    seen: RefCell<Option<(Batch, Rc<TeacherStates>)>>,
 }
 
 /// The rows of a batch in the tokens of a teacher with another tokenizer.
@@ -61,13 +61,13 @@ pub struct AlignedBatch {
 }
 
 /// A network with another tokenizer, and its rows.
-pub struct Aligned {
+pub struct AlignedTeacher {
     pub(super) live: LiveTeacher,
     pub(super) rows: Box<dyn AlignedRows>,
 }
 
 /// Hidden states of a batch.
-pub(crate) struct States {
+pub(crate) struct TeacherStates {
     /// `[N, Dt]`, after the final norm.
     pub last: Tensor,
     /// `[N, Dt]` at the inputs of layers; the states after the last layer are `last`.
@@ -83,7 +83,7 @@ impl Teacher {
     /// A teacher with another tokenizer, that computes its outputs in each step.
     pub fn aligned(network: Network, rows: Box<dyn AlignedRows>) -> Self {
         let live = LiveTeacher::new(network);
-        Self::Aligned(Box::new(Aligned { live, rows }))
+        Self::Aligned(Box::new(AlignedTeacher { live, rows }))
     }
 
     /// The network of a live teacher with the tokens of the student.
@@ -113,7 +113,7 @@ impl LiveTeacher {
     }
 
     /// The teacher's states for a batch: one forward pass, layer by layer; saves only the requested states.
-    pub(super) fn states(&self, batch: &Batch) -> Result<Rc<States>> {
+    pub(super) fn states(&self, batch: &Batch) -> Result<Rc<TeacherStates>> {
         if let Some((known, states)) = &*self.seen.borrow()
             && known.ids == batch.ids
             && known.documents == batch.documents
@@ -139,7 +139,7 @@ impl LiveTeacher {
         if self.wanted.contains(&layers) {
             by_layer.insert(layers, last.clone());
         }
-        let states = Rc::new(States { last, by_layer });
+        let states = Rc::new(TeacherStates { last, by_layer });
         self.seen.replace(Some((batch.clone(), states.clone())));
         Ok(states)
     }

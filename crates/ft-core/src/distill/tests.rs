@@ -1,9 +1,9 @@
 //! Tests of the objective: pairs of layers, distances of hidden states and their gradients.
 
-use super::hidden::{Hidden, HiddenLoss, auto_map, check_map};
+use super::hidden::{HiddenDistance, HiddenLoss, auto_map, check_map};
 use super::*;
 use crate::data::IGNORE;
-use crate::model::Gradient;
+use crate::model::ParamGradient;
 use crate::ops::oracle::{assert_close, differences, random};
 use candle_core::Device;
 use std::collections::BTreeMap;
@@ -21,8 +21,8 @@ fn layers_are_paired_by_their_part_of_the_depth() {
     }
 }
 
-fn need(scale: f64) -> Need {
-    Need {
+fn need(scale: f64) -> ObjectiveNeeds {
+    ObjectiveNeeds {
         scale,
         dh: true,
         dw: false,
@@ -36,7 +36,7 @@ fn hidden_states_have_the_gradient_of_their_distance() {
     for (d, dt) in [(6, 6), (6, 9)] {
         for distance in [HiddenLoss::Mse, HiddenLoss::Cosine] {
             let pairs = [(1, 2), (1, 4), (2, 3)];
-            let hidden = Hidden::new(&pairs, d, dt, distance, 0.6, 7, &Device::Cpu).unwrap();
+            let hidden = HiddenDistance::new(&pairs, d, dt, distance, 0.6, 7, &Device::Cpu).unwrap();
             let teacher: BTreeMap<usize, Tensor> = (0..5).map(|t| (t, random((n, dt), 10 + t as u64))).collect();
             let x = random((n, d), 1);
             let loss = |x: &Tensor| Ok(hidden.compare(1, x, &teacher, &targets, need(1.0))?.loss);
@@ -44,7 +44,7 @@ fn hidden_states_have_the_gradient_of_their_distance() {
             let want = (differences(&x, 1e-2, loss) * 0.5).unwrap();
             assert_close(got.dx.as_ref().unwrap(), &want, 3e-3);
             assert_eq!(got.objective_params.len(), 2);
-            for Gradient { param, gradient } in &got.objective_params {
+            for ParamGradient { param, gradient } in &got.objective_params {
                 let values = crate::ops::update::to_f32_vec(&param.tensor).unwrap();
                 let loss = |w: &Tensor| {
                     let w = crate::ops::update::to_f32_vec(w)?;
@@ -62,7 +62,7 @@ fn hidden_states_have_the_gradient_of_their_distance() {
 
 #[test]
 fn equal_sizes_start_from_the_identity() {
-    let hidden = Hidden::new(&[(1, 1)], 4, 4, HiddenLoss::Mse, 1.0, 0, &Device::Cpu).unwrap();
+    let hidden = HiddenDistance::new(&[(1, 1)], 4, 4, HiddenLoss::Mse, 1.0, 0, &Device::Cpu).unwrap();
     let x = random((3, 4), 1);
     let teacher = BTreeMap::from([(1, x.clone())]);
     let got = hidden.compare(1, &x, &teacher, &[1, 2, 3], need(1.0)).unwrap();

@@ -2,7 +2,7 @@
 //! pass must reach.
 
 use crate::ops::index_subset::IndexSubset;
-use crate::optim::Masks;
+use crate::optim::UpdateMasks;
 use crate::source::Group;
 use std::collections::hash_map::DefaultHasher;
 use std::collections::{BTreeMap, BTreeSet};
@@ -12,7 +12,7 @@ use std::sync::Arc;
 /// Inactive parameters that change nevertheless: each is corrected with its gradient, or the sign of it, as soon as the
 /// gradient is computed (BREAD).
 #[derive(Debug, Clone, PartialEq)]
-pub struct Corrected {
+pub struct CorrectedParams {
     /// Names of the corrected parameters.
     pub names: BTreeSet<String>,
     /// Factor of the learning rate.
@@ -23,10 +23,10 @@ pub struct Corrected {
 
 /// The parameters that change in a step.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Active {
+pub struct ActiveSet {
     names: Arc<BTreeSet<String>>,
-    masks: Option<Masks>,
-    corrected: Option<Arc<Corrected>>,
+    masks: Option<UpdateMasks>,
+    corrected: Option<Arc<CorrectedParams>>,
     lowest: Group,
     /// A fingerprint of the changing parameters of each layer.
     layers: Arc<BTreeMap<usize, u64>>,
@@ -66,7 +66,7 @@ fn is_outside(name: &str) -> bool {
     !matches!(group_of(name), Group::Layer(_))
 }
 
-impl Active {
+impl ActiveSet {
     /// Trains these parameters, and no others.
     pub fn new(names: impl IntoIterator<Item = String>) -> Self {
         let names: BTreeSet<String> = names.into_iter().collect();
@@ -99,13 +99,13 @@ impl Active {
     }
 
     /// Restricts the active parameters to masks.
-    pub fn masked(mut self, masks: Option<Masks>) -> Self {
+    pub fn masked(mut self, masks: Option<UpdateMasks>) -> Self {
         self.masks = masks;
         self.fingerprinted()
     }
 
     /// Adds parameters that are corrected beside the active ones.
-    pub fn with_corrections(mut self, corrected: Option<Corrected>) -> Self {
+    pub fn with_corrections(mut self, corrected: Option<CorrectedParams>) -> Self {
         let lowest = corrected.iter().flat_map(|c| &c.names).map(|n| group_of(n)).min();
         self.lowest = lowest.map_or(self.lowest, |l| l.min(self.lowest));
         self.corrected = corrected.map(Arc::new);
@@ -160,7 +160,7 @@ impl Active {
     }
 
     /// The correction of this parameter, if it is inactive and corrected.
-    pub fn corrects(&self, name: &str) -> Option<&Corrected> {
+    pub fn corrects(&self, name: &str) -> Option<&CorrectedParams> {
         self.corrected.as_deref().filter(|c| c.names.contains(name))
     }
 
@@ -210,7 +210,7 @@ mod tests {
 
     #[test]
     fn the_lowest_group_is_found() {
-        let a = |names: &[&str]| Active::new(names.iter().map(|n| n.to_string()));
+        let a = |names: &[&str]| ActiveSet::new(names.iter().map(|n| n.to_string()));
         assert_eq!(
             a(&["model.layers.11.mlp.up_proj.weight", "model.layers.3.x.lora_A.weight"]).lowest(),
             Group::Layer(3)
@@ -220,7 +220,7 @@ mod tests {
             a(&["lm_head.weight", "model.embed_tokens.weight"]).lowest(),
             Group::Embedding
         );
-        let corrected = Corrected {
+        let corrected = CorrectedParams {
             names: ["model.layers.1.mlp.up_proj.weight".to_string()].into(),
             scale: 1.0,
             sign: true,
@@ -239,20 +239,20 @@ mod tests {
         };
         let parts = ["mlp.up_proj", "input_layernorm"];
         let more = ["lm_head.weight".to_string(), "model.norm.weight".to_string()];
-        let set = |layer| Active::new(names(layer, &parts).into_iter().chain(more.clone()));
+        let set = |layer| ActiveSet::new(names(layer, &parts).into_iter().chain(more.clone()));
         let (a, b) = (set(3), set(12));
         assert_eq!(a.fingerprint(3), b.fingerprint(12));
         assert_eq!((a.shape(), a.fingerprint(12)), (b.shape(), 0));
-        assert_ne!(a.shape(), Active::new(names(3, &parts)).shape());
-        assert_ne!(a.fingerprint(3), Active::new(names(3, &parts[..1])).fingerprint(3));
+        assert_ne!(a.shape(), ActiveSet::new(names(3, &parts)).shape());
+        assert_ne!(a.fingerprint(3), ActiveSet::new(names(3, &parts[..1])).fingerprint(3));
         assert_eq!(a.of_layer(3).count(), 2);
         assert_eq!(a.of_layer(1).count(), 0, "layer 12 is not layer 1");
         assert!(a.outside().eq(more.iter().map(String::as_str)));
         // A parameter that is entirely active in one layer only.
         let whole = BTreeSet::from([names(3, &parts[..1])[0].clone()]);
-        let both = Active::new([names(3, &parts), names(4, &parts)].concat());
+        let both = ActiveSet::new([names(3, &parts), names(4, &parts)].concat());
         assert_eq!(both.fingerprint(3), both.fingerprint(4));
-        let masked = both.masked(Some(Masks::new(0.1, false, 1, 0, whole)));
+        let masked = both.masked(Some(UpdateMasks::new(0.1, false, 1, 0, whole)));
         assert_ne!(masked.fingerprint(3), masked.fingerprint(4));
     }
 }

@@ -4,7 +4,7 @@ use super::ema::EmaConfig;
 use super::hook::StepHook;
 use super::loss_scale::LossScaleConfig;
 use super::outer::OuterConfig;
-use super::reduce::Exchange;
+use super::reduce::GradientExchange;
 use crate::comm::Collective;
 use crate::model::{RouterLosses, SequenceConfig};
 use std::sync::Arc;
@@ -49,7 +49,7 @@ pub struct RankConfig {
     /// The ranks.
     pub comm: Arc<dyn Collective>,
     /// How gradients are added.
-    pub exchange: Exchange,
+    pub exchange: GradientExchange,
     /// Ranks that share one micro-batch.
     pub sequence: SequenceConfig,
     /// The ranks train alone between averages.

@@ -5,21 +5,21 @@
 use super::outer::{OUTER, rank_of};
 use super::pass::{Totals, evaluate, evaluate_part};
 use super::publish::{Publish, publish};
-use super::reduce::{Exchange, OwnSum};
+use super::reduce::{GradientExchange, OwnSum};
 use super::squares;
 use super::step::Engine;
 use super::window::teams;
 use crate::base::{Error, Result};
 use crate::comm::{Collective, Patience, World, part_of};
 use crate::data::Batch;
-use crate::model::Sequence;
+use crate::model::SequenceRanks;
 use crate::ops::step::FoundInf;
 use crate::ops::step_stats::{StepStats, StepSums};
 use crate::ops::transfer::Copier;
 use crate::ops::{master, step, update};
 use crate::optim::{Optimizer, PartUpdate, range_of_part};
 use crate::source::expert_of;
-use crate::source::sharded::Division;
+use crate::source::sharded::MatrixDivision;
 use candle_core::{DType, Device, Tensor};
 use half::{bf16, f16};
 use std::collections::BTreeSet;
@@ -36,12 +36,12 @@ pub(super) const AVERAGE: &str = "average";
 pub(super) const PIECE: usize = 1 << 20;
 
 /// The own parts of the sums of a window.
-pub(super) struct Divided<'a> {
+pub(super) struct DividedSums<'a> {
     comm: &'a dyn Collective,
     sums: Vec<OwnSum>,
 }
 
-impl<'a> Divided<'a> {
+impl<'a> DividedSums<'a> {
     pub(super) fn new(comm: &'a dyn Collective, sums: Vec<OwnSum>) -> Self {
         Self { comm, sums }
     }
@@ -92,7 +92,7 @@ impl<'a> Divided<'a> {
         let name = |sum: &OwnSum| (sum.param.name.clone(), sum.elements());
         let items: Vec<(Arc<str>, usize)> = self.sums.iter().map(name).collect();
         let is_bf16 = |sum: &OwnSum| sum.param.tensor.dtype() == DType::BF16;
-        let mut updating = Updating {
+        let mut updating = PartUpdater {
             bf16: self.sums.iter().map(is_bf16).collect(),
             weights: self.sums.iter().map(|sum| sum.param.tensor.clone()).collect(),
             sums: self.sums.into_iter().map(|sum| (!on_gpu).then_some(sum)).collect(),
@@ -107,7 +107,7 @@ impl<'a> Divided<'a> {
 }
 
 /// Updates the own part of a parameter before it is sent.
-struct Updating<'a> {
+struct PartUpdater<'a> {
     /// `None`: updated.
     sums: Vec<Option<OwnSum>>,
     bf16: Vec<bool>,
@@ -119,7 +119,7 @@ struct Updating<'a> {
     gate: FoundInf<'a>,
 }
 
-impl Publish for Updating<'_> {
+impl Publish for PartUpdater<'_> {
     fn own(&mut self, item: usize, range: Range<usize>) -> Result<Vec<f32>> {
         if let Some(sum) = self.sums[item].take() {
             update(self.optimizer, &[sum], self.lr, self.coefficient, self.gate)?;
@@ -205,7 +205,12 @@ impl Engine {
     ///
     /// # Errors
     /// The copy stream of a GPU cannot be created.
-    pub fn join(&mut self, comm: Arc<dyn Collective>, active: &super::Active, exchange: Exchange) -> Result<()> {
+    pub fn join(
+        &mut self,
+        comm: Arc<dyn Collective>,
+        active: &super::ActiveSet,
+        exchange: GradientExchange,
+    ) -> Result<()> {
         let device = &self.network.device;
         if comm.world().size > 1 && !device.is_cpu() {
             self.copier = Some(Copier::new(device)?);
@@ -222,14 +227,14 @@ impl Engine {
     }
 
     /// Errors: weights in parts that cannot be updated in parts.
-    pub(super) fn check_parts(&self, active: &super::Active) -> Result<()> {
+    pub(super) fn check_parts(&self, active: &super::ActiveSet) -> Result<()> {
         let Some(store) = self.store.sharded() else {
             return Ok(());
         };
         let mut biases = active
             .names()
             .filter(|name| expert_of(name).is_some() && !store.in_parts(name));
-        if store.division() == Division::Experts && biases.next().is_some() {
+        if store.division() == MatrixDivision::Experts && biases.next().is_some() {
             return Err(Error::unsupported(
                 "the biases of experts that are divided among ranks are not trained",
             ));
@@ -274,7 +279,7 @@ impl Engine {
             shares = all.iter().all(|own| own == &[1]);
         }
         if shares {
-            let sequence = Sequence::new(&*self.comm, self.sequence, batch)?;
+            let sequence = SequenceRanks::new(&*self.comm, self.sequence, batch)?;
             return evaluate_part(network, objective, batch, Some(&sequence));
         }
         // Too few tokens to share: they are those of the first rank.
@@ -288,7 +293,7 @@ impl Engine {
     }
 
     /// Gives every rank all low bits of the masters outside `active`: their store takes them.
-    pub(super) fn gather_low(&mut self, active: &super::Active) -> Result<()> {
+    pub(super) fn gather_low(&mut self, active: &super::ActiveSet) -> Result<()> {
         let world = self.comm.world();
         // A weight that is stored in parts keeps its low bits.
         let stays = |name: &str| active.contains(name) || self.is_in_parts(name);
@@ -316,7 +321,7 @@ impl Engine {
     }
 
     /// Keeps the own part of the low bits of the active masters.
-    pub(super) fn cut_low(&mut self, active: &super::Active) -> Result<()> {
+    pub(super) fn cut_low(&mut self, active: &super::ActiveSet) -> Result<()> {
         for name in active.names() {
             let n = self.elements(name)?;
             if let Some(own) = self.own_part(name, n) {

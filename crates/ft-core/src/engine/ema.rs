@@ -8,7 +8,7 @@
 //! Only active parameters have an average. A block of parameters whose turn ends gets its average as its value: the solution
 //! of a block's problem is the average of its iterates, and the next block trains beside that solution.
 
-use super::active::Active;
+use super::active::ActiveSet;
 use super::divided::{AVERAGE, MomentSink, MomentValues};
 use super::publish::{Publish, publish};
 use super::step::Engine;
@@ -113,12 +113,12 @@ impl Ema {
 }
 
 /// Sends the parts of weights as they are stored.
-struct Stored<'a> {
+struct StoredParts<'a> {
     items: &'a [(Arc<str>, usize)],
     weights: Vec<Tensor>,
 }
 
-impl Publish for Stored<'_> {
+impl Publish for StoredParts<'_> {
     fn own(&mut self, item: usize, range: Range<usize>) -> Result<Vec<f32>> {
         Optimizer::stored_part(&self.items[item].0, &self.weights[item], &range)
     }
@@ -191,7 +191,7 @@ impl Engine {
     }
 
     /// Gives the parameters outside `active` and those that do not survive a switch their averages as values.
-    pub(super) fn settle_averages(&mut self, active: &Active, survives: &dyn Fn(&str) -> bool) -> Result<()> {
+    pub(super) fn settle_averages(&mut self, active: &ActiveSet, survives: &dyn Fn(&str) -> bool) -> Result<()> {
         let Some(mut ema) = self.ema.take() else {
             return Ok(());
         };
@@ -249,7 +249,7 @@ impl Engine {
             items.push((name.clone(), self.elements(name)?));
             weights.push(self.network.param(name)?.tensor);
         }
-        let mut stored = Stored { items: &items, weights };
+        let mut stored = StoredParts { items: &items, weights };
         publish(&*self.comm, &items, &mut stored)
     }
 

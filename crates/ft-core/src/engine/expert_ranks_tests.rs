@@ -1,10 +1,10 @@
 //! Experts that are divided among ranks: a step has the bits of the step on one rank, and sends the bytes that the routing asks for.
 
 use super::ranks_tests::batches;
-use super::step::{Engine, Gradients};
-use super::{Active, Exchange, MomentValues, StepStrategy};
+use super::step::{Engine, GradientStorage};
+use super::{ActiveSet, GradientExchange, MomentValues, StepStrategy};
 use crate::base::Result;
-use crate::comm::{Alone, Collective, threads};
+use crate::comm::{Collective, SingleRank, threads};
 use crate::formats::config::Config;
 use crate::model::{TrainableNetwork, expert_words, families};
 use crate::ops::{Dtype, update};
@@ -13,8 +13,8 @@ use crate::optim::config::{OptimizerConfig, StateDtype};
 use crate::quant::{Format, StorageDtype};
 use crate::sft::CausalLm;
 use crate::source::resident::{RandomWeights, draw_tensor};
-use crate::source::sharded::{Division, WeightOrigin, own_experts};
-use crate::source::{Group, ParamInfo, Resident, Sharded, TrainableStore, expert_of};
+use crate::source::sharded::{MatrixDivision, WeightOrigin, own_experts};
+use crate::source::{Group, ParamInfo, ResidentWeights, ShardedWeights, TrainableStore, expert_of};
 use candle_core::Device;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -62,7 +62,7 @@ fn case(model_type: &str, changes: Value) -> Case {
     }
 }
 
-fn engine(case: &Case, comm: Arc<dyn Collective>) -> (Engine, Active) {
+fn engine(case: &Case, comm: Arc<dyn Collective>) -> (Engine, ActiveSet) {
     let config = Config::from_map(case.config.as_object().unwrap().clone(), Path::new("config.json"));
     let spec = families::read(&config).unwrap();
     let (params, vocab) = (spec.params(), spec.vocab);
@@ -74,10 +74,10 @@ fn engine(case: &Case, comm: Arc<dyn Collective>) -> (Engine, Active) {
     let random = RandomWeights { seed, std, norm };
     let store: Arc<dyn TrainableStore> = if comm.world().size > 1 && !case.replicated {
         let origin = WeightOrigin::random(&params, random);
-        let division = Division::Experts;
-        Arc::new(Sharded::open(params.clone(), origin, storage, comm.clone(), division, &Device::Cpu).unwrap())
+        let division = MatrixDivision::Experts;
+        Arc::new(ShardedWeights::open(params.clone(), origin, storage, comm.clone(), division, &Device::Cpu).unwrap())
     } else {
-        let source = Resident::random_stored(params.clone(), seed, std, norm, storage, &Device::Cpu).unwrap();
+        let source = ResidentWeights::random_stored(params.clone(), seed, std, norm, storage, &Device::Cpu).unwrap();
         let index: BTreeMap<_, _> = params.iter().map(|p| p.name.clone()).zip(1..).collect();
         Arc::new(source.with_originals(move |p, dtype| draw_tensor(p, index[&p.name], dtype, random)))
     };
@@ -85,9 +85,9 @@ fn engine(case: &Case, comm: Arc<dyn Collective>) -> (Engine, Active) {
         !case.experts && expert_of(name).is_some() || case.format.is_some() && name.contains("proj.weight")
     };
     let trained = params.iter().map(|p| p.name.to_string());
-    let active = Active::new(trained.filter(|name| !frozen(name) && name.contains(case.part)));
+    let active = ActiveSet::new(trained.filter(|name| !frozen(name) && name.contains(case.part)));
     let strategy = StepStrategy {
-        gradients: Gradients::Keep,
+        gradients: GradientStorage::Keep,
         saved_layers: case.saved_layers,
         ..StepStrategy::new(case.dtype)
     };
@@ -97,7 +97,7 @@ fn engine(case: &Case, comm: Arc<dyn Collective>) -> (Engine, Active) {
     });
     let model = TrainableNetwork::new(spec, store, Device::Cpu);
     let mut engine = Engine::new(model, Box::new(CausalLm::new(vocab)), optimizer, strategy, &active).unwrap();
-    engine.join(comm, &active, Exchange::default()).unwrap();
+    engine.join(comm, &active, GradientExchange::default()).unwrap();
     (engine, active)
 }
 
@@ -151,7 +151,7 @@ fn train(case: &Case, comm: Arc<dyn Collective>) -> Result<(Vec<u64>, Vec<u64>)>
 }
 
 fn compare(case: &Case, sizes: impl IntoIterator<Item = usize>) {
-    let (want, alone) = train(case, Arc::new(Alone::default())).unwrap();
+    let (want, alone) = train(case, Arc::new(SingleRank::default())).unwrap();
     assert!(f64::from_bits(want[1]) > 1e-3 && want[0] != want[4]);
     for size in sizes {
         for (rank, found) in threads::run(size, |comm| train(case, comm).unwrap())
@@ -272,7 +272,7 @@ fn blocks(case: &Case, comm: Arc<dyn Collective>) -> Vec<u64> {
         "layers.0.",
         "layers.1.mlp.experts.2.",
     ]) {
-        let active = Active::new(names.iter().filter(|name| name.contains(part)).cloned());
+        let active = ActiveSet::new(names.iter().filter(|name| name.contains(part)).cloned());
         for requantized in engine.switch(&active, |_| false).unwrap() {
             bits.push(requantized.error.to_bits());
         }
@@ -280,7 +280,7 @@ fn blocks(case: &Case, comm: Arc<dyn Collective>) -> Vec<u64> {
         bits.extend([report.totals.loss().to_bits(), report.grad_norm.to_bits()]);
     }
     engine
-        .switch(&Active::new(["model.norm.weight".to_string()]), |_| false)
+        .switch(&ActiveSet::new(["model.norm.weight".to_string()]), |_| false)
         .unwrap();
     let exact = engine.by_root(|| {
         let mut exact = Vec::new();
@@ -304,7 +304,7 @@ fn blocks_of_quantized_experts_have_the_bits_of_one_rank() {
         experts: true,
         ..case("qwen3_moe", json!({}))
     };
-    let want = blocks(&case, Arc::new(Alone::default()));
+    let want = blocks(&case, Arc::new(SingleRank::default()));
     for size in [2, 3] {
         let found = threads::run(size, |comm| blocks(&case, comm));
         assert!(found[0] == want, "{size} ranks");

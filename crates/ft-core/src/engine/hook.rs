@@ -5,7 +5,7 @@ use crate::peft::ranks::{RankAllocator, StepGradients};
 use std::collections::BTreeMap;
 
 /// Runs before and after the update of each step, on the accumulated gradients of all parameters. With a hook the engine
-/// stores the gradients until the update (`Gradients::Keep`).
+/// stores the gradients until the update (`GradientStorage::Keep`).
 pub trait StepHook {
     /// May change `gradients` in place: they are complete, f32, and not clipped.
     ///

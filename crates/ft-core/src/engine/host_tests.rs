@@ -1,19 +1,19 @@
 //! Ranks of a machine that read frozen weights from the same files: the bits of one rank, one file of each kind, and the error of
 //! the rank that writes.
 
-use super::Active;
+use super::ActiveSet;
 use super::ranks_tests::{Case, FULL, batches, engine_of, spec_of};
 use super::sharded_tests::train_blocks;
 use super::step::Engine;
 use crate::base::files;
 use crate::comm::threads;
-use crate::comm::{Alone, Collective};
+use crate::comm::{Collective, SingleRank};
 use crate::formats::weights::Weights;
 use crate::ops::Dtype;
 use crate::ops::transfer::HostMemory;
 use crate::quant::Format;
-use crate::source::disk::{self, Disk, Writer};
-use crate::source::{StoragePolicy, TrainableStore, Uploaded};
+use crate::source::disk::{self, DiskWeights, SourceWriter};
+use crate::source::{StoragePolicy, TrainableStore, UploadedWeights};
 use candle_core::Device;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -34,7 +34,7 @@ fn of_rank(dir: &Path, rank: usize) -> PathBuf {
 }
 
 /// An engine whose weights are in the file `model` in `dir`, with other files in the directory of a rank.
-fn on_disk(case: Case, comm: Arc<dyn Collective>, dir: &Path) -> (Engine, Active) {
+fn on_disk(case: Case, comm: Arc<dyn Collective>, dir: &Path) -> (Engine, ActiveSet) {
     let spec = spec_of(case);
     let mut storage = StoragePolicy::dense(case.dtype);
     for p in spec.params().iter().filter(|p| p.name.contains("proj.weight")) {
@@ -42,9 +42,9 @@ fn on_disk(case: Case, comm: Arc<dyn Collective>, dir: &Path) -> (Engine, Active
     }
     let own = of_rank(dir, comm.world().rank);
     let (writer, own) = if comm.world().size > 1 {
-        Writer::of_machine(comm.clone(), &own).unwrap()
+        SourceWriter::of_machine(comm.clone(), &own).unwrap()
     } else {
-        (Writer::default(), own)
+        (SourceWriter::default(), own)
     };
     writer.write(|| files::create_dir_all(&own)).unwrap();
     let options = disk::DiskOptions {
@@ -57,9 +57,9 @@ fn on_disk(case: Case, comm: Arc<dyn Collective>, dir: &Path) -> (Engine, Active
         head_rows: None,
     };
     let weights = Weights::open_file(&dir.join("model")).unwrap();
-    let disk = Disk::open_written(spec.params(), weights, options, writer).unwrap();
+    let disk = DiskWeights::open_written(spec.params(), weights, options, writer).unwrap();
     let source: Arc<dyn TrainableStore> = if case.uploaded {
-        Arc::new(Uploaded::new(Arc::new(disk), spec.head_name(), HostMemory::Reused, &Device::Cpu).unwrap())
+        Arc::new(UploadedWeights::new(Arc::new(disk), spec.head_name(), HostMemory::Reused, &Device::Cpu).unwrap())
     } else {
         Arc::new(disk)
     };
@@ -103,7 +103,7 @@ fn shared_files_have_the_bits_of_one_rank_and_are_written_once() {
     ];
     for (case, jobs) in cases {
         let alone = model(case);
-        let want = train_blocks(on_disk(case, Arc::new(Alone::default()), alone.path()).0).unwrap();
+        let want = train_blocks(on_disk(case, Arc::new(SingleRank::default()), alone.path()).0).unwrap();
         let params = spec_of(case).params();
         let trained = |name: &&str| name.contains("embed") || name.contains("layers.");
         let trained = params.iter().map(|p| &*p.name).filter(trained);
@@ -148,7 +148,7 @@ fn an_error_of_the_rank_that_writes_is_the_error_of_all() {
             fs::write(of_rank(dir.path(), 0), "").unwrap();
         }
         let other = engine.store.params().iter().map(|p| p.name.to_string());
-        let other = Active::new(other.filter(|name| name.contains("layers.2.")));
+        let other = ActiveSet::new(other.filter(|name| name.contains("layers.2.")));
         let error = engine.switch(&other, |_| true).unwrap_err().to_string();
         comm.fail(1, error.clone());
         error

@@ -4,8 +4,8 @@
 use super::ranks_tests::{Case, FULL, averaged, batches, engine};
 use super::sharded_tests::train_in_parts;
 use crate::base::Result;
-use crate::comm::threads::{self, Counting};
-use crate::comm::{Alone, Collective, part_of};
+use crate::comm::threads::{self, CountingComm};
+use crate::comm::{Collective, SingleRank, part_of};
 use crate::formats::weights::Weights;
 use crate::ops::Dtype;
 use crate::quant::Format;
@@ -51,7 +51,7 @@ fn weights_in_each_machine_have_the_bits_of_whole_weights() {
         (up_nf4, &[&["a", "b"]]),
     ];
     for (case, jobs) in cases {
-        let want = train_in_parts(case, Arc::new(Alone::default())).unwrap();
+        let want = train_in_parts(case, Arc::new(SingleRank::default())).unwrap();
         for hosts in jobs {
             let found = threads::run_on(hosts, |comm| train_in_parts(case, comm).unwrap());
             assert!(found[0] == want, "{:?} {:?} on {hosts:?}", case.dtype, case.format);
@@ -66,7 +66,7 @@ fn weights_in_each_machine_have_the_bits_of_whole_weights() {
 
 #[test]
 fn averages_in_each_machine_have_the_bits_of_one_rank() {
-    let (bits, saved) = averaged(BF16, Arc::new(Alone::default())).unwrap();
+    let (bits, saved) = averaged(BF16, Arc::new(SingleRank::default())).unwrap();
     let all = threads::run_on(&["a", "a", "b", "b"], |comm| averaged(BF16, comm).unwrap());
     for (rank, (own, stored)) in all.iter().enumerate() {
         assert_eq!(own[0], bits[0], "rank {rank}");
@@ -105,12 +105,12 @@ fn resumed(case: Case, comm: Arc<dyn Collective>, saved: &Weights) -> Result<[u6
 
 #[test]
 fn restored_weights_are_restored_on_every_machine() {
-    let saved = exact_values(BF16, Arc::new(Alone::default())).unwrap().unwrap();
+    let saved = exact_values(BF16, Arc::new(SingleRank::default())).unwrap().unwrap();
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("saved.safetensors");
     candle_core::safetensors::save(&saved, &path).unwrap();
     let saved = Weights::open_file(&path).unwrap();
-    let want = resumed(BF16, Arc::new(Alone::default()), &saved).unwrap();
+    let want = resumed(BF16, Arc::new(SingleRank::default()), &saved).unwrap();
     for hosts in [&["a", "a", "b", "b"][..], &["a", "b", "c"]] {
         let found = threads::run_on(hosts, |comm| resumed(BF16, comm, &saved).unwrap());
         assert!(
@@ -139,7 +139,7 @@ fn only_new_values_travel_between_machines() {
             threads::run_on(&["a", "a", "b", "b"], |comm| {
                 let (rank, sent) = (comm.world().rank, Arc::new(AtomicU64::new(0)));
                 let case = Case { part, uploaded, ..BF16 };
-                let counting = Counting::new(comm, Arc::default(), sent.clone()).between(counts);
+                let counting = CountingComm::new(comm, Arc::default(), sent.clone()).between(counts);
                 let (mut engine, active) = engine(case, Arc::new(counting));
                 let params = engine.store.params().to_vec();
                 let own = |p: &ParamInfo| part_of(&p.name, p.elements(), rank, 4).len();

@@ -22,7 +22,7 @@ mod strategy;
 mod switch;
 pub mod window;
 
-pub use active::Active;
+pub use active::ActiveSet;
 pub use config::{RankConfig, TrainConfig};
 pub use divided::{MomentValues, SavedMoment};
 pub use ema::{Ema, EmaConfig, ema_bytes};
@@ -31,9 +31,9 @@ pub use layer_graphs::LayerGraphs;
 pub use loss_scale::{LossScale, LossScaleConfig};
 pub use outer::{OuterConfig, outer_bytes};
 pub use own_state::OwnState;
-pub use pass::{Pass, Totals, evaluate};
-pub use reduce::{Exchange, Updated, corrected_bytes, exchange_bytes, leaving_bytes, sent_bytes};
-pub use step::{Engine, Gradients, QueuedStep, StepReport};
+pub use pass::{GradientPass, Totals, evaluate};
+pub use reduce::{GradientExchange, UpdateExchange, corrected_bytes, exchange_bytes, leaving_bytes, sent_bytes};
+pub use step::{Engine, GradientStorage, QueuedStep, StepReport};
 pub use strategy::StepStrategy;
 
 #[cfg(test)]

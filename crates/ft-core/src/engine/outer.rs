@@ -7,9 +7,9 @@
 //!
 //! Letters: W ranks, H steps between averages.
 
-use super::active::Active;
+use super::active::ActiveSet;
 use super::publish::{Publish, publish};
-use super::reduce::{BUCKET, Reduce};
+use super::reduce::{BUCKET, ReduceGradients};
 use super::step::Engine;
 use crate::base::{Error, Result};
 use crate::comm::part_of;
@@ -38,7 +38,7 @@ pub struct OuterConfig {
 }
 
 /// The state of the outer optimizer.
-pub(super) struct Outer {
+pub(super) struct OuterState {
     config: OuterConfig,
     /// Steps since the last average.
     since: u64,
@@ -62,7 +62,7 @@ pub fn outer_bytes(config: &OuterConfig, n: u64, ranks: u64) -> u64 {
     4 * (start + momentum)
 }
 
-impl Outer {
+impl OuterState {
     /// The new values of the own part of a parameter, from the mean over all ranks.
     fn step(&mut self, name: &Arc<str>, start: &[f32], mean: Vec<f32>) -> Vec<f32> {
         let OuterConfig {
@@ -97,14 +97,14 @@ impl Outer {
 }
 
 /// The own parts of averaged weights, and the whole weights that come from all ranks.
-struct Averaged {
+struct AveragedWeights {
     own: Vec<Vec<f32>>,
     /// First element of each own part.
     first: Vec<usize>,
     whole: Vec<Vec<f32>>,
 }
 
-impl Publish for Averaged {
+impl Publish for AveragedWeights {
     fn own(&mut self, item: usize, range: Range<usize>) -> Result<Vec<f32>> {
         let at = range.start - self.first[item];
         let values = self.own[item][at..at + range.len()].to_vec();
@@ -122,7 +122,7 @@ impl Engine {
     /// The ranks of `join` train alone between averages. Call it after `join`, before the first step.
     pub fn train_apart(&mut self, config: OuterConfig) {
         self.divided = false;
-        self.outer = Some(Outer {
+        self.outer = Some(OuterState {
             config,
             since: 0,
             start: BTreeMap::new(),
@@ -146,7 +146,7 @@ impl Engine {
     }
 
     /// Keeps the weights before the first step after an average.
-    pub(super) fn begin_apart(&mut self, active: &Active) -> Result<()> {
+    pub(super) fn begin_apart(&mut self, active: &ActiveSet) -> Result<()> {
         let Some(mut outer) = self.outer.take() else {
             return Ok(());
         };
@@ -199,10 +199,10 @@ impl Engine {
         Ok(())
     }
 
-    fn average_group(&mut self, outer: &mut Outer, names: &[Arc<str>]) -> Result<()> {
+    fn average_group(&mut self, outer: &mut OuterState, names: &[Arc<str>]) -> Result<()> {
         let comm = self.comm.clone();
         let size = comm.world().size;
-        let mut sum = Reduce::new(&*comm, None, false);
+        let mut sum = ReduceGradients::new(&*comm, None, false);
         sum.begin_round(size);
         for name in names {
             let tensor = self.network.param(name)?.tensor;
@@ -210,7 +210,7 @@ impl Engine {
             let name = name.clone();
             sum.take(&Param { name, tensor }, &values)?;
         }
-        let mut averaged = Averaged {
+        let mut averaged = AveragedWeights {
             own: Vec::new(),
             first: Vec::new(),
             whole: Vec::new(),

@@ -3,9 +3,9 @@
 
 use super::outer::OuterConfig;
 use super::ranks_tests::{self, Case, FULL, batches};
-use super::{Active, Engine, Exchange, Updated, sent_bytes};
-use crate::comm::threads::Counting;
-use crate::comm::{Alone, Collective, threads};
+use super::{ActiveSet, Engine, GradientExchange, UpdateExchange, sent_bytes};
+use crate::comm::threads::CountingComm;
+use crate::comm::{Collective, SingleRank, threads};
 use crate::data::Batch;
 use crate::ops::Dtype;
 use std::collections::BTreeMap;
@@ -25,13 +25,13 @@ const PAPER: OuterConfig = OuterConfig {
 };
 
 /// Without noise on the embeddings, which depends on the number of a row among the rows of all ranks.
-fn engine(case: Case, comm: Arc<dyn Collective>) -> (Engine, Active) {
+fn engine(case: Case, comm: Arc<dyn Collective>) -> (Engine, ActiveSet) {
     let (mut engine, active) = ranks_tests::engine(case, comm);
     engine.neftune_noise_alpha = 0.0;
     (engine, active)
 }
 
-fn exact(engine: &Engine, active: &Active) -> BTreeMap<String, Vec<f32>> {
+fn exact(engine: &Engine, active: &ActiveSet) -> BTreeMap<String, Vec<f32>> {
     let of = |name: &str| {
         let tensor = engine.network.param(name).unwrap().tensor;
         (name.to_string(), engine.optimizer.exact(name, &tensor).unwrap())
@@ -47,7 +47,9 @@ fn own(all: &[Batch], rank: usize, size: usize) -> Vec<Batch> {
 
 /// `size` engines that know nothing of each other, and the average written out: the weights after each step on rank 0.
 fn by_hand(case: Case, outer: OuterConfig, size: usize) -> Vec<BTreeMap<String, Vec<f32>>> {
-    let mut engines: Vec<_> = (0..size).map(|_| engine(case, Arc::new(Alone::default()))).collect();
+    let mut engines: Vec<_> = (0..size)
+        .map(|_| engine(case, Arc::new(SingleRank::default())))
+        .collect();
     let mut start = exact(&engines[0].0, &engines[0].1);
     let mut momentum: BTreeMap<String, Vec<f32>> = BTreeMap::new();
     let mut out = Vec::new();
@@ -166,17 +168,17 @@ fn seconds(apart: bool) -> (f64, u64) {
     let clocks = Arc::new(threads::Clocks::default());
     let found = threads::run(2, |comm| {
         let place = (comm.world().rank, 2);
-        let counting: Arc<dyn Collective> = Arc::new(Counting::new(comm, sent.clone(), Arc::default()));
-        let slowed = Arc::new(threads::Slowed::new(counting, RATE, clocks.clone()));
+        let counting: Arc<dyn Collective> = Arc::new(CountingComm::new(comm, sent.clone(), Arc::default()));
+        let slowed = Arc::new(threads::SlowComm::new(counting, RATE, clocks.clone()));
         let (mut engine, active) = engine(case, slowed.clone());
         if apart {
             engine.train_apart(OuterConfig { last: 2, ..PAPER });
         }
         let elements = |name: &str| engine.elements(name).unwrap() as u64;
-        let names = active.names().map(|name| (name, elements(name), Updated::F32));
-        let exchange = Exchange {
+        let names = active.names().map(|name| (name, elements(name), UpdateExchange::F32));
+        let exchange = GradientExchange {
             window: apart,
-            ..Exchange::default()
+            ..GradientExchange::default()
         };
         let planned = sent_bytes(names, 2, place, !apart, exchange, false);
         for step in 1..=if apart { EVERY } else { 1 } {

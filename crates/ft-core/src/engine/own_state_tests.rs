@@ -3,7 +3,7 @@
 use super::divided::MomentValues;
 use super::outer::OuterConfig;
 use super::ranks_tests::{Case, FULL, batches, engine};
-use super::{Active, Ema, EmaConfig, Engine};
+use super::{ActiveSet, Ema, EmaConfig, Engine};
 use crate::base::Result;
 use crate::comm::Collective;
 use crate::comm::threads;
@@ -128,7 +128,7 @@ fn train(case: Case, way: Way, comm: Arc<dyn Collective>) -> Result<(Option<Tens
                 let own = names
                     .iter()
                     .filter(|name| name.contains(part) || name.contains("embed"));
-                Active::new(own.cloned())
+                ActiveSet::new(own.cloned())
             }
             _ => active.clone(),
         };

@@ -1,21 +1,22 @@
 //! The forward pass that saves only layer inputs, the objective, and the backward pass.
 
-use super::active::Active;
+use super::active::ActiveSet;
 use super::layer_graphs::LayerGraphs;
 use super::window::{self, MicroReport};
 use crate::base::progress::{self, Phase};
 use crate::base::{Error, Result, signal};
-use crate::comm::{Alone, Collective};
+use crate::comm::{Collective, SingleRank};
 use crate::data::Batch;
 use crate::model::routers::{RouterTally, Routers};
 use crate::model::spec::EMBEDDING;
 use crate::model::{
-    Context, EmbeddingNoise, GradSink, Gradient, Layer, Need, Network, Objective, Sequence, SequenceConfig, TokenRows,
+    Context, EmbeddingNoise, GradSink, Layer, Network, Objective, ObjectiveNeeds, ParamGradient, SequenceConfig,
+    SequenceRanks, TokenRows,
 };
 use crate::ops::step_stats::{StepStats, StepSums};
-use crate::ops::transfer::{Arriving, Copier, Offloaded};
+use crate::ops::transfer::{ArrivingTensor, Copier, OffloadedTensor};
 use crate::ops::update;
-use crate::peft::Dropout;
+use crate::peft::DropoutKey;
 use crate::source::Group;
 use crate::trace;
 use candle_core::{DType, Tensor};
@@ -103,8 +104,8 @@ impl LayerProgress {
 /// The saved input of a layer until its backward pass: on the device, offloaded, or being prefetched.
 enum SavedInput {
     OnDevice(Tensor),
-    Offloaded(Offloaded),
-    InFlight(Arriving),
+    Offloaded(OffloadedTensor),
+    InFlight(ArrivingTensor),
 }
 
 impl SavedInput {
@@ -128,13 +129,13 @@ impl SavedInput {
 /// A forward and backward pass without an update: gradients of `active` go to a sink. Activations that are not saved are
 /// recomputed, bit-exactly.
 #[derive(Clone, Copy)]
-pub struct Pass<'a> {
+pub struct GradientPass<'a> {
     /// The model.
     pub network: &'a Network,
     /// The loss.
     pub objective: &'a dyn Objective,
     /// The parameters that get gradients.
-    pub active: &'a Active,
+    pub active: &'a ActiveSet,
     /// Receives loss and correct predictions.
     pub step_stats: &'a StepStats,
     /// Number of uppermost layers whose activations are saved; of the others only the inputs are saved.
@@ -144,7 +145,7 @@ pub struct Pass<'a> {
     /// Layers as CUDA graphs; those that can be recorded save no activations.
     pub layer_graphs: Option<&'a LayerGraphs>,
     /// Key of the dropout masks of the first micro-batch; `None`: no dropout.
-    pub dropout: Option<Dropout>,
+    pub dropout: Option<DropoutKey>,
     /// The noise on the embeddings of the first micro-batch; `None`: no noise.
     pub noise: Option<EmbeddingNoise>,
     /// The pass changes no weights, so a signal may end it at any layer.
@@ -164,15 +165,15 @@ pub struct Pass<'a> {
     pub sequence: SequenceConfig,
 }
 
-impl<'a> Pass<'a> {
+impl<'a> GradientPass<'a> {
     /// On one rank, without dropout; saves layer inputs only, on the device.
     pub fn new(
         network: &'a Network,
         objective: &'a dyn Objective,
-        active: &'a Active,
+        active: &'a ActiveSet,
         step_stats: &'a StepStats,
     ) -> Self {
-        static ALONE: LazyLock<Alone> = LazyLock::new(Alone::default);
+        static ALONE: LazyLock<SingleRank> = LazyLock::new(SingleRank::default);
         Self {
             network,
             objective,
@@ -238,14 +239,14 @@ impl<'a> Pass<'a> {
         for (done, round) in rounds.iter().enumerate() {
             phase.set(done as u64);
             let (micro, batch) = (round.micro as u64, &batches[round.micro]);
-            let dropout = self.dropout.map(|key| Dropout { micro, ..key });
+            let dropout = self.dropout.map(|key| DropoutKey { micro, ..key });
             let sequence = self.shared(batch)?;
             let part = sequence.as_ref().map(|sequence| sequence.part(batch)).transpose()?;
             let mut ctx = match &sequence {
                 Some(sequence) => {
                     // Each rank has masks of its own.
                     let part = (self.comm.world().rank % self.sequence.ranks) as u64;
-                    let dropout = dropout.map(|key| Dropout {
+                    let dropout = dropout.map(|key| DropoutKey {
                         micro: key.micro + (part << PART_OF_MICRO),
                         ..key
                     });
@@ -300,7 +301,7 @@ impl<'a> Pass<'a> {
     }
 
     /// The tokens of this rank, if several share a micro-batch.
-    fn shared<'b>(&'b self, batch: &'b Batch) -> Result<Option<Sequence<'b>>> {
+    fn shared<'b>(&'b self, batch: &'b Batch) -> Result<Option<SequenceRanks<'b>>> {
         if self.sequence.ranks == 1 {
             return Ok(None);
         }
@@ -311,7 +312,7 @@ impl<'a> Pass<'a> {
             .hint("set the factors of the router losses to 0, or give each micro-batch to one rank"));
         }
         self.sequence.check(&self.network.spec)?;
-        Sequence::new(self.comm, self.sequence, batch).map(Some)
+        SequenceRanks::new(self.comm, self.sequence, batch).map(Some)
     }
 
     /// The weight of the micro-batches of this rank. Errors, on all ranks: one of them has none.
@@ -339,7 +340,7 @@ impl<'a> Pass<'a> {
         step_stats: &StepStats,
         sink: &mut dyn GradSink,
     ) -> Result<()> {
-        let Pass {
+        let GradientPass {
             network,
             objective,
             active,
@@ -350,7 +351,7 @@ impl<'a> Pass<'a> {
         graphs.map_or(Ok(()), |graphs| graphs.begin(ctx))?;
         let layers = network.layers();
         let lowest = active.lowest_layer(layers);
-        let need = |dh| Need { scale, dh, dw: false };
+        let need = |dh| ObjectiveNeeds { scale, dh, dw: false };
         let progress = LayerProgress::new(layers, lowest);
 
         // Forward: save the inputs of the layers that the backward pass visits, and all activations of the uppermost ones.
@@ -405,7 +406,7 @@ impl<'a> Pass<'a> {
         // Loss, and its gradient with respect to the last hidden states.
         let head = network.head()?;
         let need_dx = lowest < layers || active.lowest() == Group::Embedding;
-        let at_the_end = Need {
+        let at_the_end = ObjectiveNeeds {
             dw: sink.wants(&head.name) || network.tokens.iter().any(|t| t.table == head.name && t.wanted(sink)),
             ..need(need_dx || network.end_wanted(sink)?)
         };
@@ -510,8 +511,8 @@ fn rows(batch: &Batch) -> usize {
 }
 
 /// Passes the gradients of the objective's parameters to the sink, if they are trained.
-fn pass_on(objective_params: Vec<Gradient>, sink: &mut dyn GradSink) -> Result<()> {
-    for Gradient { param, gradient } in objective_params {
+fn pass_on(objective_params: Vec<ParamGradient>, sink: &mut dyn GradSink) -> Result<()> {
+    for ParamGradient { param, gradient } in objective_params {
         if sink.wants(&param.name) {
             sink.take(&param, gradient)?;
         }
@@ -557,7 +558,7 @@ pub(super) fn evaluate_part(
     network: &Network,
     objective: &dyn Objective,
     batch: &Batch,
-    sequence: Option<&Sequence>,
+    sequence: Option<&SequenceRanks>,
 ) -> Result<Totals> {
     let mut totals = Totals::default();
     if objective.weight(batch) > 0 {
@@ -568,7 +569,7 @@ pub(super) fn evaluate_part(
             None => network.context(&batch.positions, &batch.documents, None)?,
         };
         let batch = part.as_ref().unwrap_or(batch);
-        let need = Need {
+        let need = ObjectiveNeeds {
             scale: 1.0,
             dh: false,
             dw: false,

@@ -1,8 +1,8 @@
 //! Sends what each rank has of some parameters to all other ranks, in buckets.
 
-use super::reduce::{BUCKET, Piece, UNDER_WAY, key, pack, unpack, words};
+use super::reduce::{BUCKET, GradientPiece, UNDER_WAY, key, pack, unpack, words};
 use crate::base::Result;
-use crate::comm::{Collective, Pending};
+use crate::comm::{Collective, PendingNumbers};
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
@@ -24,10 +24,10 @@ pub(super) trait Publish {
 /// Gives every rank all parts. `items`: names and elements, the same on all ranks.
 pub(super) fn publish(comm: &dyn Collective, items: &[(Arc<str>, usize)], numbers: &mut dyn Publish) -> Result<()> {
     let size = comm.world().size;
-    let mut coming: VecDeque<(Vec<(usize, Piece)>, Pending)> = VecDeque::new();
+    let mut coming: VecDeque<(Vec<(usize, GradientPiece)>, PendingNumbers)> = VecDeque::new();
     let (mut some, mut elements) = (Vec::new(), 0);
     for (item, (name, n)) in items.iter().enumerate() {
-        for piece in Piece::all(name, *n, size) {
+        for piece in GradientPiece::all(name, *n, size) {
             elements += piece.elements(size);
             some.push((item, piece));
             if elements >= BUCKET {
@@ -49,9 +49,9 @@ pub(super) fn publish(comm: &dyn Collective, items: &[(Arc<str>, usize)], number
     Ok(())
 }
 
-type Sent = (Vec<(usize, Piece)>, Pending);
+type SentPieces = (Vec<(usize, GradientPiece)>, PendingNumbers);
 
-fn send(comm: &dyn Collective, some: Vec<(usize, Piece)>, numbers: &mut dyn Publish) -> Result<Sent> {
+fn send(comm: &dyn Collective, some: Vec<(usize, GradientPiece)>, numbers: &mut dyn Publish) -> Result<SentPieces> {
     let (rank, size) = (comm.world().rank, comm.world().size);
     let mut own = Vec::new();
     for (item, piece) in &some {
@@ -62,14 +62,15 @@ fn send(comm: &dyn Collective, some: Vec<(usize, Piece)>, numbers: &mut dyn Publ
             own.extend(values);
         }
     }
-    let pieces: Vec<Piece> = some.iter().map(|(_, piece)| piece.clone()).collect();
-    let words = |(item, piece): &(usize, Piece), rank| words(piece.range(rank, size).len(), numbers.is_bf16(*item));
+    let pieces: Vec<GradientPiece> = some.iter().map(|(_, piece)| piece.clone()).collect();
+    let words =
+        |(item, piece): &(usize, GradientPiece), rank| words(piece.range(rank, size).len(), numbers.is_bf16(*item));
     let length = |rank| some.iter().map(|one| words(one, rank)).sum();
     let pending = comm.gather(key(&pieces, size), own, (0..size).map(length).collect());
     Ok((some, pending))
 }
 
-fn receive(comm: &dyn Collective, sent: Option<Sent>, numbers: &mut dyn Publish) -> Result<()> {
+fn receive(comm: &dyn Collective, sent: Option<SentPieces>, numbers: &mut dyn Publish) -> Result<()> {
     let Some((some, pending)) = sent else {
         return Ok(());
     };

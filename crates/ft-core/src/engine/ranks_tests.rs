@@ -1,23 +1,23 @@
 //! A step on several ranks has the bits of the step on one: losses, norms, weights and metrics.
 
-use super::active::Corrected;
-use super::step::{Engine, Gradients};
-use super::{Active, Ema, EmaConfig, Exchange, StepStrategy, Updated, corrected_bytes, sent_bytes};
+use super::active::CorrectedParams;
+use super::step::{Engine, GradientStorage};
+use super::{ActiveSet, Ema, EmaConfig, GradientExchange, StepStrategy, UpdateExchange, corrected_bytes, sent_bytes};
 use crate::base::Result;
-use crate::comm::threads::{self, Counting};
-use crate::comm::{Alone, Collective, Patience};
+use crate::comm::threads::{self, CountingComm};
+use crate::comm::{Collective, Patience, SingleRank};
 use crate::data::{Batch, Example};
 use crate::model::spec::{Mixer, Spec};
 use crate::model::{TrainableNetwork, families, shapes};
 use crate::ops::transfer::HostMemory;
 use crate::ops::{Dtype, update};
 use crate::optim::config::{Master, OptimizerConfig, StateDtype};
-use crate::optim::{Masks, Optimizer};
+use crate::optim::{Optimizer, UpdateMasks};
 use crate::quant::{Format, StorageDtype};
 use crate::sft::CausalLm;
 use crate::source::resident::{RandomWeights, draw_tensor};
-use crate::source::sharded::{Division, WeightOrigin};
-use crate::source::{ParamInfo, Resident, Sharded, TrainableStore, Uploaded};
+use crate::source::sharded::{MatrixDivision, WeightOrigin};
+use crate::source::{ParamInfo, ResidentWeights, ShardedWeights, TrainableStore, UploadedWeights};
 use candle_core::Device;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -34,7 +34,7 @@ pub(super) struct Case {
     pub(super) masked: bool,
     pub(super) max_grad_norm: f64,
     pub(super) saved_layers: usize,
-    pub(super) exchange: Exchange,
+    pub(super) exchange: GradientExchange,
     /// Each rank stores a part of the matrices.
     pub(super) sharded: bool,
     /// As `sharded`, but all ranks of a machine together have all weights.
@@ -57,7 +57,7 @@ pub(super) const FULL: Case = Case {
     masked: false,
     max_grad_norm: 0.5,
     saved_layers: 0,
-    exchange: Exchange {
+    exchange: GradientExchange {
         ordered: false,
         bf16: false,
         window: false,
@@ -79,7 +79,7 @@ pub(super) fn spec_of(case: Case) -> Spec {
     spec
 }
 
-pub(super) fn engine(case: Case, comm: Arc<dyn Collective>) -> (Engine, Active) {
+pub(super) fn engine(case: Case, comm: Arc<dyn Collective>) -> (Engine, ActiveSet) {
     let spec = spec_of(case);
     let params = spec.params();
     let storage = |p: &ParamInfo| match case.format {
@@ -90,19 +90,19 @@ pub(super) fn engine(case: Case, comm: Arc<dyn Collective>) -> (Engine, Active) 
     let random = RandomWeights { seed, std, norm };
     let origin = WeightOrigin::random(&params, random);
     let division = if case.in_node {
-        Division::InNode
+        MatrixDivision::InNode
     } else {
-        Division::Elements
+        MatrixDivision::Elements
     };
     let source: Arc<dyn TrainableStore> = if (case.sharded || case.in_node) && comm.world().size > 1 {
-        Arc::new(Sharded::open(params.clone(), origin, storage, comm.clone(), division, &Device::Cpu).unwrap())
+        Arc::new(ShardedWeights::open(params.clone(), origin, storage, comm.clone(), division, &Device::Cpu).unwrap())
     } else {
-        let source = Resident::random_stored(params.clone(), seed, std, norm, storage, &Device::Cpu).unwrap();
+        let source = ResidentWeights::random_stored(params.clone(), seed, std, norm, storage, &Device::Cpu).unwrap();
         let index: BTreeMap<_, _> = params.iter().map(|p| p.name.clone()).zip(1..).collect();
         Arc::new(source.with_originals(move |p, dtype| draw_tensor(p, index[&p.name], dtype, random)))
     };
     let source = if case.uploaded && comm.world().size > 1 {
-        Arc::new(Uploaded::new(source, spec.head_name(), HostMemory::Temporary, &Device::Cpu).unwrap())
+        Arc::new(UploadedWeights::new(source, spec.head_name(), HostMemory::Temporary, &Device::Cpu).unwrap())
     } else {
         source
     };
@@ -110,7 +110,7 @@ pub(super) fn engine(case: Case, comm: Arc<dyn Collective>) -> (Engine, Active) 
 }
 
 /// As `engine`, with weights of `source`.
-pub(super) fn engine_of(case: Case, comm: Arc<dyn Collective>, source: Arc<dyn TrainableStore>) -> (Engine, Active) {
+pub(super) fn engine_of(case: Case, comm: Arc<dyn Collective>, source: Arc<dyn TrainableStore>) -> (Engine, ActiveSet) {
     let spec = spec_of(case);
     let vocab = spec.vocab;
     let settings = OptimizerConfig {
@@ -120,20 +120,20 @@ pub(super) fn engine_of(case: Case, comm: Arc<dyn Collective>, source: Arc<dyn T
     };
     let names = source.params().iter().map(|p| p.name.to_string());
     let (own, others): (Vec<String>, BTreeSet<String>) = partition(names, case.part);
-    let mut active = Active::new(own);
+    let mut active = ActiveSet::new(own);
     if case.corrected {
-        active = active.with_corrections(Some(Corrected {
+        active = active.with_corrections(Some(CorrectedParams {
             names: others.into_iter().filter(|name| name.contains("proj.weight")).collect(),
             scale: 300.0,
             sign: false,
         }));
     }
     if case.masked {
-        active = active.masked(Some(Masks::new(0.1, false, 1, 0, BTreeSet::new())));
+        active = active.masked(Some(UpdateMasks::new(0.1, false, 1, 0, BTreeSet::new())));
     }
     let model = TrainableNetwork::new(spec, source, Device::Cpu);
     let strategy = StepStrategy {
-        gradients: Gradients::Keep,
+        gradients: GradientStorage::Keep,
         saved_layers: case.saved_layers,
         ..StepStrategy::new(case.dtype)
     };
@@ -220,7 +220,7 @@ fn a_step_has_the_same_bits_on_any_number_of_ranks() {
         ..FULL
     };
     for case in [FULL, bf16, block, masked] {
-        let want = train(case, Arc::new(Alone::default())).unwrap();
+        let want = train(case, Arc::new(SingleRank::default())).unwrap();
         for size in if case.part.is_empty() { 2..=4 } else { 3..=3 } {
             for (rank, found) in threads::run(size, |comm| train(case, comm).unwrap())
                 .into_iter()
@@ -283,7 +283,7 @@ pub(super) fn averaged(case: Case, comm: Arc<dyn Collective>) -> Result<(Vec<u64
     saved.extend(engine.by_root(|| read(&engine, false))?.into_iter().flatten());
     // The next block: what is no longer active has its average as value.
     let (gone, left): (Vec<_>, Vec<_>) = names.iter().cloned().partition(|name| name.contains("layers.0."));
-    let rest = Active::new(left);
+    let rest = ActiveSet::new(left);
     engine.switch(&rest, |_| true)?;
     assert_eq!(engine.ema.iter().flat_map(Ema::saved).count(), names.len() - gone.len());
     saved.extend(engine.by_root(|| read(&engine, false))?.into_iter().flatten());
@@ -309,7 +309,7 @@ fn averages_have_the_bits_of_one_rank() {
     let sharded = Case { sharded: true, ..bf16 };
     for case in [FULL, bf16, rounded, whole, sharded] {
         let alone = Case { sharded: false, ..case };
-        let (bits, saved) = averaged(alone, Arc::new(Alone::default())).unwrap();
+        let (bits, saved) = averaged(alone, Arc::new(SingleRank::default())).unwrap();
         let all = threads::run(3, |comm| averaged(case, comm).unwrap());
         for (rank, (own, stored)) in all.iter().enumerate() {
             let what = format!("{:?} {} {}: rank {rank}", case.dtype, case.part, case.sharded);
@@ -327,13 +327,13 @@ fn other_exchanges_have_nearly_the_numbers_of_one_rank() {
         let found = bits[..12].chunks(4).flat_map(|step| &step[..2]);
         found.map(|bits| f64::from_bits(*bits)).collect()
     };
-    let want = numbers(&train(FULL, Arc::new(Alone::default())).unwrap());
+    let want = numbers(&train(FULL, Arc::new(SingleRank::default())).unwrap());
     for (bf16, window, error) in [(true, false, 2e-3), (false, true, 1e-5)] {
         let case = Case {
-            exchange: Exchange {
+            exchange: GradientExchange {
                 bf16,
                 window,
-                ..Exchange::default()
+                ..GradientExchange::default()
             },
             ..FULL
         };
@@ -369,7 +369,7 @@ fn corrections_are_made_with_the_sum_of_a_round() {
         steps.collect::<Vec<f64>>()
     };
     let whole = [Batch::from_examples([&rows(1), &rows(2)])];
-    let want = run(Arc::new(Alone::default()), &whole);
+    let want = run(Arc::new(SingleRank::default()), &whole);
     let found = threads::run(2, |comm| {
         run(
             comm,
@@ -411,12 +411,16 @@ fn a_loss_that_is_not_finite_is_the_error_of_all_ranks() {
 
 #[test]
 fn a_step_sends_the_bytes_that_the_plan_says() {
-    let bf16 = |window| Exchange {
+    let bf16 = |window| GradientExchange {
         bf16: true,
         window,
-        ..Exchange::default()
+        ..GradientExchange::default()
     };
-    for (size, micro_batches, exchange) in [(2, 4, bf16(false)), (3, 4, Exchange::default()), (4, 7, bf16(true))] {
+    for (size, micro_batches, exchange) in [
+        (2, 4, bf16(false)),
+        (3, 4, GradientExchange::default()),
+        (4, 7, bf16(true)),
+    ] {
         let sent = Arc::new(AtomicU64::new(0));
         let planned = threads::run(size, |comm| {
             let place = (comm.world().rank, size);
@@ -427,13 +431,13 @@ fn a_step_sends_the_bytes_that_the_plan_says() {
                 dtype: if size == 4 { Dtype::Bf16 } else { Dtype::F32 },
                 ..FULL
             };
-            let counting = Counting::new(comm.clone(), sent.clone(), Arc::default());
+            let counting = CountingComm::new(comm.clone(), sent.clone(), Arc::default());
             let (mut engine, active) = engine(case, Arc::new(counting));
             engine.step(1, &batches(micro_batches, 1), &active, 1e-3).unwrap();
             let bf16 = if case.dtype == Dtype::Bf16 {
-                Updated::Bf16
+                UpdateExchange::Bf16
             } else {
-                Updated::F32
+                UpdateExchange::F32
             };
             let sizes = active
                 .names()

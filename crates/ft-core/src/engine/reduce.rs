@@ -5,9 +5,9 @@
 
 use super::publish::{Publish, publish};
 use crate::base::Result;
-use crate::comm::{Collective, Pending, QUANTUM, part_of};
+use crate::comm::{Collective, PendingNumbers, QUANTUM, part_of};
 use crate::model::Param;
-use crate::ops::transfer::{Copier, Offloaded};
+use crate::ops::transfer::{Copier, OffloadedTensor};
 use crate::ops::update;
 use candle_core::{DType, Device, Tensor};
 use half::bf16;
@@ -24,7 +24,7 @@ const LEAVING: usize = 16 * BUCKET;
 
 /// How the gradients of the ranks are added.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Exchange {
+pub struct GradientExchange {
     /// True: on one GPU, too, the gradient of a micro-batch is computed first and then added to the sum, as on several.
     /// A product that adds to the sum rounds differently. The losses of micro-batches are added in the same way.
     pub ordered: bool,
@@ -48,7 +48,7 @@ pub fn exchange_bytes(trained: u64, ranks: u64) -> u64 {
 
 /// How the other ranks get the new values of a trained parameter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Updated {
+pub enum UpdateExchange {
     /// As f32 numbers, after the update.
     F32,
     /// As bf16 numbers, after the update.
@@ -68,25 +68,28 @@ pub fn leaving_bytes(trained: u64, largest: u64, ranks: u64) -> (u64, u64) {
 /// values of its part, and the sums of squares of its part. `params`: names and elements of the trained parameters.
 /// Collections of layers are not in it. `on_gpu`: the sums of squares are f64.
 pub fn sent_bytes<'a>(
-    params: impl Iterator<Item = (&'a str, u64, Updated)>,
+    params: impl Iterator<Item = (&'a str, u64, UpdateExchange)>,
     micro_batches: u64,
     (rank, size): (usize, usize),
     divided: bool,
-    exchange: Exchange,
+    exchange: GradientExchange,
     on_gpu: bool,
 ) -> u64 {
     let rounds = own_rounds(micro_batches, rank, size);
     let rounds = if exchange.window { rounds.min(1) } else { rounds };
-    let of = |(name, n, updated): (&str, u64, Updated)| {
+    let of = |(name, n, updated): (&str, u64, UpdateExchange)| {
         let own = part_of(name, n as usize, rank, size).len() as u64;
         let squares = if divided { own.div_ceil(QUANTUM as u64) } else { 0 };
         let squares = if on_gpu { 2 * squares } else { squares };
         let gradient = gradient_words(name, n as usize, (rank, size), exchange.bf16);
-        let of_piece = |piece: Piece| match updated {
-            Updated::Collected => 0,
-            _ => words(piece.range(rank, size).len(), updated == Updated::Bf16 && divided),
+        let of_piece = |piece: GradientPiece| match updated {
+            UpdateExchange::Collected => 0,
+            _ => words(
+                piece.range(rank, size).len(),
+                updated == UpdateExchange::Bf16 && divided,
+            ),
         };
-        let values: usize = Piece::all(&name.into(), n as usize, size).map(of_piece).sum();
+        let values: usize = GradientPiece::all(&name.into(), n as usize, size).map(of_piece).sum();
         4 * (gradient * rounds + (values as u64 + squares) * (size as u64 - 1))
     };
     if size < 2 { 0 } else { params.map(of).sum() }
@@ -97,7 +100,7 @@ pub fn corrected_bytes<'a>(
     params: impl Iterator<Item = (&'a str, u64)>,
     micro_batches: u64,
     (rank, size): (usize, usize),
-    exchange: Exchange,
+    exchange: GradientExchange,
 ) -> u64 {
     let of = |(name, n): (&str, u64)| {
         let own = part_of(name, n as usize, rank, size).len() as u64;
@@ -115,11 +118,11 @@ fn own_rounds(micro_batches: u64, rank: usize, size: usize) -> u64 {
 
 /// f32 words in which a rank sends a gradient to the others.
 fn gradient_words(name: &str, n: usize, (rank, size): (usize, usize), bf16: bool) -> u64 {
-    let of_piece = |piece: Piece| -> usize {
+    let of_piece = |piece: GradientPiece| -> usize {
         let to = (0..size).filter(|to| *to != rank);
         to.map(|to| words(piece.range(to, size).len(), bf16)).sum()
     };
-    Piece::all(&name.into(), n, size).map(of_piece).sum::<usize>() as u64
+    GradientPiece::all(&name.into(), n, size).map(of_piece).sum::<usize>() as u64
 }
 
 /// Length of the list in which `n` numbers travel: two bf16 numbers in the bits of one f32.
@@ -148,14 +151,14 @@ pub(super) fn unpack(list: &[f32], n: usize) -> Vec<f32> {
 
 /// A piece of the part of every rank of one gradient, or of one parameter.
 #[derive(Clone)]
-pub(super) struct Piece {
+pub(super) struct GradientPiece {
     pub(super) name: Arc<str>,
     /// Elements of the whole.
     pub(super) n: usize,
     pub(super) index: usize,
 }
 
-impl Piece {
+impl GradientPiece {
     /// Elements of a piece of the part of one rank.
     fn length(size: usize) -> usize {
         (BUCKET / size).max(1)
@@ -187,7 +190,7 @@ impl Piece {
 }
 
 /// Equal for the same pieces in the same order.
-pub(super) fn key(pieces: &[Piece], contributors: usize) -> u64 {
+pub(super) fn key(pieces: &[GradientPiece], contributors: usize) -> u64 {
     // FNV-1a: the same on every machine.
     let mut hash = 0xcbf2_9ce4_8422_2325u64;
     let mut add = |bytes: &[u8]| {
@@ -207,20 +210,20 @@ pub(super) fn key(pieces: &[Piece], contributors: usize) -> u64 {
 /// Pieces that are sent together.
 #[derive(Default)]
 struct Bucket {
-    pieces: Vec<Piece>,
+    pieces: Vec<GradientPiece>,
     elements: usize,
     /// For each rank its part of every piece, one after the other.
     parts: Vec<Vec<f32>>,
     /// The same on its way from a GPU; then `parts` are empty.
-    leaving: Vec<Vec<Offloaded>>,
+    leaving: Vec<Vec<OffloadedTensor>>,
     contributors: usize,
 }
 
 /// A bucket whose numbers are on their way.
-struct Coming {
-    pieces: Vec<Piece>,
+struct InFlightBucket {
+    pieces: Vec<GradientPiece>,
     contributors: usize,
-    numbers: Pending,
+    numbers: PendingNumbers,
 }
 
 /// The sum of a gradient over the window: the part of this rank.
@@ -249,7 +252,7 @@ impl OwnSum {
 }
 
 /// Adds the gradients of all ranks.
-pub(super) struct Reduce<'a> {
+pub(super) struct ReduceGradients<'a> {
     comm: &'a dyn Collective,
     /// Brings gradients from a GPU.
     copier: Option<&'a Copier>,
@@ -260,7 +263,7 @@ pub(super) struct Reduce<'a> {
     bucket: Bucket,
     /// Full buckets whose numbers are on their way from a GPU.
     leaving: VecDeque<Bucket>,
-    coming: VecDeque<Coming>,
+    coming: VecDeque<InFlightBucket>,
     /// Parameters in the order of their first gradient, with the shape of the gradient.
     params: Vec<(Param, Vec<usize>)>,
     /// The elements of each rank, of parameters that are whole on one rank.
@@ -269,7 +272,7 @@ pub(super) struct Reduce<'a> {
     sums: BTreeMap<Arc<str>, Vec<f32>>,
 }
 
-impl<'a> Reduce<'a> {
+impl<'a> ReduceGradients<'a> {
     /// `copier`: that of the GPU, if gradients are there.
     pub(super) fn new(comm: &'a dyn Collective, copier: Option<&'a Copier>, bf16: bool) -> Self {
         Self {
@@ -301,7 +304,7 @@ impl<'a> Reduce<'a> {
             self.params.push((param.clone(), gradient.dims().to_vec()));
         }
         let flat = gradient.flatten_all()?;
-        for piece in Piece::all(&param.name, n, size) {
+        for piece in GradientPiece::all(&param.name, n, size) {
             if rank < self.contributors {
                 self.fill(&piece, &flat)?;
             }
@@ -315,7 +318,7 @@ impl<'a> Reduce<'a> {
     }
 
     /// Adds the elements of a piece of a gradient (flat) to the bucket.
-    fn fill(&mut self, piece: &Piece, flat: &Tensor) -> Result<()> {
+    fn fill(&mut self, piece: &GradientPiece, flat: &Tensor) -> Result<()> {
         let size = self.comm.world().size;
         let copier = self.copier.filter(|_| !flat.device().is_cpu());
         self.bucket.parts.resize(size, Vec::new());
@@ -414,13 +417,13 @@ impl<'a> Reduce<'a> {
         } = bucket;
         let world = self.comm.world();
         parts.resize(world.size, Vec::new());
-        let length = |piece: &Piece| words(piece.range(world.rank, world.size).len(), self.bf16);
+        let length = |piece: &GradientPiece| words(piece.range(world.rank, world.size).len(), self.bf16);
         let own: usize = pieces.iter().map(length).sum();
         let lengths = (0..world.size)
             .map(|rank| if rank < contributors { own } else { 0 })
             .collect();
         let numbers = self.comm.exchange(key(&pieces, contributors), parts, lengths);
-        self.coming.push_back(Coming {
+        self.coming.push_back(InFlightBucket {
             pieces,
             contributors,
             numbers,
@@ -505,7 +508,7 @@ impl<'a> Reduce<'a> {
         let comm = self.comm;
         let own = self.host_sums()?;
         let items: Vec<_> = own.iter().map(|sum| (sum.param.name.clone(), sum.elements())).collect();
-        let mut gathered = Gathered {
+        let mut gathered = WholeSums {
             whole: own.iter().map(|sum| vec![0.0; sum.elements()]).collect(),
             own,
         };
@@ -542,12 +545,12 @@ fn moved(host: &Tensor, device: &Device) -> Result<Tensor> {
 }
 
 /// Collects whole sums.
-struct Gathered {
+struct WholeSums {
     own: Vec<OwnSum>,
     whole: Vec<Vec<f32>>,
 }
 
-impl Publish for Gathered {
+impl Publish for WholeSums {
     fn own(&mut self, item: usize, range: Range<usize>) -> Result<Vec<f32>> {
         let sum = &self.own[item];
         let at = range.start - sum.range.start;

@@ -1,9 +1,9 @@
 //! Steps of ranks that share micro-batches.
 
 use super::ranks_tests::{Case, FULL, batches, engine};
-use super::{Updated, sent_bytes};
-use crate::comm::threads::Counting;
-use crate::comm::{Alone, Collective, threads};
+use super::{UpdateExchange, sent_bytes};
+use crate::comm::threads::CountingComm;
+use crate::comm::{Collective, SingleRank, threads};
 use crate::data::Batch;
 use crate::model::sequence::sequence_bytes;
 use crate::model::{SequenceBy, SequenceConfig};
@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 fn train(case: Case, config: SequenceConfig, comm: Arc<dyn Collective>) -> (Vec<f64>, Vec<f32>, [u64; 2]) {
     let (rank, size) = (comm.world().rank, comm.world().size);
     let sent = Arc::new(AtomicU64::new(0));
-    let (mut engine, active) = engine(case, Arc::new(Counting::new(comm, sent.clone(), Arc::default())));
+    let (mut engine, active) = engine(case, Arc::new(CountingComm::new(comm, sent.clone(), Arc::default())));
     engine.sequence = config;
     let mut numbers = Vec::new();
     let mut bytes = [0, 0];
@@ -41,7 +41,7 @@ fn train(case: Case, config: SequenceConfig, comm: Arc<dyn Collective>) -> (Vec<
         });
         let sizes = active
             .names()
-            .map(|name| (name, engine.elements(name).unwrap() as u64, Updated::F32));
+            .map(|name| (name, engine.elements(name).unwrap() as u64, UpdateExchange::F32));
         let contributions = (filled.len() * config.ranks) as u64;
         bytes[1] = shared.sum::<u64>()
             + sent_bytes(
@@ -77,7 +77,7 @@ fn a_short_batch_of_one_group_keeps_the_ranks_in_step() {
     };
     let both = [whole, short];
     let want = both.each_ref().map(|batch| {
-        let (engine, _) = engine(FULL, Arc::new(Alone::default()));
+        let (engine, _) = engine(FULL, Arc::new(SingleRank::default()));
         engine.evaluate(batch).unwrap().loss_sum
     });
     let found = threads::run(4, |comm| {
@@ -121,7 +121,7 @@ fn ranks_that_share_micro_batches_train_as_one() {
         ),
     ] {
         assert!(case.dtype == Dtype::F32);
-        let (want, want_weights, _) = train(Case { sharded: false, ..case }, plain, Arc::new(Alone::default()));
+        let (want, want_weights, _) = train(Case { sharded: false, ..case }, plain, Arc::new(SingleRank::default()));
         let config = SequenceConfig { ranks, by };
         let found = threads::run(size, |comm| train(case, config, comm));
         let evaluated: f64 = found[..ranks].iter().map(|(numbers, ..)| numbers[6]).sum();

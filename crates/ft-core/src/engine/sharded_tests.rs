@@ -1,13 +1,13 @@
 //! Weights that each rank stores in parts: the bits of whole weights, and the bytes that the plan says; also if layers are then
 //! brought to a device.
 
-use super::Active;
-use super::Exchange;
+use super::ActiveSet;
+use super::GradientExchange;
 use super::ranks_tests::{Case, FULL, batches, engine};
 use super::step::Engine;
 use crate::base::Result;
-use crate::comm::threads::{self, Counting};
-use crate::comm::{Alone, Collective, part_of};
+use crate::comm::threads::{self, CountingComm};
+use crate::comm::{Collective, SingleRank, part_of};
 use crate::ops::Dtype;
 use crate::quant::Format;
 use crate::source::ParamInfo;
@@ -25,7 +25,7 @@ pub(super) fn train_blocks(mut engine: Engine) -> Result<Vec<u64>> {
     let names: Vec<String> = engine.store.params().iter().map(|p| p.name.to_string()).collect();
     let block = |parts: &[&str]| {
         let own = names.iter().filter(|name| parts.iter().any(|part| name.contains(part)));
-        Active::new(own.cloned())
+        ActiveSet::new(own.cloned())
     };
     let mut bits = Vec::new();
     let blocks = [
@@ -79,9 +79,9 @@ fn weights_in_parts_have_the_bits_of_whole_weights() {
         ..bf16
     };
     let window = Case {
-        exchange: Exchange {
+        exchange: GradientExchange {
             window: true,
-            ..Exchange::default()
+            ..GradientExchange::default()
         },
         ..bf16
     };
@@ -100,7 +100,7 @@ fn weights_in_parts_have_the_bits_of_whole_weights() {
             let whole = Case { sharded: false, ..case };
             threads::run(2, |comm| train_in_parts(whole, comm).unwrap()).swap_remove(0)
         } else {
-            train_in_parts(case, Arc::new(Alone::default())).unwrap()
+            train_in_parts(case, Arc::new(SingleRank::default())).unwrap()
         };
         for size in sizes {
             let found = threads::run(size, |comm| train_in_parts(case, comm).unwrap());
@@ -132,7 +132,7 @@ fn collected_bytes_and_resident_bytes_are_those_of_the_plan() {
                 uploaded,
                 ..FULL
             };
-            let (mut engine, active) = engine(case, Arc::new(Counting::new(comm, Arc::default(), sent.clone())));
+            let (mut engine, active) = engine(case, Arc::new(CountingComm::new(comm, Arc::default(), sent.clone())));
             let own = |p: &ParamInfo| 4 * part_of(&p.name, p.elements(), rank, size).len() as u64;
             let params = engine.store.params().to_vec();
             let of_all = params.iter().map(|p| {

@@ -1,8 +1,8 @@
 //! Keys, values and per-layer inputs that layers share: a gradient does not depend on what else is active, saved, offloaded or
 //! recomputed.
 
-use super::active::Active;
-use super::pass::Pass;
+use super::active::ActiveSet;
+use super::pass::GradientPass;
 use crate::base::Result;
 use crate::data::{Batch, Example};
 use crate::formats::config::Config;
@@ -12,7 +12,7 @@ use crate::ops::step_stats::StepStats;
 use crate::ops::transfer::Copier;
 use crate::ops::{Dtype, update};
 use crate::sft::CausalLm;
-use crate::source::{Disk, Resident, StoragePolicy, disk};
+use crate::source::{DiskWeights, ResidentWeights, StoragePolicy, disk};
 use candle_core::{Device, Tensor};
 use serde_json::json;
 use std::collections::BTreeMap;
@@ -20,9 +20,9 @@ use std::path::Path;
 use std::sync::Arc;
 
 /// Keeps the gradients of the active parameters.
-struct Kept<'a>(&'a Active, BTreeMap<String, Vec<f32>>);
+struct ActiveGradients<'a>(&'a ActiveSet, BTreeMap<String, Vec<f32>>);
 
-impl GradSink for Kept<'_> {
+impl GradSink for ActiveGradients<'_> {
     fn wants(&self, name: &str) -> bool {
         self.0.wants(name)
     }
@@ -65,14 +65,14 @@ fn batch() -> Batch {
     Batch::from_examples([&row(11, 3), &row(6, 1)])
 }
 
-fn gradients(network: &Network, active: &Active, saved_layers: usize, offload: bool) -> BTreeMap<String, Vec<f32>> {
+fn gradients(network: &Network, active: &ActiveSet, saved_layers: usize, offload: bool) -> BTreeMap<String, Vec<f32>> {
     let (objective, stats) = (CausalLm::new(32), StepStats::new(&Device::Cpu).unwrap());
     let copier = Copier::new(&Device::Cpu).unwrap();
-    let mut sink = Kept(active, BTreeMap::new());
-    let pass = Pass {
+    let mut sink = ActiveGradients(active, BTreeMap::new());
+    let pass = GradientPass {
         saved_layers,
         input_offload: offload.then_some(&copier),
-        ..Pass::new(network, &objective, active, &stats)
+        ..GradientPass::new(network, &objective, active, &stats)
     };
     pass.window(&[batch()], &mut sink).unwrap();
     sink.1
@@ -91,13 +91,13 @@ fn gradients_of_streams_do_not_depend_on_what_is_active() {
 fn compare(config: &Config) {
     let spec = families::read(config).unwrap();
     let params = spec.params();
-    let source = Resident::random(params.clone(), 5, 0.3, 0.8, Dtype::F32, &Device::Cpu).unwrap();
+    let source = ResidentWeights::random(params.clone(), 5, 0.3, 0.8, Dtype::F32, &Device::Cpu).unwrap();
     let network = Network::new(spec, Arc::new(source), Device::Cpu);
     let trained = params
         .iter()
         .map(|p| p.name.to_string())
         .filter(|name| !is_constant(name));
-    let all = Active::new(trained.clone());
+    let all = ActiveSet::new(trained.clone());
     let want = gradients(&network, &all, 0, false);
     assert!(want.keys().cloned().eq(all.names().map(str::to_string)));
     assert!(want.values().all(|g| g.iter().any(|x| *x != 0.0)));
@@ -129,7 +129,7 @@ fn compare(config: &Config) {
         let chosen = trained
             .clone()
             .filter(|name| prefixes.iter().any(|p| name.starts_with(p)));
-        let active = Active::new(chosen);
+        let active = ActiveSet::new(chosen);
         for saved in [0, 5] {
             let got = gradients(&network, &active, saved, false);
             assert!(got.len() == active.names().count() && !got.is_empty(), "{prefixes:?}");
@@ -158,9 +158,9 @@ fn the_table_of_a_model_on_the_disk_is_read_by_rows() {
         head: spec.head_name().to_string(),
         head_rows: None,
     };
-    let on_disk = Disk::open(params.clone(), weights(), options).unwrap();
-    let resident = Resident::random(params, 5, 0.3, 0.8, Dtype::F32, &Device::Cpu).unwrap();
-    let active = Active::new(["model.layers.1.self_attn.k_proj.weight".to_string()]);
+    let on_disk = DiskWeights::open(params.clone(), weights(), options).unwrap();
+    let resident = ResidentWeights::random(params, 5, 0.3, 0.8, Dtype::F32, &Device::Cpu).unwrap();
+    let active = ActiveSet::new(["model.layers.1.self_attn.k_proj.weight".to_string()]);
     let run = |network: Network| gradients(&network, &active, 0, false);
     let want = run(Network::new(spec.clone(), Arc::new(resident), Device::Cpu));
     assert!(run(Network::new(spec, Arc::new(on_disk), Device::Cpu)) == want);

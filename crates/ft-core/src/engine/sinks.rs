@@ -1,8 +1,8 @@
 //! Gradient sinks: the use of a gradient as soon as it is computed.
 
-use super::active::Active;
-use super::divided::Divided;
-use super::reduce::{Exchange, Reduce};
+use super::active::ActiveSet;
+use super::divided::DividedSums;
+use super::reduce::{GradientExchange, ReduceGradients};
 use crate::base::{Error, Result};
 use crate::comm::Collective;
 use crate::model::{GradSink, NamedSums, Param};
@@ -11,7 +11,7 @@ use crate::ops::step_stats::StepStats;
 use crate::ops::transfer::Copier;
 use crate::ops::{index_subset, update};
 use crate::optim::{Optimizer, Update};
-use crate::source::{Sharded, WeightSource};
+use crate::source::{ShardedWeights, WeightSource};
 use crate::trace;
 use candle_core::Tensor;
 use std::collections::BTreeMap;
@@ -28,7 +28,7 @@ impl Corrections {
     /// Applies the correction if `param` is only corrected, and returns true; the caller then drops the gradient.
     fn make(
         &mut self,
-        active: &Active,
+        active: &ActiveSet,
         optimizer: &mut Optimizer,
         lr: f64,
         param: &Param,
@@ -69,7 +69,7 @@ impl Corrections {
 }
 
 /// The gradient of the active elements.
-fn active_part(active: &Active, param: &Param, gradient: Tensor) -> Result<Tensor> {
+fn active_part(active: &ActiveSet, param: &Param, gradient: Tensor) -> Result<Tensor> {
     match active.subset(&param.name, gradient.elem_count()) {
         Some(subset) => index_subset::gather(&gradient, &subset),
         None => Ok(gradient),
@@ -77,54 +77,54 @@ fn active_part(active: &Active, param: &Param, gradient: Tensor) -> Result<Tenso
 }
 
 /// Accumulates gradients over the micro-batches of a window; corrects inactive parameters.
-pub struct Accumulate<'a> {
-    active: &'a Active,
+pub struct AccumulateGradients<'a> {
+    active: &'a ActiveSet,
     optimizer: &'a mut Optimizer,
     lr: f64,
     sums: NamedSums,
     /// Updates of corrected parameters.
     pub corrections: Corrections,
     /// Adds the gradients of all ranks; `None` on one rank.
-    reduce: Option<Reduce<'a>>,
-    /// As `Exchange::ordered`.
+    reduce: Option<ReduceGradients<'a>>,
+    /// As `GradientExchange::ordered`.
     ordered: bool,
     /// The sums of the part of this rank.
-    divided: Option<Divided<'a>>,
+    divided: Option<DividedSums<'a>>,
     /// The sums of the own micro-batches travel, once.
     window: Option<OwnWindow>,
     /// For corrections, which are made with the sums of a round; `None` on one rank.
-    round: Option<Round<'a>>,
+    round: Option<RoundRanks<'a>>,
     /// As in `GradSink::contributors`.
     contributors: usize,
     /// Weights of which this rank has a part: the part is updated, and the collected weight is not kept.
-    sharded: Option<&'a Sharded>,
+    sharded: Option<&'a ShardedWeights>,
 }
 
 /// The ranks whose micro-batches are computed at the same time.
-struct Round<'a> {
-    among: Among<'a>,
+struct RoundRanks<'a> {
+    among: ReduceRanks<'a>,
     /// Number of ranks, from rank 0 on, whose gradients count.
     contributors: usize,
 }
 
 /// The ranks that add their gradients, and how.
 #[derive(Clone, Copy)]
-pub struct Among<'a> {
+pub struct ReduceRanks<'a> {
     /// The ranks.
     pub comm: &'a dyn Collective,
     /// How they add gradients.
-    pub exchange: Exchange,
+    pub exchange: GradientExchange,
     /// Brings gradients to the host, if they are on a GPU.
     pub copier: Option<&'a Copier>,
 }
 
-impl<'a> Among<'a> {
-    fn reduce(self) -> Reduce<'a> {
-        Reduce::new(self.comm, self.copier, self.exchange.bf16)
+impl<'a> ReduceRanks<'a> {
+    fn reduce(self) -> ReduceGradients<'a> {
+        ReduceGradients::new(self.comm, self.copier, self.exchange.bf16)
     }
 }
 
-impl Round<'_> {
+impl RoundRanks<'_> {
     /// The sum of the gradients of a parameter over the round.
     fn sum(&self, param: &Param, gradient: &Tensor) -> Result<Tensor> {
         let mut reduce = self.among.reduce();
@@ -145,18 +145,18 @@ struct OwnWindow {
     counts: bool,
 }
 
-impl<'a> Accumulate<'a> {
+impl<'a> AccumulateGradients<'a> {
     /// A sink without gradients. With several ranks `complete` must be called after the last one. `sharded`: the source of
     /// the weights, if they are stored in parts.
     pub fn new(
-        active: &'a Active,
+        active: &'a ActiveSet,
         optimizer: &'a mut Optimizer,
         lr: f64,
-        among: Among<'a>,
-        sharded: Option<&'a Sharded>,
+        among: ReduceRanks<'a>,
+        sharded: Option<&'a ShardedWeights>,
     ) -> Self {
         let (world, exchange) = (among.comm.world(), among.exchange);
-        let round = Round {
+        let round = RoundRanks {
             among,
             contributors: world.size,
         };
@@ -197,7 +197,7 @@ impl<'a> Accumulate<'a> {
             }
         }
         if divided {
-            self.divided = Some(Divided::new(comm, reduce.own_sums()?));
+            self.divided = Some(DividedSums::new(comm, reduce.own_sums()?));
             return Ok(());
         }
         for (param, sum) in reduce.whole_sums()? {
@@ -305,7 +305,7 @@ impl<'a> Accumulate<'a> {
     }
 }
 
-impl GradSink for Accumulate<'_> {
+impl GradSink for AccumulateGradients<'_> {
     fn wants(&self, name: &str) -> bool {
         self.active.wants(name)
     }
@@ -383,14 +383,14 @@ impl GradSink for Accumulate<'_> {
     }
 
     fn end_round(&mut self) -> Result<()> {
-        self.reduce.as_mut().map_or(Ok(()), Reduce::flush)
+        self.reduce.as_mut().map_or(Ok(()), ReduceGradients::flush)
     }
 }
 
 /// Updates each weight at once: no gradient outlives its layer. Only for windows of one micro-batch.
 pub struct FusedUpdate<'a> {
     /// The parameters that get gradients.
-    pub active: &'a Active,
+    pub active: &'a ActiveSet,
     /// Updates the weights.
     pub optimizer: &'a mut Optimizer,
     /// Learning rate.
@@ -439,7 +439,7 @@ impl GradSink for FusedUpdate<'_> {
 /// arXiv 2306.09782, section 3.3).
 pub struct MeasureNorm<'a> {
     /// The parameters that get gradients.
-    pub active: &'a Active,
+    pub active: &'a ActiveSet,
     /// Receives the squares of the gradients.
     pub step_stats: &'a StepStats,
 }
@@ -455,14 +455,14 @@ impl GradSink for MeasureNorm<'_> {
 }
 
 /// Stores every gradient; for tests.
-pub struct Collect<'a> {
+pub struct CollectGradients<'a> {
     /// The parameters that get gradients.
-    pub active: &'a Active,
+    pub active: &'a ActiveSet,
     /// The gradients by parameter name.
     pub gradients: BTreeMap<String, Tensor>,
 }
 
-impl GradSink for Collect<'_> {
+impl GradSink for CollectGradients<'_> {
     fn wants(&self, name: &str) -> bool {
         self.active.contains(name)
     }

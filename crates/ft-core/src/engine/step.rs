@@ -1,33 +1,33 @@
 //! One optimizer step: gradients of a window, clipping by the global norm, update.
 
-use super::active::Active;
+use super::active::ActiveSet;
 use super::clipping::{clip_coefficient, device_coefficient};
 use super::config::TrainConfig;
 use super::ema::Ema;
 use super::hook::StepHook;
 use super::layer_graphs::LayerGraphs;
 use super::loss_scale::LossScale;
-use super::outer::Outer;
-use super::pass::{self, Pass, Totals};
-use super::reduce::Exchange;
-use super::sinks::{Accumulate, Among, Corrections, FusedUpdate, MeasureNorm};
+use super::outer::OuterState;
+use super::pass::{self, GradientPass, Totals};
+use super::reduce::GradientExchange;
+use super::sinks::{AccumulateGradients, Corrections, FusedUpdate, MeasureNorm, ReduceRanks};
 use super::strategy::StepStrategy;
 use crate::base::{Error, ErrorKind, Result};
-use crate::comm::{Alone, Collective};
+use crate::comm::{Collective, SingleRank};
 use crate::data::Batch;
 use crate::model::{EmbeddingNoise, Network, Objective, Routers, SequenceConfig, TrainableNetwork};
 use crate::ops::step::FoundInf;
 use crate::ops::step_stats::{PendingSums, StepStats, StepSums};
 use crate::ops::transfer::Copier;
 use crate::optim::Optimizer;
-use crate::peft::Dropout;
-use crate::source::{Prepacking, TrainableStore};
+use crate::peft::DropoutKey;
+use crate::source::{PrepackingSource, TrainableStore};
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
 /// Lifetime of gradients between backward pass and update.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Gradients {
+pub enum GradientStorage {
     /// Stored until the window is complete: accumulation and clipping.
     Keep,
     /// Applied and dropped at once: one micro-batch, no clipping.
@@ -36,7 +36,7 @@ pub enum Gradients {
     NormFirst,
 }
 
-impl Gradients {
+impl GradientStorage {
     /// Chooses the fastest correct mode; `keep_fits` is false if the budget cannot hold all gradients at once.
     pub fn choose(micro_batches: usize, max_grad_norm: f64, all_active: bool, keep_fits: bool) -> Self {
         match (micro_batches, max_grad_norm > 0.0) {
@@ -84,18 +84,18 @@ pub struct Engine {
     /// Each rank has a part of the gradients and of the moments.
     pub(super) divided: bool,
     /// How the gradients of the ranks are added.
-    pub(super) exchange: Exchange,
+    pub(super) exchange: GradientExchange,
     /// Brings gradients to the host, if several ranks have GPUs.
     pub(super) copier: Option<Copier>,
     /// The ranks train alone between averages.
-    pub(super) outer: Option<Outer>,
+    pub(super) outer: Option<OuterState>,
 }
 
 /// A step whose work is queued on the device. On a GPU the host may queue the next one before it reads the result with
 /// `Engine::finish`: nothing waits then, and a step that is not finite holds back its update and all later ones.
 pub struct QueuedStep {
     step: u64,
-    gradients: Gradients,
+    gradients: GradientStorage,
     totals: Totals,
     step_stats: StepStats,
     /// Of the first pass of `NormFirst`.
@@ -140,7 +140,7 @@ impl QueuedStep {
             });
         }
         Err(match self.gradients {
-            Gradients::Keep => {
+            GradientStorage::Keep => {
                 let found = self.step_stats.non_finite()?.into_iter();
                 let names = found.filter_map(|i| self.names.get(i));
                 let mut names: Vec<String> = names.map(|name| name.to_string()).collect();
@@ -148,7 +148,7 @@ impl QueuedStep {
                 non_finite(&names, self.step)
             }
             // Updates that the GPU skipped. The CPU has already returned an error at that gradient.
-            Gradients::Fused | Gradients::NormFirst => held_back(self.step),
+            GradientStorage::Fused | GradientStorage::NormFirst => held_back(self.step),
         })
     }
 }
@@ -175,7 +175,7 @@ impl Engine {
         objective: Box<dyn Objective>,
         optimizer: Optimizer,
         strategy: StepStrategy,
-        first: &Active,
+        first: &ActiveSet,
     ) -> Result<Self> {
         Self::with_config(model, objective, optimizer, strategy, first, TrainConfig::default())
     }
@@ -189,14 +189,14 @@ impl Engine {
         objective: Box<dyn Objective>,
         optimizer: Optimizer,
         strategy: StepStrategy,
-        first: &Active,
+        first: &ActiveSet,
         config: TrainConfig,
     ) -> Result<Self> {
         let TrainableNetwork { mut network, mut store } = model;
         strategy.apply(&mut network);
         network.objective_params = objective.params();
         if let Some(copies) = &strategy.packed_copies {
-            store = Arc::new(Prepacking::new(store, copies.clone(), first.names()));
+            store = Arc::new(PrepackingSource::new(store, copies.clone(), first.names()));
             network.source = store.clone();
         }
         let input_offload = if strategy.offload_inputs {
@@ -220,9 +220,9 @@ impl Engine {
             routers: Routers::new(config.router_losses),
             sequence: SequenceConfig::default(),
             loss_scale: config.loss_scale.map(LossScale::new),
-            comm: Arc::new(Alone::default()),
+            comm: Arc::new(SingleRank::default()),
             divided: false,
-            exchange: Exchange::default(),
+            exchange: GradientExchange::default(),
             copier: None,
             outer: None,
         };
@@ -250,16 +250,16 @@ impl Engine {
     ///
     /// # Errors
     /// A loss or gradient is not finite; with stored gradients the active weights are then unchanged.
-    pub fn step(&mut self, step: u64, batches: &[Batch], active: &Active, lr: f64) -> Result<StepReport> {
+    pub fn step(&mut self, step: u64, batches: &[Batch], active: &ActiveSet, lr: f64) -> Result<StepReport> {
         let queued = self.queue_step(step, batches, active, lr, false, None)?;
         self.finish(&queued)
     }
 
     /// A hook needs all gradients at the update. A step can be skipped only if all gradients are known before it.
-    fn effective_gradients(&self) -> Gradients {
+    fn effective_gradients(&self) -> GradientStorage {
         match (&self.step_hook, self.strategy.gradients) {
-            (Some(_), _) => Gradients::Keep,
-            (None, Gradients::Fused) if self.loss_scale.is_some() => Gradients::NormFirst,
+            (Some(_), _) => GradientStorage::Keep,
+            (None, GradientStorage::Fused) if self.loss_scale.is_some() => GradientStorage::NormFirst,
             (None, gradients) => gradients,
         }
     }
@@ -270,7 +270,7 @@ impl Engine {
     }
 
     /// The factor of the gradients of the next step.
-    fn gradient_scale(&self, active: &Active) -> Result<f64> {
+    fn gradient_scale(&self, active: &ActiveSet) -> Result<f64> {
         let Some(scale) = &self.loss_scale else { return Ok(1.0) };
         if active.corrected().next().is_some() {
             return Err(Error::unsupported(
@@ -287,9 +287,9 @@ impl Engine {
 
     /// True if no weight changes before the last gradient of a step is computed; then a step can be abandoned halfway.
     /// Several ranks always finish a step together.
-    pub fn changes_last(&self, active: &Active) -> bool {
+    pub fn changes_last(&self, active: &ActiveSet) -> bool {
         self.comm.world().size == 1
-            && self.effective_gradients() == Gradients::Keep
+            && self.effective_gradients() == GradientStorage::Keep
             && active.corrected().next().is_none()
     }
 
@@ -303,7 +303,7 @@ impl Engine {
         &mut self,
         step: u64,
         batches: &[Batch],
-        active: &Active,
+        active: &ActiveSet,
         lr: f64,
         may_stop: bool,
         before: Option<&QueuedStep>,
@@ -322,14 +322,14 @@ impl Engine {
     /// before: the weights are added to them.
     ///
     /// # Errors
-    /// A loss or gradient was not finite. With stored gradients (`Gradients::Keep`) weights and optimizer states are
-    /// those before the step.
+    /// A loss or gradient was not finite. With stored gradients (`GradientStorage::Keep`) weights and optimizer states
+    /// are those before the step.
     pub fn finish(&mut self, queued: &QueuedStep) -> Result<StepReport> {
         let report = queued.report();
         // Without stored gradients the updates before the first value that is not finite were made.
         if let Err(e) = &report
             && e.kind() == ErrorKind::NonFinite
-            && queued.gradients == Gradients::Keep
+            && queued.gradients == GradientStorage::Keep
         {
             self.optimizer.take_back(queued.step);
         }
@@ -343,14 +343,14 @@ impl Engine {
         &mut self,
         step: u64,
         batches: &[Batch],
-        active: &Active,
+        active: &ActiveSet,
         lr: f64,
         may_stop: bool,
         before: Option<&QueuedStep>,
     ) -> Result<QueuedStep> {
         let (network, seed, gradients) = (&self.network, self.seed, self.effective_gradients());
         let several = self.comm.world().size > 1;
-        if several && gradients != Gradients::Keep {
+        if several && gradients != GradientStorage::Keep {
             return Err(Error::unsupported(
                 "a gradient is applied at once, which several ranks cannot do together",
             ));
@@ -362,7 +362,7 @@ impl Engine {
         // The sums whose guard holds back this pass too. A step with a loss scale is known to be finite, or was skipped.
         let mut earlier = before.map(|before| &before.step_stats).filter(|_| !scaled);
         let norm_stats = match gradients {
-            Gradients::NormFirst => Some(StepStats::new(&network.device)?),
+            GradientStorage::NormFirst => Some(StepStats::new(&network.device)?),
             _ => None,
         };
         // A hook needs the factor of the gradients on the host, and so does the decision to skip a step; corrections have
@@ -370,11 +370,11 @@ impl Engine {
         let on_device =
             network.device.is_cuda() && self.step_hook.is_none() && active.corrected().next().is_none() && !scaled;
         self.optimizer.begin(step);
-        let pass = Pass {
+        let pass = GradientPass {
             saved_layers: self.strategy.saved_layers,
             input_offload: self.input_offload.as_ref(),
             layer_graphs: self.layer_graphs.as_ref(),
-            dropout: Some(Dropout { seed, step, micro: 0 }),
+            dropout: Some(DropoutKey { seed, step, micro: 0 }),
             noise: (self.neftune_noise_alpha > 0.0).then_some(EmbeddingNoise {
                 alpha: self.neftune_noise_alpha,
                 seed,
@@ -386,24 +386,24 @@ impl Engine {
             loss_scale: scale,
             comm: &*self.comm,
             apart: self.outer.is_some(),
-            ordered: several || self.exchange.ordered && gradients == Gradients::Keep,
+            ordered: several || self.exchange.ordered && gradients == GradientStorage::Keep,
             sequence: self.sequence,
-            ..Pass::new(network, self.objective.as_ref(), active, &step_stats)
+            ..GradientPass::new(network, self.objective.as_ref(), active, &step_stats)
         };
         let (mut first, mut names) = (None, Vec::new());
         let (mut unscale, mut skipped) = (1.0, false);
         let (totals, sums) = match gradients {
-            Gradients::Keep => {
+            GradientStorage::Keep => {
                 step_stats.follow(earlier)?;
-                let alone = Alone::default();
+                let alone = SingleRank::default();
                 let comm: &dyn Collective = if self.outer.is_some() { &alone } else { &*self.comm };
                 let pull = self.proximal()?;
-                let among = Among {
+                let among = ReduceRanks {
                     comm,
                     exchange: self.exchange,
                     copier: self.copier.as_ref(),
                 };
-                let mut sink = Accumulate::new(active, &mut self.optimizer, lr, among, self.store.sharded());
+                let mut sink = AccumulateGradients::new(active, &mut self.optimizer, lr, among, self.store.sharded());
                 let totals = pass.window(batches, &mut sink)?;
                 sink.complete(comm, self.divided)?;
                 sink.add(&pull)?;
@@ -446,14 +446,14 @@ impl Engine {
                 }
                 (totals, sums)
             }
-            Gradients::Fused | Gradients::NormFirst => {
+            GradientStorage::Fused | GradientStorage::NormFirst => {
                 let (mut coefficient, mut further) = (1.0, None);
                 if let Some(norm_stats) = &norm_stats {
                     let mut norm = MeasureNorm {
                         active,
                         step_stats: norm_stats,
                     };
-                    let norm_pass = Pass {
+                    let norm_pass = GradientPass {
                         step_stats: norm_stats,
                         ..pass
                     };

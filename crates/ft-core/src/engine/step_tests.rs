@@ -1,6 +1,6 @@
 //! Steps: ways of gradients, steps that are held back, and loss scaling.
 
-use super::active::Active;
+use super::active::ActiveSet;
 use super::loss_scale::{LossScale, LossScaleConfig};
 use super::step::*;
 use super::strategy::StepStrategy;
@@ -17,17 +17,17 @@ use crate::ops::update;
 use crate::optim::Optimizer;
 use crate::optim::config::{OptimizerConfig, OptimizerName};
 use crate::sft::CausalLm;
-use crate::source::Resident;
+use crate::source::ResidentWeights;
 use candle_core::Device;
 use std::sync::Arc;
 
 /// A small model, trained with SGD, and its parameters.
-fn engine(gradients: Gradients) -> (Engine, Active) {
+fn engine(gradients: GradientStorage) -> (Engine, ActiveSet) {
     engine_of(gradients, 0.02, true)
 }
 
 /// As `engine`, with weights of this standard deviation; `tied`: the head is the embedding.
-fn engine_of(gradients: Gradients, std: f32, tied: bool) -> (Engine, Active) {
+fn engine_of(gradients: GradientStorage, std: f32, tied: bool) -> (Engine, ActiveSet) {
     let mut spec = families::read(&shapes::config("shape:small").unwrap().unwrap()).unwrap();
     spec.tied = tied;
     let (params, vocab) = (spec.params(), spec.vocab);
@@ -35,8 +35,8 @@ fn engine_of(gradients: Gradients, std: f32, tied: bool) -> (Engine, Active) {
         name: OptimizerName::Sgd,
         ..OptimizerConfig::default()
     };
-    let source = Resident::random(params.clone(), 1, std, 1.0, Dtype::F32, &Device::Cpu).unwrap();
-    let active = Active::new(params.iter().map(|p| p.name.to_string()));
+    let source = ResidentWeights::random(params.clone(), 1, std, 1.0, Dtype::F32, &Device::Cpu).unwrap();
+    let active = ActiveSet::new(params.iter().map(|p| p.name.to_string()));
     let model = TrainableNetwork::new(spec, Arc::new(source), Device::Cpu);
     let strategy = StepStrategy {
         gradients,
@@ -58,7 +58,7 @@ fn batches() -> [Batch; 1] {
 }
 
 /// The exact values of all active weights, one after the other.
-fn exact_weights(engine: &Engine, active: &Active) -> Vec<f32> {
+fn exact_weights(engine: &Engine, active: &ActiveSet) -> Vec<f32> {
     let mut all = Vec::new();
     for name in active.names() {
         let add = &mut |some: &[f32]| {
@@ -71,12 +71,12 @@ fn exact_weights(engine: &Engine, active: &Active) -> Vec<f32> {
 }
 
 /// Two steps of SGD on one micro-batch: the change of every weight, and the reported norm.
-fn way(gradients: Gradients, max_grad_norm: f64) -> (Vec<f32>, f64) {
+fn way(gradients: GradientStorage, max_grad_norm: f64) -> (Vec<f32>, f64) {
     scaled_way(gradients, max_grad_norm, None)
 }
 
 /// As `way`, with a loss scale.
-fn scaled_way(gradients: Gradients, max_grad_norm: f64, scale: Option<LossScale>) -> (Vec<f32>, f64) {
+fn scaled_way(gradients: GradientStorage, max_grad_norm: f64, scale: Option<LossScale>) -> (Vec<f32>, f64) {
     let (mut engine, active) = engine(gradients);
     engine.loss_scale = scale;
     engine.max_grad_norm = max_grad_norm;
@@ -97,20 +97,24 @@ fn distance(a: &[f32], b: &[f32]) -> f64 {
 
 #[test]
 fn every_way_of_gradients_goes_the_same_way() {
-    let kept = way(Gradients::Keep, 0.0);
+    let kept = way(GradientStorage::Keep, 0.0);
     let size = distance(&kept.0, &vec![0.0; kept.0.len()]);
-    let fused = way(Gradients::Fused, 0.0);
+    let fused = way(GradientStorage::Fused, 0.0);
     assert!(fused == kept, "applied as they come");
     // A clip that halves the update.
     let max = 0.5 * kept.1;
-    let (kept, twice) = (way(Gradients::Keep, max), way(Gradients::NormFirst, max));
+    let (kept, twice) = (way(GradientStorage::Keep, max), way(GradientStorage::NormFirst, max));
     assert!(distance(&kept.0, &fused.0) > 0.3 * size, "nothing was clipped");
     assert!(twice == kept, "in two passes");
 }
 
 #[test]
 fn a_step_that_was_held_back_is_not_counted() {
-    for (gradients, counted) in [(Gradients::Keep, 1), (Gradients::Fused, 2), (Gradients::NormFirst, 2)] {
+    for (gradients, counted) in [
+        (GradientStorage::Keep, 1),
+        (GradientStorage::Fused, 2),
+        (GradientStorage::NormFirst, 2),
+    ] {
         let (mut engine, active) = engine(gradients);
         engine.step(1, &batches(), &active, 0.1).unwrap();
         let mut queued = engine.queue_step(2, &batches(), &active, 0.1, false, None).unwrap();
@@ -140,13 +144,17 @@ fn scale(initial: f64, growth_interval: u64) -> LossScale {
 
 #[test]
 fn a_loss_scale_changes_no_update() {
-    for gradients in [Gradients::Keep, Gradients::Fused, Gradients::NormFirst] {
-        let norm = way(Gradients::Keep, 0.0).1;
+    for gradients in [
+        GradientStorage::Keep,
+        GradientStorage::Fused,
+        GradientStorage::NormFirst,
+    ] {
+        let norm = way(GradientStorage::Keep, 0.0).1;
         for max in [0.0, 0.5 * norm] {
             let got = scaled_way(gradients, max, Some(scale(65536.0, 1)));
             // `Fused` alone cannot clip.
             let want = match gradients {
-                Gradients::Fused => way(Gradients::NormFirst, max),
+                GradientStorage::Fused => way(GradientStorage::NormFirst, max),
                 other => way(other, max),
             };
             // The scale is a power of two: only numbers near the smallest of f32 are rounded.
@@ -159,11 +167,15 @@ fn a_loss_scale_changes_no_update() {
 
 #[test]
 fn a_step_that_overflows_is_skipped_and_lowers_the_scale() {
-    for gradients in [Gradients::Keep, Gradients::Fused, Gradients::NormFirst] {
+    for gradients in [
+        GradientStorage::Keep,
+        GradientStorage::Fused,
+        GradientStorage::NormFirst,
+    ] {
         // Large weights have large gradients.
         let (mut engine, active) = engine_of(gradients, 1.0, true);
         // `NormFirst` squares scaled gradients: in f32 they overflow at a lower scale.
-        let most = 2f64.powi(if gradients == Gradients::Keep { 127 } else { 72 });
+        let most = 2f64.powi(if gradients == GradientStorage::Keep { 127 } else { 72 });
         engine.loss_scale = Some(scale(most, 2));
         let (mut skipped, mut steps) = (0, 0);
         let weights = |engine: &Engine| exact_weights(engine, &active);
@@ -209,7 +221,7 @@ fn rows_in(cut: usize) -> Vec<Batch> {
 }
 
 /// Loss, norm and changes of the weights of the second step with this noise.
-fn noisy(alpha: f64, seed: u64, cut: usize, gradients: Gradients) -> (f64, f64, Vec<f32>) {
+fn noisy(alpha: f64, seed: u64, cut: usize, gradients: GradientStorage) -> (f64, f64, Vec<f32>) {
     let (mut engine, active) = engine(gradients);
     (engine.neftune_noise_alpha, engine.seed) = (alpha, seed);
     engine.max_grad_norm = 0.5;
@@ -223,25 +235,25 @@ fn noisy(alpha: f64, seed: u64, cut: usize, gradients: Gradients) -> (f64, f64, 
 #[test]
 fn noise_on_embeddings_does_not_depend_on_micro_batches() {
     let near = |a: f64, b: f64| (a - b).abs() <= 2e-6 * b.abs();
-    let none = noisy(0.0, 7, 4, Gradients::Keep);
-    let whole = noisy(5.0, 7, 4, Gradients::Keep);
+    let none = noisy(0.0, 7, 4, GradientStorage::Keep);
+    let whole = noisy(5.0, 7, 4, GradientStorage::Keep);
     assert!(!near(whole.1, none.1) && !near(whole.0, none.0), "{whole:?} {none:?}");
     let size = distance(&whole.2, &vec![0.0; whole.2.len()]);
     for cut in [1, 3] {
-        let (loss, norm, moved) = noisy(5.0, 7, cut, Gradients::Keep);
+        let (loss, norm, moved) = noisy(5.0, 7, cut, GradientStorage::Keep);
         assert!(near(loss, whole.0) && near(norm, whole.1), "{cut}: {loss} {norm}");
         assert!(distance(&moved, &whole.2) <= 1e-5 * size, "{cut}");
     }
-    let other = noisy(5.0, 8, 4, Gradients::Keep);
+    let other = noisy(5.0, 8, 4, GradientStorage::Keep);
     assert!(!near(other.0, whole.0), "another seed has another noise");
     // Both passes have the same noise.
-    assert!(noisy(5.0, 7, 4, Gradients::NormFirst).2 == whole.2);
+    assert!(noisy(5.0, 7, 4, GradientStorage::NormFirst).2 == whole.2);
 }
 
 #[test]
 fn noise_is_a_change_of_the_embedding_of_each_token() {
     // A tied head would change too.
-    let untied = || engine_of(Gradients::Keep, 0.02, false);
+    let untied = || engine_of(GradientStorage::Keep, 0.02, false);
     let ((mut noisy, active), (mut changed, _)) = (untied(), untied());
     (noisy.neftune_noise_alpha, noisy.seed) = (8.0, 3);
     // Every token of the batch has an id of its own: its row of the table gets the noise instead.
@@ -272,7 +284,7 @@ fn noise_is_a_change_of_the_embedding_of_each_token() {
     assert!((0..a.len()).filter(same).all(|i| after[i] == other[i]));
     // An evaluation has no noise.
     let loss = |alpha: f64| {
-        let (mut engine, _) = engine(Gradients::Keep);
+        let (mut engine, _) = engine(GradientStorage::Keep);
         engine.neftune_noise_alpha = alpha;
         super::pass::evaluate(&engine.network, engine.objective.as_ref(), &batches[0]).unwrap()
     };

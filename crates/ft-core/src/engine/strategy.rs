@@ -2,10 +2,10 @@
 //! the storage of frozen weights, a strategy does not change the results of training.
 
 use super::layer_graphs::LayerGraphs;
-use super::step::Gradients;
+use super::step::GradientStorage;
 use crate::model::Network;
 use crate::ops::Dtype;
-use crate::ops::prepacked::Orders;
+use crate::ops::prepacked::PrepackedProducts;
 use crate::source::{PackedCopies, Placement, StoragePolicy};
 use candle_core::Device;
 
@@ -13,7 +13,7 @@ use candle_core::Device;
 #[derive(Debug, Clone, PartialEq)]
 pub struct StepStrategy {
     /// Lifetime of gradients between backward pass and update.
-    pub gradients: Gradients,
+    pub gradients: GradientStorage,
     /// Number of uppermost layers that save their activations; the others recompute them.
     pub saved_layers: usize,
     /// Layer inputs are copied to host memory until the backward pass needs them.
@@ -35,7 +35,7 @@ impl StepStrategy {
     /// activations.
     pub fn new(dtype: Dtype) -> Self {
         Self {
-            gradients: Gradients::Keep,
+            gradients: GradientStorage::Keep,
             saved_layers: 0,
             offload_inputs: false,
             mlp_tokens: None,
@@ -60,14 +60,14 @@ impl StepStrategy {
     /// Every setting in words, for a model of `layers` layers.
     pub fn describe(&self, layers: usize) -> Vec<(&'static str, String)> {
         let gradients = match self.gradients {
-            Gradients::Keep => "kept until the update",
-            Gradients::Fused => "applied as soon as they are computed",
-            Gradients::NormFirst => "computed twice: for the norm, then applied as soon as they are computed",
+            GradientStorage::Keep => "kept until the update",
+            GradientStorage::Fused => "applied as soon as they are computed",
+            GradientStorage::NormFirst => "computed twice: for the norm, then applied as soon as they are computed",
         };
         let packed = match self.packed_orders() {
             None => "none",
-            Some(Orders::Forward) => "for the forward pass",
-            Some(Orders::Both) => "for both passes",
+            Some(PrepackedProducts::Forward) => "for the forward pass",
+            Some(PrepackedProducts::Both) => "for both passes",
         };
         let inputs = if self.offload_inputs {
             "in host memory"
@@ -93,7 +93,7 @@ impl StepStrategy {
     }
 
     /// The operand orders of the packed copies.
-    pub fn packed_orders(&self) -> Option<Orders> {
+    pub fn packed_orders(&self) -> Option<PrepackedProducts> {
         self.packed_copies.as_ref().map(|copies| copies.orders)
     }
 }

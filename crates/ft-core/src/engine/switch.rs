@@ -1,11 +1,11 @@
 //! Moves parameters between their store and the optimizer, and reads and sets exact values.
 
-use super::active::Active;
+use super::active::ActiveSet;
 use super::step::Engine;
 use crate::base::{Error, Result};
 use crate::formats::weights::Weights;
 use crate::ops::master;
-use crate::source::{Numbers, Requantized};
+use crate::source::{ParamElements, RequantizedWeight};
 
 /// Receives exact values in pieces.
 pub(crate) type ExactSink<'a> = dyn FnMut(&[f32]) -> Result<()> + 'a;
@@ -18,7 +18,7 @@ impl Engine {
     /// # Errors
     /// A file of trained parameters cannot be read or written; not enough memory for the activated ones; another rank
     /// has failed.
-    pub fn switch(&mut self, active: &Active, survives: impl Fn(&str) -> bool) -> Result<Vec<Requantized>> {
+    pub fn switch(&mut self, active: &ActiveSet, survives: impl Fn(&str) -> bool) -> Result<Vec<RequantizedWeight>> {
         self.settle_averages(active, &survives)?;
         if self.divided {
             self.gather_low(active)?;
@@ -50,17 +50,17 @@ impl Engine {
             return sink(&self.optimizer.exact(name, &self.network.param(name)?.tensor)?);
         }
         store.read(name, &mut |numbers| match numbers {
-            Numbers::F32(values) => sink(values),
-            Numbers::Bf16(high, Some(low)) => {
+            ParamElements::F32(values) => sink(values),
+            ParamElements::Bf16(high, Some(low)) => {
                 let pairs = high.iter().zip(low);
                 sink(&pairs.map(|(h, l)| master::join(*h, *l as u16)).collect::<Vec<_>>())
             }
-            Numbers::F16(high, Some(low)) => {
+            ParamElements::F16(high, Some(low)) => {
                 let pairs = high.iter().zip(low);
                 sink(&pairs.map(|(h, l)| master::join_f16(*h, *l as u16)).collect::<Vec<_>>())
             }
-            Numbers::F16(high, None) => sink(&high.iter().map(|h| h.to_f32()).collect::<Vec<_>>()),
-            Numbers::Bf16(high, None) => sink(&high.iter().map(|h| h.to_f32()).collect::<Vec<_>>()),
+            ParamElements::F16(high, None) => sink(&high.iter().map(|h| h.to_f32()).collect::<Vec<_>>()),
+            ParamElements::Bf16(high, None) => sink(&high.iter().map(|h| h.to_f32()).collect::<Vec<_>>()),
         })
     }
 

@@ -22,7 +22,7 @@ use crate::model::spec::{KeySource, LayerSpec, Mixer};
 use crate::model::{KvStore, RecurrentState, Spec};
 use crate::model::{delta_net, short_conv};
 use crate::ops::kv_block::{self, KvBlock, KvDocument, KvPart, KvStep};
-use crate::ops::paged::{self, Document, KvDtype, PAGE, Page, PageForm};
+use crate::ops::paged::{self, KvDtype, PAGE, Page, PageForm, PagedDocument};
 use crate::ops::{CpuBackend, attention, graph, update};
 use candle_core::{DType, Device, Tensor, TensorId};
 use std::sync::Arc;
@@ -85,12 +85,12 @@ impl LayerLayout {
     }
 
     /// The layer of an empty run.
-    fn layer(&self, room: usize, on_gpu: bool) -> Layer {
+    fn layer(&self, room: usize, on_gpu: bool) -> KvLayer {
         match self {
-            Self::Keys(form) if on_gpu => Layer::Device(DeviceLayer::new(*form, room)),
-            Self::Keys(form) => Layer::Pages(*form, Vec::new()),
-            Self::Nothing => Layer::Nothing,
-            Self::State(_) => Layer::State(None),
+            Self::Keys(form) if on_gpu => KvLayer::Device(DeviceLayer::new(*form, room)),
+            Self::Keys(form) => KvLayer::Pages(*form, Vec::new()),
+            Self::Nothing => KvLayer::Nothing,
+            Self::State(_) => KvLayer::State(None),
         }
     }
 }
@@ -122,7 +122,7 @@ impl CacheLayout {
             (_, KeySource::Layer(_)) => LayerLayout::Nothing,
             (mixer, _) => {
                 let heads = match mixer {
-                    // One head has the form of a latent row: see `Step::latent_rows`.
+                    // One head has the form of a latent row: see `DecodeStep::latent_rows`.
                     Mixer::Latent(sizes) if latent_rows && on_gpu.is_none() && spec.heads > 1 => {
                         (1, sizes.kv_rank + sizes.rotary)
                     }
@@ -170,7 +170,7 @@ impl CacheLayout {
 
 /// Consecutive tokens, with the keys and values or the state of every layer.
 pub(crate) struct TokenRun {
-    layers: Vec<Layer>,
+    layers: Vec<KvLayer>,
     /// Number of tokens.
     len: usize,
 }
@@ -182,8 +182,8 @@ impl TokenRun {
             .layers
             .iter()
             .map(|layer| match layer {
-                Layer::Device(layer) => layer.parts().collect(),
-                Layer::Pages(..) | Layer::Nothing | Layer::State(_) => Vec::new(),
+                KvLayer::Device(layer) => layer.parts().collect(),
+                KvLayer::Pages(..) | KvLayer::Nothing | KvLayer::State(_) => Vec::new(),
             })
             .collect();
         let longest = layers.iter().max_by_key(|layer| layer.len());
@@ -198,7 +198,7 @@ impl TokenRun {
     }
 }
 
-enum Layer {
+enum KvLayer {
     Pages(PageForm, Vec<Page>),
     Device(DeviceLayer),
     /// The layer reads the keys and values of another layer.
@@ -207,12 +207,12 @@ enum Layer {
     State(Option<RecurrentState>),
 }
 
-impl Layer {
+impl KvLayer {
     fn truncate(&mut self, len: usize) {
         match self {
-            Layer::Device(layer) => layer.truncate(len),
-            Layer::Nothing | Layer::State(_) => {}
-            Layer::Pages(_, pages) => {
+            KvLayer::Device(layer) => layer.truncate(len),
+            KvLayer::Nothing | KvLayer::State(_) => {}
+            KvLayer::Pages(_, pages) => {
                 let mut left = len;
                 for page in pages.iter_mut() {
                     page.truncate(left);
@@ -239,7 +239,7 @@ impl CachedSequence {
         let mut own = layout.run(room);
         if let Some(last) = shared.last() {
             for (layer, before) in own.layers.iter_mut().zip(&last.layers) {
-                if let (Layer::State(state), Layer::State(before)) = (layer, before) {
+                if let (KvLayer::State(state), KvLayer::State(before)) = (layer, before) {
                     state.clone_from(before);
                 }
             }
@@ -253,7 +253,7 @@ impl CachedSequence {
 
     /// True if `truncate` can remove the tokens from index `len` on.
     pub(crate) fn can_truncate(&self, len: usize) -> bool {
-        len >= self.len || !self.own.layers.iter().any(|layer| matches!(layer, Layer::State(_)))
+        len >= self.len || !self.own.layers.iter().any(|layer| matches!(layer, KvLayer::State(_)))
     }
 
     /// Removes all tokens from index `len` on, but never shared ones.
@@ -267,11 +267,11 @@ impl CachedSequence {
 
     /// Returns an empty sequence of the same layout.
     pub(crate) fn empty(&self, room: usize) -> Self {
-        let layer = |layer: &Layer| match layer {
-            Layer::Pages(form, _) => Layer::Pages(*form, Vec::new()),
-            Layer::Device(layer) => Layer::Device(layer.empty(room)),
-            Layer::Nothing => Layer::Nothing,
-            Layer::State(_) => Layer::State(None),
+        let layer = |layer: &KvLayer| match layer {
+            KvLayer::Pages(form, _) => KvLayer::Pages(*form, Vec::new()),
+            KvLayer::Device(layer) => KvLayer::Device(layer.empty(room)),
+            KvLayer::Nothing => KvLayer::Nothing,
+            KvLayer::State(_) => KvLayer::State(None),
         };
         Self {
             shared: Vec::new(),
@@ -296,7 +296,7 @@ impl CachedSequence {
 }
 
 /// One pass of new tokens through the layers.
-pub(crate) struct Step<'a> {
+pub(crate) struct DecodeStep<'a> {
     sequences: Vec<&'a mut CachedSequence>,
     /// Offsets of the sequences in the new tokens, `[sequences + 1]`.
     documents: &'a [usize],
@@ -319,7 +319,7 @@ pub(crate) enum StepTables {
     Staying(Option<Box<KvStep>>),
 }
 
-impl<'a> Step<'a> {
+impl<'a> DecodeStep<'a> {
     pub(crate) fn new(
         mut sequences: Vec<&'a mut CachedSequence>,
         documents: &'a [usize],
@@ -362,7 +362,7 @@ impl<'a> Step<'a> {
     pub(crate) fn states_now(&self, rows: usize) -> Vec<TensorId> {
         let layers = self.sequences.iter().take(rows).flat_map(|s| &s.own.layers);
         let states = layers.filter_map(|layer| match layer {
-            Layer::State(Some(state)) => Some([Some(&state.inputs), state.state.as_ref()]),
+            KvLayer::State(Some(state)) => Some([Some(&state.inputs), state.state.as_ref()]),
             _ => None,
         });
         states.flatten().flatten().map(Tensor::id).collect()
@@ -382,7 +382,7 @@ impl<'a> Step<'a> {
     ) -> Result<(KvStep, bool)> {
         for (sequence, d) in sequences.iter_mut().zip(documents.windows(2)) {
             for layer in &mut sequence.own.layers {
-                if let Layer::Device(layer) = layer {
+                if let KvLayer::Device(layer) = layer {
                     layer.reserve(d[1] - d[0], device)?;
                 }
             }
@@ -422,7 +422,7 @@ impl<'a> Step<'a> {
     /// that depends on the sizes of a product.
     fn reads_in_blocks(&self, layer: usize) -> bool {
         let exact = |s: &&mut CachedSequence| match &s.own.layers[layer] {
-            Layer::Pages(form, _) => form.stored != KvDtype::Int8,
+            KvLayer::Pages(form, _) => form.stored != KvDtype::Int8,
             _ => false,
         };
         self.pass == PassKind::Prompt
@@ -436,7 +436,7 @@ impl<'a> Step<'a> {
         update::with_slice(k, |k| {
             update::with_slice(v, |v| {
                 for (sequence, d) in rows {
-                    if let Some(Layer::Pages(form, pages)) = sequence.own.layers.get_mut(layer) {
+                    if let Some(KvLayer::Pages(form, pages)) = sequence.own.layers.get_mut(layer) {
                         for t in d[0]..d[1] {
                             if pages.last().is_none_or(Page::is_full) {
                                 pages.push(Page::new(*form));
@@ -452,7 +452,7 @@ impl<'a> Step<'a> {
     }
 }
 
-impl KvStore for Step<'_> {
+impl KvStore for DecodeStep<'_> {
     fn attend(
         &mut self,
         layer: usize,
@@ -479,12 +479,12 @@ impl KvStore for Step<'_> {
                 step.put(layer, k, v)?;
                 // The cache reads back what it was given, unless it rounds.
                 let same = |s: &&mut CachedSequence| match &s.own.layers[layer] {
-                    Layer::Device(layer) => match layer.stored() {
+                    KvLayer::Device(layer) => match layer.stored() {
                         KvDtype::F32 => k.dtype() == DType::F32,
                         KvDtype::Bf16 => matches!(k.dtype(), DType::BF16 | DType::F16),
                         KvDtype::Int8 => false,
                     },
-                    Layer::Pages(..) | Layer::Nothing | Layer::State(_) => false,
+                    KvLayer::Pages(..) | KvLayer::Nothing | KvLayer::State(_) => false,
                 };
                 if self.fresh && self.sequences.iter().all(same) {
                     return attention::forward(q, k, v, spec, self.documents, self.documents);
@@ -496,13 +496,13 @@ impl KvStore for Step<'_> {
             self.push(layer, k, v, spec)?;
         }
         let rows = self.sequences.iter().zip(self.documents.windows(2));
-        let documents: Vec<Document> = rows
-            .map(|(sequence, d)| Document {
+        let documents: Vec<PagedDocument> = rows
+            .map(|(sequence, d)| PagedDocument {
                 queries: d[0]..d[1],
                 pages: sequence
                     .runs()
                     .filter_map(|run| match run.layers.get(layer) {
-                        Some(Layer::Pages(_, pages)) => Some(pages),
+                        Some(KvLayer::Pages(_, pages)) => Some(pages),
                         _ => None,
                     })
                     .flatten()
@@ -519,14 +519,14 @@ impl KvStore for Step<'_> {
     fn latent_rows(&self, layer: usize) -> bool {
         let of_one_head = |s: &&mut CachedSequence| {
             let own = s.own.layers.get(layer);
-            matches!(own, Some(Layer::Pages(form, _)) if form.kv_heads == 1)
+            matches!(own, Some(KvLayer::Pages(form, _)) if form.kv_heads == 1)
         };
         self.sequences.iter().all(of_one_head)
     }
 
     fn states(&mut self, layer: usize) -> Result<Vec<Option<RecurrentState>>> {
         let state = |s: &&mut CachedSequence| match s.own.layers.get(layer) {
-            Some(Layer::State(state)) => Ok(state.clone()),
+            Some(KvLayer::State(state)) => Ok(state.clone()),
             _ => Err(Error::shape("the cache has no state of this layer").found(layer)),
         };
         self.sequences.iter().map(state).collect()
@@ -535,15 +535,15 @@ impl KvStore for Step<'_> {
     fn set_states(&mut self, layer: usize, states: Vec<RecurrentState>) -> Result<()> {
         for (sequence, state) in self.sequences.iter_mut().zip(states) {
             match sequence.own.layers.get_mut(layer) {
-                Some(Layer::State(Some(own))) if self.states_in_place => {
+                Some(KvLayer::State(Some(own))) if self.states_in_place => {
                     graph::overwrite(&own.inputs, &state.inputs)?;
                     if let (Some(own), Some(state)) = (&own.state, &state.state) {
                         graph::overwrite(own, state)?;
                     }
                 }
                 // A row of padding has no earlier tokens.
-                Some(Layer::State(None)) if self.states_in_place => {}
-                Some(Layer::State(own)) => *own = Some(state),
+                Some(KvLayer::State(None)) if self.states_in_place => {}
+                Some(KvLayer::State(own)) => *own = Some(state),
                 _ => {}
             }
         }

@@ -1,7 +1,7 @@
 //! Input and output types of the decoder, and one pass of new tokens through the network.
 
-use super::cache::{CachedSequence, Step, StepTables};
-use super::graphs::{Graphs, Work};
+use super::cache::{CachedSequence, DecodeStep, StepTables};
+use super::graphs::{GraphWork, Graphs};
 use super::sampler::Sampler;
 use super::schedule::{FinishedRequests, OnToken, RequestSchedule};
 use crate::base::{Error, Result, progress};
@@ -12,7 +12,7 @@ use crate::quant::Weight;
 use crate::source::Group;
 use candle_core::Tensor;
 
-/// How answers are decoded: their length, the sampling, the limits of the batch.
+/// How answers are generated: their length, the sampling, the limits of the batch.
 #[derive(Debug, Clone, PartialEq)]
 pub struct GenerateSettings {
     /// Tokens of an answer at most.
@@ -28,12 +28,12 @@ pub struct GenerateSettings {
     /// A row ends at any of these ids.
     pub stop_ids: Vec<u32>,
     /// Rows and memory of a batch.
-    pub limits: Limits,
+    pub limits: GenerateLimits,
 }
 
 /// The limits of a batch. They do not change answers, except for the storage type of the KV cache.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Limits {
+pub struct GenerateLimits {
     /// Largest number of requests in flight.
     pub rows: usize,
     /// Bytes of the KV cache; the largest possible need of a request is reserved when it joins.
@@ -53,7 +53,7 @@ pub struct Limits {
     pub graphs_after: Option<usize>,
 }
 
-impl Default for Limits {
+impl Default for GenerateLimits {
     fn default() -> Self {
         Self {
             rows: 64,
@@ -76,7 +76,7 @@ impl Default for GenerateSettings {
             top_p: None,
             seed: 0,
             stop_ids: Vec::new(),
-            limits: Limits::default(),
+            limits: GenerateLimits::default(),
         }
     }
 }
@@ -116,7 +116,7 @@ pub struct Answer {
 
 /// Statistics of decoding.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub struct Speed {
+pub struct GenerateStats {
     /// Prompt tokens that were computed, and the time until the first token of each answer.
     pub prefill_tokens: u64,
     /// Seconds of the passes over prompts, with the choice of each first token.
@@ -226,7 +226,7 @@ pub fn answer<'a>(
     requests: &[Request],
     settings: &GenerateSettings,
     on_token: &mut OnToken,
-) -> Result<(Vec<Answer>, Speed)> {
+) -> Result<(Vec<Answer>, GenerateStats)> {
     let policy = policy.into();
     check(policy.network, requests, settings)?;
     // Progress in answers is more useful than in tokens, unless there is only one answer.
@@ -258,7 +258,7 @@ impl Session {
         request: &Request,
         settings: &GenerateSettings,
         on_token: &mut OnToken,
-    ) -> Result<(Answer, Speed)> {
+    ) -> Result<(Answer, GenerateStats)> {
         let (policy, requests) = (policy.into(), std::slice::from_ref(request));
         check(policy.network, requests, settings)?;
         let known = self.ids.iter().zip(&request.prompt).take_while(|(a, b)| a == b).count();
@@ -291,7 +291,7 @@ fn check(network: &Network, requests: &[Request], settings: &GenerateSettings) -
         return Err(Error::argument("the temperature is not finite").found(settings.temperature));
     }
     let spec = &network.spec;
-    let most = spec.decoded_positions();
+    let most = spec.generated_positions();
     for (row, Request { prompt, .. }) in requests.iter().enumerate() {
         let place = format!("prompt {}", row + 1);
         if prompt.is_empty() {
@@ -376,11 +376,11 @@ pub(super) fn step(
         Some(graphs) => StepTables::Staying(graphs.take_tables().map(Box::new)),
         None => StepTables::New,
     };
-    let mut cache = Step::new(sequences.collect(), &documents, pass, &network.device, tables)?;
+    let mut cache = DecodeStep::new(sequences.collect(), &documents, pass, &network.device, tables)?;
     let ctx = network.context(&positions, &documents, None)?;
     let x = network.embed(&ids, &ctx)?;
     if let Some(graphs) = graphs {
-        let work: &Work = &|x, ctx, cache| {
+        let work: &GraphWork = &|x, ctx, cache| {
             let x = layers(network, x.clone(), ctx, cache)?;
             last_logits(policy, &x, &wanted, ctx, same_bits)
         };
@@ -397,7 +397,7 @@ pub(super) fn step(
 }
 
 /// The output of the last layer, from the embedded tokens `x`.
-fn layers(network: &Network, mut x: Tensor, ctx: &Context, cache: &mut Step) -> Result<Tensor> {
+fn layers(network: &Network, mut x: Tensor, ctx: &Context, cache: &mut DecodeStep) -> Result<Tensor> {
     for layer in 0..network.layers() {
         network.source.prefetch(Group::Layer((layer + 1) % network.layers()));
         x = network.block(layer)?.forward_cached(&x, ctx, cache)?;

@@ -2,11 +2,12 @@
 //! again for later steps until their shape changes (the number of rows, the lengths of lists). The embedding, the rotary tables,
 //! the tables of the KV cache and sampling depend on numbers of the host; they take few calls and stay outside.
 //!
-//! The first steps of a shape (`Limits::graphs_after`) run as they are: kernels are loaded, and when several answers end within a
-//! few steps, not each of them causes a capture. States of layers (Gated DeltaNet, short convolutions) are written over in a graph.
-//! A state that came from a prompt can still be shared with the prefix of other texts; a step that runs as it is makes new ones.
+//! The first steps of a shape (`GenerateLimits::graphs_after`) run as they are: kernels are loaded, and when several
+//! answers end within a few steps, not each of them causes a capture. States of layers (Gated DeltaNet, short
+//! convolutions) are written over in a graph. A state that came from a prompt can still be shared with the prefix of
+//! other texts; a step that runs as it is makes new ones.
 
-use super::cache::Step;
+use super::cache::DecodeStep;
 use super::decode::SampledModel;
 use crate::base::{Error, Result};
 use crate::model::{Context, Network};
@@ -16,10 +17,10 @@ use crate::peft::Adapter;
 use candle_core::{DType, Device, Tensor, TensorId};
 
 /// Work from the embedded tokens to the logits.
-pub(crate) type Work<'a> = dyn Fn(&Tensor, &Context, &mut Step) -> Result<Tensor> + 'a;
+pub(crate) type GraphWork<'a> = dyn Fn(&Tensor, &Context, &mut DecodeStep) -> Result<Tensor> + 'a;
 
 /// Shapes and types of tensors.
-type Sizes = Vec<(Vec<usize>, DType)>;
+type TensorShapes = Vec<(Vec<usize>, DType)>;
 
 /// The values on which a graph depends, besides the tables of the cache and the states of layers.
 #[derive(PartialEq)]
@@ -27,7 +28,7 @@ struct StepShape {
     /// Rows of logits.
     rows: usize,
     documents: Vec<usize>,
-    inputs: Sizes,
+    inputs: TensorShapes,
 }
 
 /// The graph of the steps of one shape.
@@ -36,12 +37,12 @@ pub(crate) struct Graphs {
     /// How many steps of a shape run as they are before one is captured.
     after: usize,
     /// The shape of the last steps that ran as they are, and that of their logits.
-    warmed_up: Option<(StepShape, Sizes)>,
+    warmed_up: Option<(StepShape, TensorShapes)>,
     /// How many steps these were.
     plain_steps: usize,
     /// The states of layers that the last such step made.
     states: Vec<TensorId>,
-    captured: Option<Captured>,
+    captured: Option<CapturedGraph>,
     /// The tables of the KV cache, which stay.
     tables: Option<KvStep>,
     /// The driver refused.
@@ -50,7 +51,7 @@ pub(crate) struct Graphs {
     steps: u64,
 }
 
-struct Captured {
+struct CapturedGraph {
     graph: Graph,
     shape: StepShape,
     /// How many steps it was.
@@ -69,12 +70,12 @@ fn launch(graph: &Graph, inputs: &[Tensor], now: &[Tensor]) -> Result<()> {
     graph.launch()
 }
 
-fn room(of: &Sizes, device: &Device) -> Result<Vec<Tensor>> {
+fn room(of: &TensorShapes, device: &Device) -> Result<Vec<Tensor>> {
     let each = of.iter().map(|(dims, dtype)| graph::room(dims, *dtype, device));
     each.collect()
 }
 
-fn sizes(tensors: &[Tensor]) -> Sizes {
+fn sizes(tensors: &[Tensor]) -> TensorShapes {
     tensors.iter().map(|t| (t.dims().to_vec(), t.dtype())).collect()
 }
 
@@ -156,8 +157,8 @@ impl Graphs {
         x: &Tensor,
         rows: usize,
         ctx: &Context,
-        cache: &mut Step,
-        work: &Work,
+        cache: &mut DecodeStep,
+        work: &GraphWork,
     ) -> Result<Tensor> {
         let (inputs, states) = (inputs(x, ctx), cache.states_now(rows));
         let shape = StepShape {
@@ -199,7 +200,7 @@ impl Graphs {
             match self.capture(logits, &inputs, ctx, cache, work)? {
                 Some((graph, inputs, logits)) => {
                     self.steps += 1;
-                    let captured = self.captured.insert(Captured {
+                    let captured = self.captured.insert(CapturedGraph {
                         graph,
                         shape,
                         steps: 1,
@@ -225,8 +226,8 @@ impl Graphs {
         logits: Vec<Tensor>,
         now: &[Tensor],
         ctx: &Context,
-        cache: &mut Step,
-        work: &Work,
+        cache: &mut DecodeStep,
+        work: &GraphWork,
     ) -> Result<Option<(Graph, Vec<Tensor>, Tensor)>> {
         let inputs = room(&sizes(now), &self.device)?;
         let (Some(x), Some(logits)) = (inputs.first(), logits.into_iter().next()) else {

@@ -15,8 +15,10 @@ mod schedule;
 pub use crate::ops::paged::KvDtype;
 pub use crate::ops::sample::SampledToken;
 pub use cache::{cache_bytes, latent_work, reading_work};
-pub use decode::{Answer, GenerateSettings, Limits, Request, SampledModel, Session, Speed, answer, generate, rollout};
-pub use quantized_copy::{Formats, QuantizedCopy};
+pub use decode::{
+    Answer, GenerateLimits, GenerateSettings, GenerateStats, Request, SampledModel, Session, answer, generate, rollout,
+};
+pub use quantized_copy::{CopyFormats, QuantizedCopy};
 pub use sampler::Sampler;
 
 #[cfg(test)]

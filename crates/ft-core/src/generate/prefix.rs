@@ -7,7 +7,7 @@
 pub(crate) const LEAST: usize = 16;
 
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) struct Node {
+pub(crate) struct PrefixNode {
     /// The node with the preceding tokens.
     pub parent: Option<usize>,
     /// Positions `start..end`.
@@ -20,9 +20,9 @@ pub(crate) struct Node {
 }
 
 #[derive(Debug, Default)]
-pub(crate) struct Tree {
+pub(crate) struct PrefixTree {
     /// Parents come before children.
-    pub nodes: Vec<Node>,
+    pub nodes: Vec<PrefixNode>,
     /// The last node of each request.
     pub of_request: Vec<Option<usize>>,
     /// All requests, ordered such that those below a node are consecutive; otherwise in the given order.
@@ -30,14 +30,14 @@ pub(crate) struct Tree {
 }
 
 /// Requests whose first `at` tokens are equal; the first `start` of them are already in nodes.
-struct Group {
+struct PrefixGroup {
     requests: Vec<usize>,
     start: usize,
     at: usize,
     parent: Option<usize>,
 }
 
-impl Tree {
+impl PrefixTree {
     /// A tree without shared nodes.
     pub(crate) fn apart(requests: usize) -> Self {
         Self {
@@ -51,7 +51,7 @@ impl Tree {
         let mut tree = Self::apart(prompts.len());
         let mut sorted = tree.order.clone();
         sorted.sort_by_key(|&r| prompts[r]);
-        let mut groups = vec![Group {
+        let mut groups = vec![PrefixGroup {
             requests: sorted,
             start: 0,
             at: 0,
@@ -83,8 +83,8 @@ impl Tree {
         std::iter::successors(last, |&node| self.nodes[node].parent)
     }
 
-    fn split(&mut self, prompts: &[&[u32]], group: Group, groups: &mut Vec<Group>) {
-        let Group {
+    fn split(&mut self, prompts: &[&[u32]], group: PrefixGroup, groups: &mut Vec<PrefixGroup>) {
+        let PrefixGroup {
             requests,
             start,
             at,
@@ -108,7 +108,7 @@ impl Tree {
         }
         let (mut start, mut parent) = (start, parent);
         if common - start >= LEAST {
-            self.nodes.push(Node {
+            self.nodes.push(PrefixNode {
                 parent,
                 start,
                 end: common,
@@ -121,7 +121,7 @@ impl Tree {
         let (here, further): (Vec<_>, Vec<_>) = requests.into_iter().partition(|&r| limit(r) == common);
         here.into_iter().for_each(|r| self.of_request[r] = parent);
         for part in further.chunk_by(|&a, &b| prompts[a][common] == prompts[b][common]) {
-            groups.push(Group {
+            groups.push(PrefixGroup {
                 requests: part.to_vec(),
                 start,
                 at: common,
@@ -135,9 +135,9 @@ impl Tree {
 mod tests {
     use super::*;
 
-    fn tree(prompts: &[Vec<u32>]) -> Tree {
+    fn tree(prompts: &[Vec<u32>]) -> PrefixTree {
         let prompts: Vec<&[u32]> = prompts.iter().map(|p| &p[..]).collect();
-        let tree = Tree::new(&prompts);
+        let tree = PrefixTree::new(&prompts);
         // Checks the invariants of every tree.
         let mut users = vec![0; tree.nodes.len()];
         for (r, last) in tree.of_request.iter().enumerate() {

@@ -9,7 +9,7 @@ use crate::ops::Dtype;
 use crate::ops::update;
 use crate::quant::{self, Format, Weight};
 use crate::source::policy::is_projection;
-use crate::source::{Group, GroupWeights, InMemory, ParamInfo, WeightSource};
+use crate::source::{Group, GroupWeights, InMemoryWeights, ParamInfo, WeightSource};
 use candle_core::{DType, Device, Tensor};
 use std::sync::Arc;
 
@@ -17,21 +17,21 @@ use std::sync::Arc;
 pub struct QuantizedCopy {
     network: Network,
     /// The source of `network`.
-    weights: Arc<InMemory>,
+    weights: Arc<InMemoryWeights>,
     head: Option<Weight>,
-    formats: Formats,
+    formats: CopyFormats,
 }
 
 /// The quantization formats of the copy.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Formats {
+pub struct CopyFormats {
     /// For the matrices of the decoder layers that are not already quantized.
     pub projections: Format,
     /// For the output projection; `None`: unchanged. If it is tied, the embedding stays exact.
     pub head: Option<Format>,
 }
 
-impl Formats {
+impl CopyFormats {
     /// Uses int8 (one scale per row), int4 (groups of 64) or nf4 for the projections; int8 for the head.
     pub fn of(projections: Format) -> Self {
         Self {
@@ -46,8 +46,8 @@ impl QuantizedCopy {
     ///
     /// # Errors
     /// Weights that are not finite.
-    pub fn new(of: &Network, formats: Formats) -> Result<Self> {
-        let weights = Arc::new(InMemory::over(of.source.clone()));
+    pub fn new(of: &Network, formats: CopyFormats) -> Result<Self> {
+        let weights = Arc::new(InMemoryWeights::over(of.source.clone()));
         let mut network = Network::new((*of.spec).clone(), weights.clone(), of.device.clone());
         network.spec = of.spec.clone();
         let mut copy = Self {

@@ -2,9 +2,11 @@
 //! together, and leave one by one. The answer to a request does not depend on the scheduling.
 
 use super::cache::{CacheLayout, CachedSequence, TokenRun};
-use super::decode::{Answer, GenerateSettings, NewTokens, PassKind, Request, SampledModel, Speed, on_host, step};
+use super::decode::{
+    Answer, GenerateSettings, GenerateStats, NewTokens, PassKind, Request, SampledModel, on_host, step,
+};
 use super::graphs::Graphs;
-use super::prefix::Tree;
+use super::prefix::PrefixTree;
 use super::sampler::Sampler;
 use crate::base::progress::Phase;
 use crate::base::units::{bytes, count};
@@ -28,7 +30,7 @@ enum PrefixState {
 }
 
 /// A request in flight.
-struct Row {
+struct RunningRequest {
     request: usize,
     /// None before prefill and during a step.
     sequence: Option<CachedSequence>,
@@ -51,16 +53,16 @@ pub(crate) struct RequestSchedule<'a> {
     sampler: Sampler,
     layout: CacheLayout,
     graphs: Option<Graphs>,
-    tree: Tree,
+    tree: PrefixTree,
     nodes: Vec<PrefixState>,
     /// For each node, the number of requests that still need it.
     users: Vec<usize>,
     waiting: VecDeque<usize>,
-    rows: Vec<Row>,
+    rows: Vec<RunningRequest>,
     /// Reserved bytes.
     used: u64,
     answers: Vec<Answer>,
-    speed: Speed,
+    speed: GenerateStats,
     /// The KV cache of a text with which the (only) request may begin; it is returned at the end.
     pub kept: Option<CachedSequence>,
     keep: bool,
@@ -71,7 +73,7 @@ pub(crate) struct RequestSchedule<'a> {
 /// The results of a schedule.
 pub(crate) struct FinishedRequests {
     pub answers: Vec<Answer>,
-    pub speed: Speed,
+    pub speed: GenerateStats,
     /// The KV cache of the text, of a schedule that goes on with one.
     pub kept: Option<CachedSequence>,
 }
@@ -88,9 +90,9 @@ impl<'a> RequestSchedule<'a> {
         let limits = &settings.limits;
         let prompts: Vec<&[u32]> = requests.iter().map(|r| &r.prompt[..]).collect();
         let tree = if limits.share_prefixes {
-            Tree::new(&prompts)
+            PrefixTree::new(&prompts)
         } else {
-            Tree::apart(prompts.len())
+            PrefixTree::apart(prompts.len())
         };
         let layout = if limits.same_bits {
             CacheLayout::expanded
@@ -115,7 +117,7 @@ impl<'a> RequestSchedule<'a> {
             rows: Vec::new(),
             used: 0,
             answers: vec![Answer::default(); requests.len()],
-            speed: Speed::default(),
+            speed: GenerateStats::default(),
             kept: None,
             keep: false,
             phase: None,
@@ -199,7 +201,7 @@ impl<'a> RequestSchedule<'a> {
             self.speed.cache_bytes = self.speed.cache_bytes.max(self.used);
             missing.into_iter().for_each(|n| self.nodes[n] = PrefixState::Planned);
             self.speed.shared_tokens += shared as u64;
-            self.rows.push(Row {
+            self.rows.push(RunningRequest {
                 request,
                 sequence: self.kept.take(),
                 last: None,
@@ -217,7 +219,7 @@ impl<'a> RequestSchedule<'a> {
             .prompt
             .len()
             .saturating_add(self.settings.max_new_tokens);
-        whole.min(self.policy.network.spec.decoded_positions()) - shared
+        whole.min(self.policy.network.spec.generated_positions()) - shared
     }
 
     fn is_out(&self, node: usize) -> bool {
@@ -399,7 +401,7 @@ impl<'a> RequestSchedule<'a> {
                 leaving[r] = true;
                 continue;
             }
-            leaving[r] = answer.ids.len() >= self.settings.max_new_tokens || length >= spec.decoded_positions();
+            leaving[r] = answer.ids.len() >= self.settings.max_new_tokens || length >= spec.generated_positions();
             on_token(request, drawn.id)?;
             self.rows[r].last = Some(drawn.id);
         }
@@ -415,7 +417,7 @@ impl<'a> RequestSchedule<'a> {
         Ok(())
     }
 
-    fn leave(&mut self, row: Row) {
+    fn leave(&mut self, row: RunningRequest) {
         self.used -= row.bytes;
         let path: Vec<usize> = self.tree.path(self.tree.of_request[row.request]).collect();
         for node in path {

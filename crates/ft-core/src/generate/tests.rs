@@ -10,8 +10,8 @@ use crate::model::rope::Rope;
 use crate::model::spec::{LayerSpec, ModuleNames, NormNames, QkNorm, Spec};
 use crate::ops::Dtype;
 use crate::ops::glu::Activation;
-use crate::ops::rope::Pairing;
-use crate::source::Resident;
+use crate::ops::rope::RopePairing;
+use crate::source::ResidentWeights;
 use candle_core::{DType, Device};
 use std::sync::Arc;
 
@@ -60,7 +60,7 @@ pub(super) fn spec() -> Spec {
         embedding_scale: 1.0,
         noise_scale: 1.0,
         residual_scale: 1.0,
-        pairing: Pairing::Halves,
+        pairing: RopePairing::Halves,
         tied: true,
         padding: None,
         layers: [None, Some(4), None]
@@ -80,7 +80,7 @@ pub(super) fn spec() -> Spec {
 }
 
 pub(super) fn network(spec: Spec, dtype: Dtype) -> Network {
-    let source = Resident::random(spec.params(), 11, spec.initializer_range, 1.0, dtype, &Device::Cpu).unwrap();
+    let source = ResidentWeights::random(spec.params(), 11, spec.initializer_range, 1.0, dtype, &Device::Cpu).unwrap();
     Network::new(spec, Arc::new(source), Device::Cpu)
 }
 
@@ -297,11 +297,11 @@ pub(super) fn warm() -> GenerateSettings {
 fn no_limit_changes_an_answer() {
     let network = network(spec(), Dtype::F32);
     let requests = many(6);
-    let with = |limits: Limits| {
+    let with = |limits: GenerateLimits| {
         let settings = GenerateSettings { limits, ..warm() };
         answer(&network, &requests, &settings, &mut |_, _| Ok(())).unwrap()
     };
-    let (all, speed) = with(Limits::default());
+    let (all, speed) = with(GenerateLimits::default());
     assert!(all.iter().any(|a| a.finished) && all.iter().any(|a| !a.finished));
     let lengths: std::collections::BTreeSet<usize> = all.iter().map(|a| a.ids.len()).collect();
     assert!(lengths.len() > 4, "rows leave at different times");
@@ -319,12 +319,12 @@ fn no_limit_changes_an_answer() {
         (64, 2 * row, 1, true),
         (7, u64::MAX, 33, false),
     ] {
-        let (answers, speed) = with(Limits {
+        let (answers, speed) = with(GenerateLimits {
             rows,
             cache_bytes,
             prefill_tokens,
             share_prefixes,
-            ..Limits::default()
+            ..GenerateLimits::default()
         });
         assert!(speed.cache_bytes <= cache_bytes);
         for (a, b) in answers.iter().zip(&all) {
@@ -339,9 +339,9 @@ fn no_limit_changes_an_answer() {
         &network,
         &requests,
         &GenerateSettings {
-            limits: Limits {
+            limits: GenerateLimits {
                 cache_bytes: row / 4,
-                ..Limits::default()
+                ..GenerateLimits::default()
             },
             ..warm()
         },
@@ -353,7 +353,7 @@ fn no_limit_changes_an_answer() {
 /// Returns the number of tokens in nodes of the tree, each counted once.
 fn shared_once(requests: &[Request]) -> u64 {
     let prompts: Vec<&[u32]> = requests.iter().map(|r| &r.prompt[..]).collect();
-    let nodes = super::prefix::Tree::new(&prompts).nodes;
+    let nodes = super::prefix::PrefixTree::new(&prompts).nodes;
     nodes.iter().map(|n| (n.end - n.start) as u64).sum()
 }
 
@@ -403,16 +403,16 @@ fn logits<'a>(policy: impl Into<SampledModel<'a>>, prompt: &[u32]) -> Vec<f32> {
 }
 
 #[test]
-fn a_coded_copy_computes_with_decoded_weights_and_is_refreshed() {
+fn a_quantized_copy_computes_with_dequantized_weights_and_is_refreshed() {
     use crate::ops::update;
     use crate::quant::{self, Format};
     let int8 = Format::Int8 { group: 0 };
     let (exact, prompt) = (network(spec(), Dtype::F32), prompts()[2].clone());
     // The same weights, but with dequantized projections.
-    let decoded = network(spec(), Dtype::F32);
-    for p in decoded.source.params() {
+    let dequantized = network(spec(), Dtype::F32);
+    for p in dequantized.source.params() {
         if let (true, &[rows, columns]) = (crate::source::policy::is_projection(p), &p.shape[..]) {
-            let weight = decoded.source.in_memory(&p.name).unwrap();
+            let weight = dequantized.source.in_memory(&p.name).unwrap();
             let values = update::to_f32_vec(&weight).unwrap();
             let values = quant::quantize(&values, (rows, columns), int8, Dtype::F32)
                 .unwrap()
@@ -420,18 +420,18 @@ fn a_coded_copy_computes_with_decoded_weights_and_is_refreshed() {
             update::set(&weight, &values).unwrap();
         }
     }
-    let plain = Formats {
+    let plain = CopyFormats {
         projections: int8,
         head: None,
     };
     let copy = QuantizedCopy::new(&exact, plain).unwrap();
-    let want = logits(&decoded, &prompt);
+    let want = logits(&dequantized, &prompt);
     let largest = want.iter().fold(0f32, |m, x| m.max(x.abs()));
     assert!(furthest(&logits(&copy, &prompt), &want) < 1e-4 * largest);
     let off = furthest(&want, &logits(&exact, &prompt));
     assert!(off > 0.0 && off < 0.1 * largest, "{off} of {largest}");
     // Quantizes the head too.
-    let mut copy = QuantizedCopy::new(&exact, Formats::of(int8)).unwrap();
+    let mut copy = QuantizedCopy::new(&exact, CopyFormats::of(int8)).unwrap();
     let with_head = logits(&copy, &prompt);
     let off = furthest(&with_head, &want);
     assert!(off > 0.0 && off < 0.1 * largest, "{off} of {largest}");
@@ -446,7 +446,7 @@ fn a_coded_copy_computes_with_decoded_weights_and_is_refreshed() {
         let weight = exact.source.in_memory(name).unwrap();
         update::with_slice_mut(&weight, |w| w.iter_mut().for_each(|x| *x *= -1.5)).unwrap();
     }
-    let fresh = logits(&QuantizedCopy::new(&exact, Formats::of(int8)).unwrap(), &prompt);
+    let fresh = logits(&QuantizedCopy::new(&exact, CopyFormats::of(int8)).unwrap(), &prompt);
     let mut seen = vec![with_head, logits(&copy, &prompt)];
     for part in ["layers.1.", "layers.0.", "embed_tokens"] {
         copy.refresh(&exact, &|name| name.contains(part)).unwrap();
@@ -473,9 +473,9 @@ fn a_coded_copy_of_layers_of_the_disk_reads_the_head_in_chunks() {
     use crate::formats::weights::Weights;
     use crate::ops::cross_entropy::PIECE;
     use crate::quant::Format;
-    use crate::source::{Disk, StoragePolicy, disk};
+    use crate::source::{DiskWeights, StoragePolicy, disk};
     let dir = tempfile::TempDir::new().unwrap();
-    let formats = Formats {
+    let formats = CopyFormats {
         projections: Format::Int8 { group: 0 },
         head: None,
     };
@@ -492,9 +492,9 @@ fn a_coded_copy_of_layers_of_the_disk_reads_the_head_in_chunks() {
         head: spec().head_name().to_string(),
         head_rows: Some(PIECE),
     };
-    let source = Disk::open(spec().params(), Weights::open_file(&file).unwrap(), options).unwrap();
+    let source = DiskWeights::open(spec().params(), Weights::open_file(&file).unwrap(), options).unwrap();
     let streamed = Network::new(spec(), Arc::new(source), Device::Cpu);
-    let mut copy = QuantizedCopy::new(&streamed, Formats::of(Format::Int8 { group: 0 })).unwrap();
+    let mut copy = QuantizedCopy::new(&streamed, CopyFormats::of(Format::Int8 { group: 0 })).unwrap();
     assert_eq!(copy.bytes(), whole.bytes());
     for prompt in prompts() {
         assert_eq!(logits(&copy, &prompt), logits(&whole, &prompt));

@@ -1,6 +1,6 @@
 //! A bf16 and int8 KV cache: the stored values, and the error they cause.
 
-use super::cache::{CacheLayout, CachedSequence, Step, StepTables};
+use super::cache::{CacheLayout, CachedSequence, DecodeStep, StepTables};
 use super::decode::{NewTokens, PassKind, on_host, step};
 use super::tests::{furthest, many, network, prompts, settings, spec};
 use super::*;
@@ -12,12 +12,12 @@ use crate::ops::oracle::read_back;
 use candle_core::{DType, Device, Tensor};
 
 /// An exact cache whose inputs are rounded as `stored` requires.
-struct Rounded<'a> {
-    cache: Step<'a>,
+struct RoundedCache<'a> {
+    cache: DecodeStep<'a>,
     stored: KvDtype,
 }
 
-impl KvStore for Rounded<'_> {
+impl KvStore for RoundedCache<'_> {
     fn attend(
         &mut self,
         layer: usize,
@@ -51,7 +51,7 @@ fn a_smaller_cache_only_rounds() {
             let positions: Vec<u32> = (0..prompt.len() as u32).collect();
             let ctx = network.context(&positions, &documents, None).unwrap();
             let mut sequence = CachedSequence::new(&layout(None), Vec::new(), 0, 64);
-            let cache = Step::new(
+            let cache = DecodeStep::new(
                 vec![&mut sequence],
                 &documents,
                 PassKind::Answer,
@@ -59,7 +59,7 @@ fn a_smaller_cache_only_rounds() {
                 StepTables::New,
             )
             .unwrap();
-            let mut cache = Rounded { cache, stored };
+            let mut cache = RoundedCache { cache, stored };
             let mut x = network.embed(&prompt, &ctx).unwrap();
             for layer in 0..network.layers() {
                 let block = network.block(layer).unwrap();
@@ -92,9 +92,9 @@ fn a_smaller_cache_costs_little() {
     let network = network(spec(), Dtype::F32);
     let requests = many(6);
     let with = |stored| {
-        let limits = Limits {
+        let limits = GenerateLimits {
             kv_cache: Some(stored),
-            ..Limits::default()
+            ..GenerateLimits::default()
         };
         let settings = GenerateSettings { limits, ..settings(1) };
         let (answers, speed) = answer(&network, &requests, &settings, &mut |_, _| Ok(())).unwrap();

@@ -1,6 +1,6 @@
 //! Decoding with layers of Gated DeltaNet or short convolutions: the cache against recomputation, shared prefixes, and a chat that goes back.
 
-use super::cache::{CacheLayout, CachedSequence, Step, StepTables};
+use super::cache::{CacheLayout, CachedSequence, DecodeStep, StepTables};
 use super::decode::PassKind;
 use super::tests::{argmax, full_logits, network as of_spec, prompts, settings, spec};
 use super::*;
@@ -56,9 +56,9 @@ fn rows_together_are_rows_alone_and_recomputed() {
         prompts.extend([long.clone(), [&long[..40], &[7, 8, 9]].concat()]);
         let together = run(&network, &prompts, &settings(20));
         let pieces = GenerateSettings {
-            limits: Limits {
+            limits: GenerateLimits {
                 prefill_tokens: 9,
-                ..Limits::default()
+                ..GenerateLimits::default()
             },
             ..settings(20)
         };
@@ -118,7 +118,7 @@ fn held_by_states(network: &Network) -> usize {
     let (ids, documents) = ([1u32; 30], [0, 20, 30]);
     let positions: Vec<u32> = (0..20).chain(0..10).collect();
     let mut sequences = [0; 2].map(|_| CachedSequence::new(&layout, Vec::new(), 0, 64));
-    let mut cache = Step::new(
+    let mut cache = DecodeStep::new(
         sequences.iter_mut().collect(),
         &documents,
         PassKind::Prompt,

@@ -10,9 +10,9 @@ use crate::model::{Network, Spec, families};
 use crate::ops::CpuBackend;
 use crate::ops::Dtype;
 use crate::ops::oracle::random;
-use crate::peft::{Adapter, Lora, Mask};
+use crate::peft::{Adapter, DropoutMask, Lora};
 use crate::quant::{Format, StorageDtype};
-use crate::source::{Resident, policy};
+use crate::source::{ResidentWeights, policy};
 use candle_core::{DType, Device};
 use serde_json::{Map, Value};
 use std::path::Path;
@@ -29,7 +29,7 @@ fn quantized(format: Format, dtype: Dtype) -> Network {
         }
     };
     let source =
-        Resident::random_stored(spec.params(), 11, spec.initializer_range, 1.0, storage, &Device::Cpu).unwrap();
+        ResidentWeights::random_stored(spec.params(), 11, spec.initializer_range, 1.0, storage, &Device::Cpu).unwrap();
     Network::new(spec, Arc::new(source), Device::Cpu)
 }
 
@@ -41,7 +41,7 @@ fn adapted(mut network: Network, rank: usize) -> Network {
         {
             let scaled = |shape, seed| (random(shape, seed) * 0.1).unwrap();
             let pair = (scaled((rank, *inputs), seed), scaled((*outputs, rank), seed + 1000));
-            let lora = Lora::new(module, pair, 0.7, Mask { p: 0.0, site: 0 });
+            let lora = Lora::new(module, pair, 0.7, DropoutMask { p: 0.0, site: 0 });
             network.adapters.insert(module.into(), Arc::new(Adapter::Lora(lora)));
         }
     }
@@ -178,13 +178,13 @@ fn the_same_bits_in_any_company() {
 fn same_bits(network: &Network, stored: KvDtype, name: &str) {
     let requests = many(5);
     let with = |requests: &[Request], rows, prefill_tokens, share_prefixes| {
-        let limits = Limits {
+        let limits = GenerateLimits {
             rows,
             prefill_tokens,
             share_prefixes,
             kv_cache: Some(stored),
             same_bits: true,
-            ..Limits::default()
+            ..GenerateLimits::default()
         };
         rollout(network, requests, &GenerateSettings { limits, ..warm() }).unwrap()
     };

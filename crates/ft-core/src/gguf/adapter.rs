@@ -4,7 +4,7 @@ use super::arch;
 use super::{model, names};
 use crate::base::{Error, Result};
 use crate::formats::config::Config;
-use crate::formats::gguf::{self, BlockType, MetadataValue, Reader, TensorEntry};
+use crate::formats::gguf::{self, BlockType, GgufReader, MetadataValue, TensorEntry};
 use crate::hf;
 use crate::model::families;
 use crate::ops::update;
@@ -89,7 +89,7 @@ pub fn adapter(file: &AdapterFile<'_>, out: &Path) -> Result<(&'static str, u64)
         entry.block.encode(&values.next().unwrap_or_default(), &mut encoded);
         sink(&encoded)
     })?;
-    if Reader::open(out)?.tensors != entries {
+    if GgufReader::open(out)?.tensors != entries {
         return Err(Error::internal("the file that was written has another header").at_path(out));
     }
     Ok((arch.name, bytes))

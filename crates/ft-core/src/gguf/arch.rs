@@ -9,7 +9,7 @@ use crate::ops::routing::Score;
 
 /// How llama.cpp places sliding windows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Windows {
+pub(crate) enum WindowLayout {
     /// Every layer attends to all tokens.
     Ignored,
     /// All layers of a period but the last.
@@ -22,7 +22,7 @@ pub(crate) enum Windows {
 
 /// How a router's weights are normalized.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Renormalized {
+pub(crate) enum RouterNorm {
     /// The weights of the chosen experts add up to 1.
     Always,
     /// They do not.
@@ -43,7 +43,7 @@ pub(crate) struct Arch {
     /// It reads factors of the frequencies (`rope_freqs`).
     pub rope_factors: bool,
     /// Sliding windows.
-    pub windows: Windows,
+    pub windows: WindowLayout,
     /// The embedding and the output projection have tensors of their own.
     pub needs_head: bool,
     /// The embedding is the output projection, always.
@@ -53,7 +53,7 @@ pub(crate) struct Arch {
     /// Activation of the MLP.
     pub activation: Activation,
     /// Of a router.
-    pub renormalized: Renormalized,
+    pub renormalized: RouterNorm,
     /// Layers without experts before those with experts.
     pub leading_dense: bool,
 }
@@ -63,12 +63,12 @@ const PLAIN: Arch = Arch {
     permuted: false,
     biases: [false; 3],
     rope_factors: false,
-    windows: Windows::Ignored,
+    windows: WindowLayout::Ignored,
     needs_head: false,
     only_tied: false,
     mlp_norm: "ffn_norm",
     activation: Activation::Silu,
-    renormalized: Renormalized::Always,
+    renormalized: RouterNorm::Always,
     leading_dense: false,
 };
 
@@ -114,7 +114,7 @@ fn named(model_type: &str) -> Option<Arch> {
         "qwen2_moe" => Arch {
             name: "qwen2moe",
             biases: [true, false, false],
-            renormalized: Renormalized::Never,
+            renormalized: RouterNorm::Never,
             ..PLAIN
         },
         "qwen3_moe" | "qwen3_vl_moe_text" => Arch {
@@ -124,25 +124,25 @@ fn named(model_type: &str) -> Option<Arch> {
         "gemma" => Arch { name: "gemma", ..gemma },
         "gemma2" => Arch {
             name: "gemma2",
-            windows: Windows::Period(2),
+            windows: WindowLayout::Period(2),
             ..gemma
         },
         "gemma3_text" => Arch {
             name: "gemma3",
-            windows: Windows::AnyPeriod,
+            windows: WindowLayout::AnyPeriod,
             ..gemma
         },
         "phi3" => Arch { name: "phi3", ..PLAIN },
         "olmo2" | "olmo3" => Arch {
             name: "olmo2",
-            windows: Windows::Listed,
+            windows: WindowLayout::Listed,
             needs_head: true,
             ..PLAIN
         },
         "olmoe" => Arch {
             name: "olmoe",
             needs_head: true,
-            renormalized: Renormalized::Never,
+            renormalized: RouterNorm::Never,
             ..PLAIN
         },
         "glm4" => Arch {
@@ -154,7 +154,7 @@ fn named(model_type: &str) -> Option<Arch> {
             name: "glm4moe",
             biases: [true, false, false],
             mlp_norm: "post_attention_norm",
-            renormalized: Renormalized::Stored,
+            renormalized: RouterNorm::Stored,
             leading_dense: true,
             ..PLAIN
         },
@@ -166,7 +166,7 @@ fn named(model_type: &str) -> Option<Arch> {
         "cohere2" => Arch {
             name: "cohere2",
             only_tied: true,
-            windows: Windows::Period(4),
+            windows: WindowLayout::Period(4),
             ..PLAIN
         },
         "starcoder2" => Arch {
@@ -191,7 +191,7 @@ fn named(model_type: &str) -> Option<Arch> {
         "gpt_oss" => Arch {
             name: "gpt-oss",
             biases: [true, true, false],
-            windows: Windows::Period(2),
+            windows: WindowLayout::Period(2),
             needs_head: true,
             mlp_norm: "post_attention_norm",
             ..PLAIN
@@ -199,7 +199,7 @@ fn named(model_type: &str) -> Option<Arch> {
         "exaone4" => Arch {
             name: "exaone4",
             rope_factors: true,
-            windows: Windows::Period(4),
+            windows: WindowLayout::Period(4),
             ..PLAIN
         },
         "hunyuan_v1_dense" => Arch {
@@ -219,7 +219,7 @@ fn named(model_type: &str) -> Option<Arch> {
         },
         "deepseek_v2" | "deepseek_v3" | "glm4_moe_lite" | "youtu" => Arch {
             name: "deepseek2",
-            renormalized: Renormalized::Stored,
+            renormalized: RouterNorm::Stored,
             leading_dense: true,
             ..PLAIN
         },
@@ -336,7 +336,7 @@ fn check_layers(spec: &Spec, arch: &Arch) -> Result<()> {
         if (layer.head_dim, layer.kv_heads, layer.intermediate) != (None, None, None) {
             return no("layers of different sizes");
         }
-        if let (Windows::Period(period), Some(_)) = (arch.windows, window)
+        if let (WindowLayout::Period(period), Some(_)) = (arch.windows, window)
             && layer.window.is_some() != ((l + 1) % period != 0)
         {
             return no("sliding windows in other layers");
@@ -362,9 +362,9 @@ fn check_layers(spec: &Spec, arch: &Arch) -> Result<()> {
                 }
                 let renormalizes = experts.router.renormalize;
                 let fits = match arch.renormalized {
-                    Renormalized::Always => renormalizes,
-                    Renormalized::Never => !renormalizes,
-                    Renormalized::Stored => true,
+                    RouterNorm::Always => renormalizes,
+                    RouterNorm::Never => !renormalizes,
+                    RouterNorm::Stored => true,
                 };
                 if !fits || experts.router.score == Score::TwoLevel {
                     return no("another rule of the router");
@@ -376,7 +376,7 @@ fn check_layers(spec: &Spec, arch: &Arch) -> Result<()> {
     if experts > 0 && experts + dense != spec.layers.len() {
         return no("layers without experts between those with experts");
     }
-    if arch.windows == Windows::AnyPeriod && window.is_some() && period(spec).is_none() {
+    if arch.windows == WindowLayout::AnyPeriod && window.is_some() && period(spec).is_none() {
         return no("sliding windows without a period");
     }
     Ok(())

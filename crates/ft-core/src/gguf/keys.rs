@@ -1,29 +1,34 @@
 //! The keys of a GGUF file: sizes and options of the model, and its vocabulary.
 
-use super::arch::{self, Arch, Windows};
+use super::arch::{self, Arch, WindowLayout};
 use crate::base::{Error, Result};
 use crate::formats::config::Config;
 use crate::formats::gguf::MetadataValue;
-use crate::formats::tokenizer::{Splitting, Tokenizer, Vocabulary};
+use crate::formats::tokenizer::{TextSplitting, Tokenizer, Vocabulary};
 use crate::model::spec::Mixer;
 use crate::model::{Spec, families};
 use crate::ops::routing::Score;
 use serde_json::{Map, Value as Json};
 
 /// Keys in the order of the file.
-pub(crate) type Keys = Vec<(String, MetadataValue)>;
+pub(crate) type MetadataKeys = Vec<(String, MetadataValue)>;
 /// Tensors of rope factors: their names and values `[R/2]`.
-pub(crate) type Factors = Vec<(&'static str, Vec<f32>)>;
+pub(crate) type RopeFactors = Vec<(&'static str, Vec<f32>)>;
 
 /// Rope: keys, and the factors of the frequencies.
 struct Ropes {
-    keys: Keys,
-    factors: Factors,
+    keys: MetadataKeys,
+    factors: RopeFactors,
 }
 
 /// The keys of the model, and tensors of rope factors.
-pub(super) fn of_model(spec: &Spec, config: &Config, arch: &Arch, attention_scale: f32) -> Result<(Keys, Factors)> {
-    let mut keys = Keys::new();
+pub(super) fn of_model(
+    spec: &Spec,
+    config: &Config,
+    arch: &Arch,
+    attention_scale: f32,
+) -> Result<(MetadataKeys, RopeFactors)> {
+    let mut keys = MetadataKeys::new();
     let mut put = |key: &str, value: MetadataValue| keys.push((format!("{}.{key}", arch.name), value));
     let number = |n: usize| MetadataValue::U32(u32::try_from(n).unwrap_or(u32::MAX));
     let positions = if spec.max_positions == usize::MAX {
@@ -90,14 +95,14 @@ pub(super) fn of_model(spec: &Spec, config: &Config, arch: &Arch, attention_scal
     let window = spec.layers.iter().find_map(|layer| layer.window);
     match (arch.windows, window) {
         // Phi-3 with a window of 0 is read as a model without windows.
-        (Windows::Ignored, _) if arch.name == "phi3" => put("attention.sliding_window", number(0)),
-        (Windows::Ignored, _) | (_, None) => {}
+        (WindowLayout::Ignored, _) if arch.name == "phi3" => put("attention.sliding_window", number(0)),
+        (WindowLayout::Ignored, _) | (_, None) => {}
         (windows, Some(window)) => {
             put("attention.sliding_window", number(window));
             let listed = || spec.layers.iter().map(|layer| layer.window.is_some()).collect();
             match (windows, arch::period(spec)) {
-                (Windows::Listed, _) => put("attention.sliding_window_pattern", MetadataValue::Bools(listed())),
-                (Windows::AnyPeriod, Some(period)) => put("attention.sliding_window_pattern", number(period)),
+                (WindowLayout::Listed, _) => put("attention.sliding_window_pattern", MetadataValue::Bools(listed())),
+                (WindowLayout::AnyPeriod, Some(period)) => put("attention.sliding_window_pattern", number(period)),
                 _ => {}
             }
         }
@@ -160,7 +165,7 @@ fn ropes(spec: &Spec, config: &Config, arch: &Arch) -> Result<Ropes> {
     let Some(rope) = spec.ropes.first() else {
         return Err(Error::internal("a model without rope").at(place()));
     };
-    let mut keys = Keys::new();
+    let mut keys = MetadataKeys::new();
     let mut put = |key: &str, value: MetadataValue| keys.push((format!("{}.rope.{key}", arch.name), value));
     let float = |map: &Map<String, Json>, key: &str| map.get(key).and_then(Json::as_f64);
     let kind = parameters.get("rope_type").or_else(|| parameters.get("type"));
@@ -298,12 +303,12 @@ pub(super) fn of_vocabulary(
     tokenizer: &Tokenizer,
     pre_tokenizer: Option<&str>,
     template: Option<&str>,
-) -> Result<(Keys, Vec<String>)> {
-    let mut keys = Keys::new();
+) -> Result<(MetadataKeys, Vec<String>)> {
+    let mut keys = MetadataKeys::new();
     let mut warnings = Vec::new();
     let mut put = |key: &str, value: MetadataValue| keys.push((format!("tokenizer.{key}"), value));
     match &vocabulary.splitting {
-        Splitting::ByteLevel {
+        TextSplitting::ByteLevel {
             merges,
             pre_tokenizer: known,
             differs,
@@ -325,7 +330,7 @@ pub(super) fn of_vocabulary(
             put("ggml.pre", name.into());
             put("ggml.merges", MetadataValue::Texts(merges.clone()));
         }
-        Splitting::Sentences { scores, space_before } => {
+        TextSplitting::Sentences { scores, space_before } => {
             put("ggml.model", "llama".into());
             put("ggml.pre", pre_tokenizer.unwrap_or("default").into());
             put("ggml.scores", MetadataValue::F32s(scores.clone()));

@@ -9,4 +9,4 @@ mod names;
 
 pub use adapter::{AdapterFile, adapter};
 pub use arch::families;
-pub use model::{Fidelity, FileType, ModelFile, Written, model};
+pub use model::{Fidelity, FileType, ModelFile, WrittenModel, model};

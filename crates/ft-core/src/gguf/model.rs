@@ -4,7 +4,7 @@ use super::names::{self, PlannedTensor, RowOrder, TensorPart};
 use super::{arch, keys};
 use crate::base::{Error, Result};
 use crate::formats::config::Config;
-use crate::formats::gguf::{self, BlockType, MetadataValue, Reader, TensorEntry};
+use crate::formats::gguf::{self, BlockType, GgufReader, MetadataValue, TensorEntry};
 use crate::formats::tokenizer::Tokenizer;
 use crate::formats::{ChatTemplate, Weights};
 use crate::model::{Spec, families};
@@ -119,7 +119,7 @@ pub struct Fidelity {
 
 /// The properties of the written file.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Written {
+pub struct WrittenModel {
     /// Name of the architecture.
     pub architecture: &'static str,
     /// Size of the file.
@@ -131,13 +131,13 @@ pub struct Written {
 }
 
 #[derive(Debug, Clone, Copy, Default)]
-struct Errors {
+struct FormatErrors {
     squares: f64,
     values: f64,
     largest: f64,
 }
 
-impl Errors {
+impl FormatErrors {
     fn and(self, other: Self) -> Self {
         Self {
             squares: self.squares + other.squares,
@@ -170,7 +170,7 @@ fn without_k_format(file_type: FileType, entries: &[TensorEntry]) -> Option<Stri
 /// # Errors
 /// A family, an option or a pre-tokenizer that llama.cpp does not have (`Unsupported`); a weight that is missing, not
 /// finite, or too large for f16; a file that cannot be written.
-pub fn model(file: &ModelFile<'_>, out: &Path) -> Result<Written> {
+pub fn model(file: &ModelFile<'_>, out: &Path) -> Result<WrittenModel> {
     let config = Config::load(file.dir)?;
     let spec = families::read(&config)?;
     let arch = arch::of(&spec)?;
@@ -183,7 +183,7 @@ pub fn model(file: &ModelFile<'_>, out: &Path) -> Result<Written> {
     let template = template.as_ref().map(ChatTemplate::source);
     let (of_vocabulary, mut warnings) = keys::of_vocabulary(&vocabulary, &tokenizer, file.pre_tokenizer, template)?;
     let window = spec.layers.iter().filter_map(|layer| layer.window).min();
-    if let Some(window) = window.filter(|w| arch.windows == arch::Windows::Ignored && *w < spec.max_positions) {
+    if let Some(window) = window.filter(|w| arch.windows == arch::WindowLayout::Ignored && *w < spec.max_positions) {
         warnings.push(format!(
             "llama.cpp does not apply the sliding window of this model: texts of more than {window} tokens get other answers"
         ));
@@ -233,7 +233,7 @@ pub fn model(file: &ModelFile<'_>, out: &Path) -> Result<Written> {
     entries.extend(planned.iter().map(of_planned));
     warnings.extend(without_k_format(file.file_type, &entries));
     let by_name: BTreeMap<&str, &PlannedTensor> = planned.iter().map(|p| (p.name.as_str(), p)).collect();
-    let mut errors: BTreeMap<BlockType, Errors> = BTreeMap::new();
+    let mut errors: BTreeMap<BlockType, FormatErrors> = BTreeMap::new();
     let bytes = gguf::write(out, &all, &entries, |entry, sink| {
         let Some(planned) = by_name.get(entry.name.as_str()) else {
             let values = factors
@@ -254,11 +254,11 @@ pub fn model(file: &ModelFile<'_>, out: &Path) -> Result<Written> {
         }
         Ok(())
     })?;
-    let read = Reader::open(out)?;
+    let read = GgufReader::open(out)?;
     if read.tensors != entries || all.iter().any(|(key, value)| read.keys.get(key) != Some(value)) {
         return Err(Error::internal("the file that was written has another header").at_path(out));
     }
-    let one = |(block, errors): (&BlockType, &Errors)| {
+    let one = |(block, errors): (&BlockType, &FormatErrors)| {
         let own = entries.iter().filter(|entry| entry.block == *block);
         Fidelity {
             block: *block,
@@ -272,7 +272,7 @@ pub fn model(file: &ModelFile<'_>, out: &Path) -> Result<Written> {
             largest: errors.largest,
         }
     };
-    Ok(Written {
+    Ok(WrittenModel {
         architecture: arch.name,
         bytes,
         fidelity: errors.iter().map(one).collect(),
@@ -319,9 +319,9 @@ pub(super) fn scales(spec: &Spec, arch: &arch::Arch) -> Result<(f32, f32)> {
 fn each_piece(weights: &Weights, part: &TensorPart, mut give: impl FnMut(Vec<f32>) -> Result<()>) -> Result<()> {
     let ParamInfo { name, shape, .. } = &part.param;
     let columns = shape.last().copied().unwrap_or(1);
-    let decoded = stored::values(weights, &part.param)?;
-    if decoded.is_some() || part.order != RowOrder::Same {
-        let values = match decoded {
+    let dequantized = stored::values(weights, &part.param)?;
+    if dequantized.is_some() || part.order != RowOrder::Same {
+        let values = match dequantized {
             Some(values) => values,
             None => {
                 weights.require(name, shape)?;
@@ -342,12 +342,12 @@ fn each_piece(weights: &Weights, part: &TensorPart, mut give: impl FnMut(Vec<f32
 }
 
 /// Passes the encoded values to the sink, and measures what encoding lost.
-fn encode(entry: &TensorEntry, values: &[f32], sink: &mut dyn FnMut(&[u8]) -> Result<()>) -> Result<Errors> {
+fn encode(entry: &TensorEntry, values: &[f32], sink: &mut dyn FnMut(&[u8]) -> Result<()>) -> Result<FormatErrors> {
     let block = entry.block;
     let one = |share: &[f32]| {
         let mut bytes = Vec::with_capacity(block.bytes(share.len()) as usize);
         block.encode(share, &mut bytes);
-        let mut errors = Errors::default();
+        let mut errors = FormatErrors::default();
         for (x, y) in share.iter().zip(block.decode(&bytes)) {
             let error = f64::from(x - y).abs();
             errors.squares += error * error;
@@ -357,9 +357,9 @@ fn encode(entry: &TensorEntry, values: &[f32], sink: &mut dyn FnMut(&[u8]) -> Re
         }
         (bytes, errors)
     };
-    let mut sum = Errors::default();
+    let mut sum = FormatErrors::default();
     for piece in values.chunks(PIECE) {
-        let shares: Vec<(Vec<u8>, Errors)> = piece.par_chunks(SHARE).map(one).collect();
+        let shares: Vec<(Vec<u8>, FormatErrors)> = piece.par_chunks(SHARE).map(one).collect();
         for (bytes, errors) in shares {
             if !errors.values.is_finite() {
                 return Err(Error::non_finite("a weight is not finite").at(&entry.name));

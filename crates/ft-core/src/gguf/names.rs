@@ -5,7 +5,7 @@ use crate::model::Spec;
 use crate::model::spec::{
     ATTENTION_SINKS, EMBEDDING, FINAL_NORM, FINAL_NORM_BIAS, LM_HEAD, LatentSpec, Mixer, ROUTER_CORRECTION,
 };
-use crate::ops::rope::Pairing;
+use crate::ops::rope::RopePairing;
 use crate::source::ParamInfo;
 
 /// The order of the rows of a parameter in the file.
@@ -113,7 +113,7 @@ pub(crate) fn order(spec: &Spec, arch: &Arch, module: &str) -> RowOrder {
         "self_attn.k_proj" => spec.kv_heads,
         _ => return RowOrder::Same,
     };
-    if arch.permuted && spec.pairing == Pairing::Halves {
+    if arch.permuted && spec.pairing == RopePairing::Halves {
         RowOrder::Interleaved { heads }
     } else {
         RowOrder::Same

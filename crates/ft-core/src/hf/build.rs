@@ -9,7 +9,7 @@ use crate::formats::weights::Weights;
 use crate::peft::lora::scaling;
 use crate::peft::targets::{self, Site};
 use crate::peft::{
-    self, Adalora, Adapter, Cayley, Dora, Factor, Ia3, Loha, Lokr, Lora, Mask, Oft, Vera, VeraProjections,
+    self, Adalora, Adapter, Cayley, Dora, DropoutMask, Factor, Ia3, Loha, Lokr, Lora, Oft, Vera, VeraProjections,
 };
 use candle_core::{Device, Tensor};
 use std::collections::BTreeMap;
@@ -75,7 +75,7 @@ impl LinearTensors<'_> {
         let (module, i, o) = (site.module.as_str(), site.input, site.output);
         let r = rank_of(config, module)?;
         let alpha = alpha_of(config, module)?;
-        let mask = Mask {
+        let mask = DropoutMask {
             p: config.lora_dropout as f32,
             site: self.index,
         };

@@ -103,7 +103,7 @@ pub fn fingerprint(dir: &Path) -> Result<Fingerprint> {
 /// # Errors
 /// As for `fingerprint`.
 pub fn of(spec: &Spec, weights: &Weights) -> Result<Fingerprint> {
-    let before = Files::look(weights);
+    let before = FileMetadata::look(weights);
     let kept = before.as_ref().filter(|_| weights.total_bytes() >= WORTH_KEEPING);
     let name = kept.map(|files| files.name(spec));
     if let (Some(files), Some(name)) = (kept, &name)
@@ -114,7 +114,7 @@ pub fn of(spec: &Spec, weights: &Weights) -> Result<Fingerprint> {
     let out = compute(spec, weights)?;
     if let (Some(files), Some(name)) = (kept, &name)
         && files.is_settled()
-        && Files::look(weights).as_ref() == Some(files)
+        && FileMetadata::look(weights).as_ref() == Some(files)
     {
         cache::write(name, &files.text(&out));
     }
@@ -389,9 +389,9 @@ fn number(dtype: StoredDtype, b: &[u8]) -> bf16 {
 
 /// Metadata of the weight files from the file system.
 #[derive(Debug, PartialEq)]
-struct Files(Vec<Value>);
+struct FileMetadata(Vec<Value>);
 
-impl Files {
+impl FileMetadata {
     fn look(weights: &Weights) -> Option<Self> {
         let time = |s: i64, ns: i64| s.saturating_mul(1_000_000_000).saturating_add(ns);
         let one = |path: &std::path::PathBuf| {

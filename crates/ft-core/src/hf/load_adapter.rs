@@ -4,7 +4,7 @@ use super::build::{self, LinearTensors};
 use super::classifier::SCORE;
 use super::expert_adapters;
 use crate::base::{Error, Result, files};
-use crate::formats::adapter::{self, AdapterConfig, Key, unwrapped};
+use crate::formats::adapter::{self, AdapterConfig, AdapterKey, unwrapped};
 use crate::formats::weights::Weights;
 use crate::formats::{header, index};
 use crate::model::{Adapters, Spec, spec};
@@ -75,29 +75,31 @@ pub fn load_adapter(dir: &Path, spec: &Spec) -> Result<LoadedAdapter> {
             continue;
         }
         let key = adapter::parse(name, &config.kind, config.use_dora).map(|key| match key {
-            Key::Of(module, below) => Key::Of(own(module), below),
-            Key::Rows(module) => Key::Rows(own(module)),
-            Key::Whole(parameter) => Key::Whole(own(parameter)),
+            AdapterKey::Of(module, below) => AdapterKey::Of(own(module), below),
+            AdapterKey::Rows(module) => AdapterKey::Rows(own(module)),
+            AdapterKey::Whole(parameter) => AdapterKey::Whole(own(parameter)),
         });
         match key {
-            Some(Key::Of(module, below)) => {
+            Some(AdapterKey::Of(module, below)) => {
                 if let Some(first) = found.entry(module).or_default().insert(below, name.to_string()) {
                     faults.push(format!("{name}: the same tensor as {first}"));
                 }
             }
-            Some(Key::Whole(parameter)) if scores && parameter == SCORE => {
+            Some(AdapterKey::Whole(parameter)) if scores && parameter == SCORE => {
                 score = build::read(&weights, name, &[1, spec.hidden], &mut faults)?;
             }
             // PEFT also writes the tied head beside the embedding.
-            Some(Key::Whole(parameter)) if parameter == spec::LM_HEAD && spec.tied && config.ensure_weight_tying => {
+            Some(AdapterKey::Whole(parameter))
+                if parameter == spec::LM_HEAD && spec.tied && config.ensure_weight_tying =>
+            {
                 head = build::read(&weights, name, &[spec.vocab, spec.hidden], &mut faults)?;
             }
-            Some(Key::Whole(parameter)) => {
+            Some(AdapterKey::Whole(parameter)) => {
                 if let Some(tensor) = whole_parameter(&config, spec, &weights, name, &parameter, &mut faults)? {
                     whole.insert(parameter, tensor);
                 }
             }
-            Some(Key::Rows(module)) => {
+            Some(AdapterKey::Rows(module)) => {
                 if let Some(found) = token_rows(&config, spec, &weights, name, &module, &mut faults)? {
                     rows.insert(format!("{module}.weight"), found);
                 }

@@ -58,7 +58,7 @@ impl WeightedAdapter {
 /// The tensor is missing or has another shape than the parameter or an adapter.
 pub fn merged(weights: &Weights, param: &ParamInfo, adapters: &[WeightedAdapter]) -> Result<Vec<f32>> {
     let before = match stored::values(weights, param)? {
-        Some(decoded) => decoded,
+        Some(dequantized) => dequantized,
         None => {
             weights.require(&param.name, &param.shape)?;
             weights.read_f32(&param.name)?

@@ -97,20 +97,20 @@ pub fn mlx_adapter(dir: &Path, base: &Path, out: &Path) -> Result<()> {
 }
 
 /// A matrix, row by row.
-struct Matrix(Vec<f32>);
+struct MlxMatrix(Vec<f32>);
 
 /// The transpose of `[rows, columns]`, with rows of zeros up to `[filled, rows]`.
-fn transposed(values: &[f32], rows: usize, columns: usize, filled: usize) -> Matrix {
+fn transposed(values: &[f32], rows: usize, columns: usize, filled: usize) -> MlxMatrix {
     let mut out = vec![0.0; filled * rows];
     for (r, row) in values.chunks_exact(columns).enumerate() {
         for (c, x) in row.iter().enumerate() {
             out[c * rows + r] = *x;
         }
     }
-    Matrix(out)
+    MlxMatrix(out)
 }
 
-impl Matrix {
+impl MlxMatrix {
     /// Fills rows of `from` elements with zeros up to `to`.
     fn fill_columns(&mut self, from: usize, to: usize) {
         if from != to {

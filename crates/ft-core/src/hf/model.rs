@@ -33,7 +33,7 @@ pub struct ModelExport<'a> {
 pub type WriteMore<'a> = &'a dyn Fn(&Path) -> Result<()>;
 
 /// A model directory in which each tensor has its own number format.
-pub struct Directory<'a> {
+pub struct OutputModel<'a> {
     /// The directory to write.
     pub out: &'a Path,
     /// Source of tokenizer files, generation settings and license.
@@ -76,7 +76,7 @@ pub fn rehearse_model(e: &ModelExport, fill: &mut ParamFill) -> Result<()> {
     })
 }
 
-fn with_directory<T>(e: &ModelExport, work: impl FnOnce(&Directory) -> Result<T>) -> Result<T> {
+fn with_directory<T>(e: &ModelExport, work: impl FnOnce(&OutputModel) -> Result<T>) -> Result<T> {
     let dtype = stored(e.dtype);
     let tensors: Vec<TensorPlan> = e
         .params
@@ -90,7 +90,7 @@ fn with_directory<T>(e: &ModelExport, work: impl FnOnce(&Directory) -> Result<T>
         .collect();
     let mut config = e.config.clone();
     set_dtype(&mut config, dtype);
-    work(&Directory {
+    work(&OutputModel {
         out: e.out,
         base_dir: e.base_dir,
         config: &config,
@@ -100,7 +100,7 @@ fn with_directory<T>(e: &ModelExport, work: impl FnOnce(&Directory) -> Result<T>
     })
 }
 
-impl Directory<'_> {
+impl OutputModel<'_> {
     /// Writes the directory and returns its path; `fill` delivers the values of each tensor, in the order of `tensors` except
     /// those of experts that share a tensor in the files.
     ///
@@ -139,7 +139,7 @@ struct Contents {
     base: Option<Weights>,
 }
 
-impl Directory<'_> {
+impl OutputModel<'_> {
     /// As `rehearse_model`.
     fn rehearse(&self, fill: &mut TensorFill) -> Result<()> {
         let contents = self.contents()?;

@@ -176,7 +176,7 @@ fn large_models_are_sharded_with_an_index() {
         })
         .collect();
     let out = dir.path().join("out");
-    let directory = Directory {
+    let directory = OutputModel {
         out: &out,
         base_dir: &base,
         config: &config,

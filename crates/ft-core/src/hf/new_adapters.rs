@@ -10,7 +10,9 @@ use crate::model::{Adapters, Network, Spec, TokenRows, tokens};
 use crate::peft::config::{LoraInit, PeftType};
 use crate::peft::lora::{fresh, scaling, shapes};
 use crate::peft::targets::{self, Site, select};
-use crate::peft::{self, Adalora, Adapter, AdapterShape, Cayley, Dora, Ia3, Loha, Lokr, Lora, LoraConfig, Mask, Oft};
+use crate::peft::{
+    self, Adalora, Adapter, AdapterShape, Cayley, Dora, DropoutMask, Ia3, Loha, Lokr, Lora, LoraConfig, Oft,
+};
 use crate::peft::{Vera, VeraProjections};
 use candle_core::Tensor;
 use std::collections::BTreeMap;
@@ -497,7 +499,7 @@ fn one(
     let (module, i, o) = (site.module.as_str(), site.input, site.output);
     let r = rank_of(config, module)?;
     let alpha = alpha_of(config, module)?;
-    let mask = Mask {
+    let mask = DropoutMask {
         p: config.lora_dropout as f32,
         site: index,
     };

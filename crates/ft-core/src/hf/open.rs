@@ -4,7 +4,7 @@ use crate::base::Result;
 use crate::formats::{ChatTemplate, Config, Tokenizer, Weights};
 use crate::model::{TrainableNetwork, families};
 use crate::ops::Dtype;
-use crate::source::{ParamInfo, Resident, StoragePolicy};
+use crate::source::{ParamInfo, ResidentWeights, StoragePolicy};
 use candle_core::Device;
 use std::path::Path;
 use std::sync::Arc;
@@ -49,7 +49,7 @@ pub fn open(dir: &Path, dtype: Dtype, device: &Device) -> Result<OpenModel> {
     dtype.runs_on(!device.is_cpu())?;
     let storage = StoragePolicy::dense(dtype);
     opened(dir, device, |params, weights| {
-        Resident::load(params, weights, |p| storage.of(p), device)
+        ResidentWeights::load(params, weights, |p| storage.of(p), device)
     })
 }
 
@@ -61,14 +61,14 @@ pub fn open(dir: &Path, dtype: Dtype, device: &Device) -> Result<OpenModel> {
 pub fn open_dequantized(dir: &Path, dtype: Dtype, device: &Device) -> Result<OpenModel> {
     dtype.runs_on(!device.is_cpu())?;
     opened(dir, device, |params, weights| {
-        Resident::load_dequantized(params, weights, dtype, device)
+        ResidentWeights::load_dequantized(params, weights, dtype, device)
     })
 }
 
 fn opened(
     dir: &Path,
     device: &Device,
-    load: impl FnOnce(Vec<ParamInfo>, &Weights) -> Result<Resident>,
+    load: impl FnOnce(Vec<ParamInfo>, &Weights) -> Result<ResidentWeights>,
 ) -> Result<OpenModel> {
     let config = Config::load(dir)?;
     let spec = families::read(&config)?;

@@ -8,7 +8,7 @@ use crate::formats::writer::{TensorPlan, Values};
 use crate::model::{Adapters, Spec, families};
 use crate::peft::lora::scaling;
 use crate::peft::targets::Site;
-use crate::peft::{Adapter, Lora, Mask};
+use crate::peft::{Adapter, DropoutMask, Lora};
 use candle_core::{Device, Tensor};
 use half::bf16;
 use serde_json::{Map, Value, json};
@@ -113,7 +113,7 @@ pub(crate) fn adapters(config: &AdapterConfig, r_of: impl Fn(&str) -> (usize, f6
         };
         let a = Tensor::from_vec(fill(r * site.input, 0.1), (r, site.input), &Device::Cpu).unwrap();
         let b = Tensor::from_vec(fill(site.output * r, 0.7), (site.output, r), &Device::Cpu).unwrap();
-        let mask = Mask {
+        let mask = DropoutMask {
             p: config.lora_dropout as f32,
             site: index as u64,
         };

@@ -8,14 +8,14 @@
 
 pub(super) mod memory;
 
-use super::block::{Block, MixerGradient};
+use super::block::{DecoderBlock, MixerGradient};
 use super::contracts::{Context, GradSink, KvStore};
 use super::projections::{SavedLow, add_residual};
 use super::spec::{KeySource, LayerSpec};
 use crate::base::{Error, Result};
 use crate::ops::attention::{self, AttentionGradInputs};
 use crate::ops::glu::{self, Activation};
-use crate::ops::rope::Direction;
+use crate::ops::rope::RopeDirection;
 use crate::ops::{rope, update};
 use crate::trace;
 use candle_core::Tensor;
@@ -42,7 +42,7 @@ pub(super) struct SavedAttention {
     low: [SavedLow; 2],
 }
 
-impl Block {
+impl DecoderBlock {
     /// Cuts the output of q_proj `[N, H·2E]` into the queries and their gate, `[N, H·E]` each.
     fn split_gate(&self, q: Tensor) -> Result<(Tensor, Option<Tensor>)> {
         if !self.spec.output_gate {
@@ -88,7 +88,7 @@ impl Block {
     }
 
     /// Rotates q and k.
-    fn rotate(&self, (q, k): &QueriesKeys, ctx: &Context, direction: Direction) -> Result<QueriesKeys> {
+    fn rotate(&self, (q, k): &QueriesKeys, ctx: &Context, direction: RopeDirection) -> Result<QueriesKeys> {
         let LayerSpec { rope, query_rope, .. } = self.spec.layers[self.index];
         let turn = |x: &Tensor, rope: usize| {
             let (cos, sin) = &ctx.ropes[rope];
@@ -147,13 +147,13 @@ impl Block {
         }
         let (mut qk, mut raw) = ((q, k), None);
         if self.norm_follows_rope() {
-            qk = self.rotate(&qk, ctx, Direction::Forward)?;
+            qk = self.rotate(&qk, ctx, RopeDirection::Forward)?;
         }
         if let Some(normed) = self.normed_heads(&qk)? {
             raw = Some(std::mem::replace(&mut qk, normed));
         }
         if !self.norm_follows_rope() {
-            qk = self.rotate(&qk, ctx, Direction::Forward)?;
+            qk = self.rotate(&qk, ctx, RopeDirection::Forward)?;
         }
         let (q, kv) = (qk.0, qk.1.zip(v));
         let spec = self.attention_spec();
@@ -297,9 +297,9 @@ impl Block {
         };
         if self.norm_follows_rope() {
             unnorm(&mut dqk)?;
-            dqk = self.rotate(&dqk, ctx, Direction::Backward)?;
+            dqk = self.rotate(&dqk, ctx, RopeDirection::Backward)?;
         } else {
-            dqk = self.rotate(&dqk, ctx, Direction::Backward)?;
+            dqk = self.rotate(&dqk, ctx, RopeDirection::Backward)?;
             unnorm(&mut dqk)?;
         }
         drop(raw);

@@ -19,7 +19,7 @@ use super::attention::SavedAttention;
 use super::contracts::{Context, GradSink, KvStore, Layer, Param};
 use super::delta_net::{DeltaNet, SavedDeltaNet};
 use super::experts::Experts;
-use super::latent::{Latent, SavedLatent};
+use super::latent::{LatentAttention, SavedLatent};
 use super::linear::Linear;
 use super::mlp::{MlpGradient, SavedMlp};
 use super::norm::Norm;
@@ -36,7 +36,7 @@ use per_layer::PerLayerInput;
 use std::sync::Arc;
 
 /// A decoder layer, with its weights on the device.
-pub struct Block {
+pub struct DecoderBlock {
     /// Handle that keeps the weights' memory from being reused.
     pub _weights: Arc<GroupWeights>,
     /// Sizes and options of the model.
@@ -58,7 +58,7 @@ pub struct Block {
     /// The other weights of Gated DeltaNet, if the layer has it in the place of attention.
     pub delta_net: Option<DeltaNet>,
     /// The other weights of latent attention, if the layer has it in the place of attention.
-    pub latent: Option<Latent>,
+    pub latent: Option<LatentAttention>,
     /// The other weight of a short convolution, if the layer has it in the place of attention.
     pub short_conv: Option<ShortConv>,
     /// gate and up, or up alone; of the shared expert, if the layer has experts.
@@ -106,13 +106,13 @@ pub struct SavedActivations {
     x2: Option<Tensor>,
 }
 
-impl Block {
+impl DecoderBlock {
     /// Its linears in model order, without those of routed experts, each with its module name:
     /// `model.layers.0.self_attn.q_proj`.
     pub fn into_linears(self) -> Vec<(String, Linear)> {
         let module = |l: &Linear| l.name.trim_end_matches(".weight").to_string();
         let mut all = vec![self.attention_in];
-        if let Some(Latent { queries, expand, .. }) = self.latent {
+        if let Some(LatentAttention { queries, expand, .. }) = self.latent {
             all.extend(queries.map(|(_, linear)| linear));
             all.push(expand);
         }
@@ -285,7 +285,7 @@ pub(super) struct MixerGradient<'a> {
     pub need_dx: bool,
 }
 
-impl Layer for Block {
+impl Layer for DecoderBlock {
     type SavedActivations = SavedActivations;
 
     fn forward(&self, x: &Tensor, ctx: &Context) -> Result<Tensor> {

@@ -3,7 +3,7 @@
 
 use super::head::Head;
 use super::noise::EmbeddingNoise;
-use super::sequence::Sequence;
+use super::sequence::SequenceRanks;
 use super::shared::SharedStates;
 use crate::base::ledger::{Allocation, Ledger, MemoryKind};
 use crate::base::means::NamedMeans;
@@ -11,8 +11,8 @@ use crate::base::{Error, Result};
 use crate::data::Batch;
 use crate::ops::attention::{self, AttentionGradInputs, AttentionSpec};
 use crate::ops::step_stats::StepStats;
-use crate::peft::Dropout;
-pub use crate::peft::{Gradient, Param};
+use crate::peft::DropoutKey;
+pub use crate::peft::{Param, ParamGradient};
 use candle_core::Tensor;
 use std::rc::Rc;
 
@@ -153,7 +153,7 @@ pub struct Context<'a> {
     /// For each rope of the model: cos and sin, `[N, R/2]`.
     pub ropes: Vec<(Tensor, Tensor)>,
     /// Key of the dropout masks; `None` outside training.
-    pub dropout: Option<Dropout>,
+    pub dropout: Option<DropoutKey>,
     /// Noise on the embeddings; `None` outside training.
     pub noise: Option<EmbeddingNoise>,
     /// Receives the input of every linear.
@@ -163,7 +163,7 @@ pub struct Context<'a> {
     /// Tensors that several layers use.
     pub shared: Rc<SharedStates>,
     /// The tokens of this rank, if several share them.
-    pub sequence: Option<&'a Sequence<'a>>,
+    pub sequence: Option<&'a SequenceRanks<'a>>,
 }
 
 impl Context<'_> {
@@ -216,7 +216,7 @@ impl<'a> Context<'a> {
 impl Context<'_> {
     /// The context for piece number `index` of the tokens, in a half without attention; it has its own dropout masks.
     pub fn piece(&self, index: usize) -> Context<'_> {
-        let dropout = self.dropout.map(|key| Dropout {
+        let dropout = self.dropout.map(|key| DropoutKey {
             micro: key.micro + ((index as u64) << 32),
             ..key
         });
@@ -280,7 +280,7 @@ pub trait Layer {
 
 /// Gradients that an objective must compute.
 #[derive(Debug, Clone, Copy)]
-pub struct Need {
+pub struct ObjectiveNeeds {
     /// Factor of every gradient: 1 / weight of the whole window (its trained tokens, for most objectives).
     pub scale: f64,
     /// The gradient of the hidden states.
@@ -297,7 +297,7 @@ pub struct LossGradients {
     /// `[V, D]`: gradient of the output projection.
     pub dw: Option<Tensor>,
     /// f32 gradients of `Objective::params`.
-    pub objective_params: Vec<Gradient>,
+    pub objective_params: Vec<ParamGradient>,
 }
 
 /// Computes the loss and its gradient with respect to the last hidden states.
@@ -313,7 +313,7 @@ pub trait Objective {
         h: &Tensor,
         head: &Head,
         batch: &Batch,
-        need: Need,
+        need: ObjectiveNeeds,
         step_stats: &StepStats,
     ) -> Result<LossGradients>;
 
@@ -337,7 +337,7 @@ pub trait Objective {
         layer: usize,
         x: &Tensor,
         batch: &Batch,
-        need: Need,
+        need: ObjectiveNeeds,
         step_stats: &StepStats,
     ) -> Result<LossGradients> {
         let _ = (x, batch, need, step_stats);

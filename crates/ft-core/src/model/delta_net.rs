@@ -4,12 +4,12 @@
 //! x1 = x + out_proj(silu(z) · norm(delta_rule(conv(qkv), a, b)))    with qkv, z, b, a from norm x
 //! ```
 //!
-//! The input projections are `Block::attention_in`, `out_proj` is `Block::o_proj`. A half has no norm after it in these
-//! families. Letters as in `ops::delta_rule`.
+//! The input projections are `DecoderBlock::attention_in`, `out_proj` is `DecoderBlock::o_proj`. A half has no norm
+//! after it in these families. Letters as in `ops::delta_rule`.
 
 pub(super) mod memory;
 
-use super::block::{Block, MixerGradient};
+use super::block::{DecoderBlock, MixerGradient};
 use super::contracts::{Context, GradSink, KvStore, Param, RecurrentState};
 use super::projections::{SavedLow, add_residual};
 use super::short_conv::continued;
@@ -137,7 +137,7 @@ fn join(spec: &DeltaNetSpec, [qkv, z, b, a]: [Tensor; 4]) -> Result<Vec<Tensor>>
     ])
 }
 
-impl Block {
+impl DecoderBlock {
     /// The half that mixes tokens: `[N, D]` to `[N, D]`, and the activations to save.
     pub(super) fn delta_net(
         &self,

@@ -25,14 +25,14 @@ use adapters::JoinedSink;
 use in_order::InOrder;
 use reader::{Expert, ExpertReader};
 
-use super::block::Block;
+use super::block::DecoderBlock;
 use super::contracts::{Context, GradSink, Param};
 use super::mlp::SavedPiece;
 use super::network::param;
 use super::projections::Projections;
 use super::spec::ExpertsSpec;
 use crate::base::Result;
-use crate::ops::routing::{self, Assignment, Routing};
+use crate::ops::routing::{self, ExpertAssignment, Routing};
 use crate::ops::{linear, update};
 use crate::source::GroupWeights;
 use candle_core::{DType, Tensor};
@@ -54,7 +54,7 @@ pub struct Experts {
 /// The routing of a mixture of experts, and its saved activations if they were saved.
 pub(super) struct SavedExperts {
     routing: Routing,
-    assignment: Assignment,
+    assignment: ExpertAssignment,
     /// The saved activations of each unit of the assignment; `None`: nothing is saved of it.
     experts: Vec<Option<SavedPiece>>,
     shared: Option<SavedPiece>,
@@ -62,7 +62,7 @@ pub(super) struct SavedExperts {
 
 /// The gradients that the backward pass of an expert must compute, and the batch.
 #[derive(Clone, Copy)]
-struct Needs<'a> {
+struct ExpertGradientNeeds<'a> {
     ctx: &'a Context<'a>,
     /// The gradient with respect to the expert's input.
     dh: bool,
@@ -165,7 +165,7 @@ fn project_backward(
     }
 }
 
-impl Block {
+impl DecoderBlock {
     /// The experts' sum for h, the input after the norm, without the residual stream: `[N, D]` to `[N, D]`.
     pub(super) fn experts_forward(
         &self,
@@ -316,7 +316,7 @@ impl Block {
                 (routing, assignment, Vec::new(), None)
             }
         };
-        let needs = Needs {
+        let needs = ExpertGradientNeeds {
             ctx,
             dh: need_dh,
             weights: need_dh || experts.router_wanted(sink),
@@ -432,7 +432,7 @@ impl Block {
         down: &Projections,
         tokens: ExpertTokens<'_>,
         saved: Option<SavedPiece>,
-        needs: Needs<'_>,
+        needs: ExpertGradientNeeds<'_>,
         sink: &mut dyn GradSink,
     ) -> Result<Option<Tensor>> {
         let ExpertTokens {

@@ -1,8 +1,8 @@
 //! The output projection (LM head): whole, or streamed in pieces.
 
-use super::contracts::{LossGradients, Need, Param};
+use super::contracts::{LossGradients, ObjectiveNeeds, Param};
 use crate::base::{Error, Result};
-use crate::ops::cross_entropy::{self, Pieces};
+use crate::ops::cross_entropy::{self, OutputPieces};
 use crate::ops::linear;
 use crate::ops::step_stats::StepStats;
 use crate::quant::Weight;
@@ -144,7 +144,13 @@ impl Head<'_> {
     ///
     /// # Errors
     /// A target outside the vocabulary (`Argument`); the gradient of a head that is read in pieces (`Unsupported`).
-    pub fn weighted(&self, h: &Tensor, targets: &[u32], weights: &[f32], need: Need) -> Result<LossGradients> {
+    pub fn weighted(
+        &self,
+        h: &Tensor,
+        targets: &[u32],
+        weights: &[f32],
+        need: ObjectiveNeeds,
+    ) -> Result<LossGradients> {
         if !need.dh && !need.dw {
             return Ok(LossGradients::default());
         }
@@ -189,9 +195,9 @@ impl Head<'_> {
 }
 
 /// Calls `f` with the pieces in the form that the loss functions expect.
-pub fn with_pieces<R>(head: &StreamedHead, f: impl FnOnce(&Pieces) -> R) -> R {
+pub fn with_pieces<R>(head: &StreamedHead, f: impl FnOnce(&OutputPieces) -> R) -> R {
     let piece = |first| head.piece(first);
-    f(&Pieces {
+    f(&OutputPieces {
         rows: head.rows,
         width: head.width,
         rows_of_part: head.piece_rows,

@@ -7,13 +7,13 @@
 //! x1   = x + o_proj(attention(rope(q), k, v))    with h = norm x
 //! ```
 //!
-//! q_a_proj (or q_proj) and kv_a_proj are `Block::attention_in`, o_proj is `Block::o_proj`. A half has no norm after it in these
-//! families. On the CPU the KV cache has a latent row and the shared part of the key for each token (`ops::latent::absorbed`), or
-//! the keys and values of all heads. Letters as in `ops::latent`.
+//! q_a_proj (or q_proj) and kv_a_proj are `DecoderBlock::attention_in`, o_proj is `DecoderBlock::o_proj`. A half has no
+//! norm after it in these families. On the CPU the KV cache has a latent row and the shared part of the key for each
+//! token (`ops::latent::absorbed`), or the keys and values of all heads. Letters as in `ops::latent`.
 
 pub(super) mod memory;
 
-use super::block::{Block, MixerGradient};
+use super::block::{DecoderBlock, MixerGradient};
 use super::contracts::{Context, GradSink, KvStore};
 use super::norm::Norm;
 use super::projections::{Projections, SavedLow, add_residual};
@@ -24,7 +24,7 @@ use crate::ops::latent::LatentHeads;
 use candle_core::Tensor;
 
 /// The weights of latent attention between its input and output projections.
-pub struct Latent {
+pub struct LatentAttention {
     /// Its sizes.
     pub sizes: LatentSpec,
     /// The norm of the low-rank queries and the projection that reads it, unless q_proj computes the queries.
@@ -61,7 +61,7 @@ struct LatentInputs {
     low: [SavedLow; 2],
 }
 
-impl Latent {
+impl LatentAttention {
     /// True if a parameter between the input and output projections gets a gradient.
     pub(super) fn wanted(&self, sink: &dyn GradSink) -> bool {
         let queries = |(norm, linear): &(Norm, Projections)| norm.wanted(sink) || linear.wanted(sink);
@@ -74,15 +74,15 @@ impl Latent {
     }
 }
 
-impl Block {
-    fn latent_heads(&self, net: &Latent) -> LatentHeads {
+impl DecoderBlock {
+    fn latent_heads(&self, net: &LatentAttention) -> LatentHeads {
         net.sizes.heads(self.spec.heads, self.spec.pairing)
     }
 
     /// Decoding over latent rows: as `latent`, with a cache that keeps them.
     pub(super) fn latent_cached(
         &self,
-        net: &Latent,
+        net: &LatentAttention,
         x: &Tensor,
         ctx: &Context,
         cache: &mut dyn KvStore,
@@ -110,7 +110,7 @@ impl Block {
     }
 
     /// The queries and the latent rows of x.
-    fn latent_inputs(&self, net: &Latent, x: &Tensor, ctx: &Context) -> Result<LatentInputs> {
+    fn latent_inputs(&self, net: &LatentAttention, x: &Tensor, ctx: &Context) -> Result<LatentInputs> {
         let (cos, sin) = &ctx.ropes[self.spec.layers[self.index].rope];
         let h = self.normed(&self.input_norm, x)?;
         let (parts, low_in) = self.attention_in.forward(&h, ctx)?;
@@ -137,7 +137,7 @@ impl Block {
     /// As `mixer`, for latent attention.
     pub(super) fn latent(
         &self,
-        net: &Latent,
+        net: &LatentAttention,
         x: &Tensor,
         ctx: &Context,
         cache: Option<&mut dyn KvStore>,
@@ -180,7 +180,7 @@ impl Block {
 
     pub(super) fn latent_backward(
         &self,
-        net: &Latent,
+        net: &LatentAttention,
         saved: SavedLatent,
         gradient: MixerGradient,
         sink: &mut dyn GradSink,

@@ -6,7 +6,7 @@ use super::contracts::{Context, GradSink, Param};
 use crate::base::Result;
 use crate::ops::low_rank::LowRank;
 use crate::ops::{linear, update};
-use crate::peft::{Adapter, BackwardInput, Dora, Frozen, Lora};
+use crate::peft::{Adapter, BackwardInput, Dora, FrozenLinear, Lora};
 use crate::quant::Weight;
 use crate::trace;
 use candle_core::{DType, Device, Tensor};
@@ -27,7 +27,7 @@ pub struct Linear {
 }
 
 /// The linear without its adapter.
-impl Frozen for Linear {
+impl FrozenLinear for Linear {
     fn dims(&self) -> (usize, usize) {
         match self.weight.dims()[..] {
             [outputs, inputs] => (outputs, inputs),
@@ -101,7 +101,7 @@ impl Linear {
         let _span = trace::weight("linear", &self.name);
         match &self.adapter {
             Some(adapter) => adapter.forward(self, x, ctx.dropout),
-            None => Frozen::forward(self, x),
+            None => FrozenLinear::forward(self, x),
         }
     }
 
@@ -145,7 +145,7 @@ impl Linear {
     ) -> Result<Option<Tensor>> {
         let span = trace::weight("linear backward", &self.name);
         let dx = match &self.adapter {
-            None => Frozen::backward(self, dy, dx)?,
+            None => FrozenLinear::backward(self, dy, dx)?,
             Some(adapter) => {
                 let for_gradients = x.filter(|_| self.adapter_wanted(sink));
                 let (dx, gradients) = adapter.backward(BackwardInput {

@@ -6,7 +6,7 @@
 
 pub(super) mod memory;
 
-use super::block::Block;
+use super::block::DecoderBlock;
 use super::contracts::{Context, GradSink};
 use super::experts::{Experts, ExpertsGradient, SavedExperts};
 use super::pieces::{GradientSums, pieces, rows};
@@ -57,7 +57,7 @@ pub(super) struct MlpGradient<'a> {
 
 /// Gradients that the backward pass of an MLP must compute.
 #[derive(Clone, Copy)]
-pub struct Needs {
+pub struct MlpNeeds {
     /// True if a parameter of gate or up is trained.
     pub inputs: bool,
     /// True if a parameter of down is trained.
@@ -66,14 +66,14 @@ pub struct Needs {
     pub dh: bool,
 }
 
-impl Needs {
+impl MlpNeeds {
     /// The gradient with respect to the product of gate and up.
     pub fn dm(self) -> bool {
         self.dh || self.inputs
     }
 }
 
-impl Block {
+impl DecoderBlock {
     /// The product of gate and up after the activation, `[N, I]`.
     pub(super) fn activated(&self, parts: &[Tensor]) -> Result<Tensor> {
         match parts {
@@ -270,7 +270,7 @@ impl Block {
         } = gradient;
         let post_wanted = self.mlp_post_norm.as_ref().is_some_and(|norm| norm.wanted(sink));
         let dh = need_dx || self.mlp_norm.as_ref().is_some_and(|norm| norm.wanted(sink));
-        let needs = Needs {
+        let needs = MlpNeeds {
             inputs: self.mlp_in.wanted(sink),
             down: self.down_proj.wanted(sink),
             dh,
@@ -309,7 +309,7 @@ impl Block {
         saved: Option<SavedPiece>,
         dy: &Tensor,
         ctx: &Context,
-        needs: Needs,
+        needs: MlpNeeds,
         sink: &mut dyn GradSink,
     ) -> Result<Option<Tensor>> {
         let h = if needs.inputs || saved.is_none() {

@@ -32,7 +32,8 @@ mod streams;
 pub mod tokens;
 
 pub use contracts::{
-    Context, GradSink, Gradient, KvStore, Layer, LossGradients, Need, Objective, Observer, Param, RecurrentState,
+    Context, GradSink, KvStore, Layer, LossGradients, Objective, ObjectiveNeeds, Observer, Param, ParamGradient,
+    RecurrentState,
 };
 pub use experts::expert_words;
 pub use head::Head;
@@ -40,6 +41,6 @@ pub use named_sums::NamedSums;
 pub use network::{Adapters, Network, TrainableNetwork};
 pub use noise::EmbeddingNoise;
 pub use routers::{RouterLosses, Routers};
-pub use sequence::{Sequence, SequenceBy, SequenceConfig};
+pub use sequence::{SequenceBy, SequenceConfig, SequenceRanks};
 pub use spec::Spec;
 pub use tokens::TokenRows;

@@ -10,17 +10,17 @@ use super::experts::reader::ExpertReader;
 use super::head::{Head, HeadWeight, StreamedHead};
 use super::linear::Linear;
 use super::noise::EmbeddingNoise;
-use super::norm::{Norm, Ones};
+use super::norm::{Norm, UnitWeights};
 use super::projections::LayerPairs;
 use super::rope::RopeTables;
-use super::sequence::Sequence;
+use super::sequence::SequenceRanks;
 use super::spec::{EMBEDDING, LM_HEAD, NormSpec, Spec};
 use super::tokens::TokenRows;
 use crate::base::{Error, Result, progress};
 use crate::data::Batch;
 use crate::ops::embedding;
 use crate::ops::quantized::Products;
-use crate::peft::{Adapter, Dropout};
+use crate::peft::{Adapter, DropoutKey};
 use crate::source::{Group, GroupWeights, TrainableStore, WeightSource};
 use candle_core::{DType, Device, Tensor};
 use std::collections::BTreeMap;
@@ -57,7 +57,7 @@ pub struct Network {
     rope_tables: RopeTables,
     /// The factors of the layers that were read: a factor never changes.
     scales: Mutex<BTreeMap<usize, f32>>,
-    ones: Ones,
+    ones: UnitWeights,
     /// The copies of LoRA pairs by layer, while the adapters are fixed.
     pair_copies: Mutex<Option<BTreeMap<usize, Option<LayerPairs>>>>,
 }
@@ -100,7 +100,7 @@ impl Network {
             adapters_disabled: AtomicBool::new(false),
             rope_tables: RopeTables::default(),
             scales: Mutex::default(),
-            ones: Ones::default(),
+            ones: UnitWeights::default(),
             pair_copies: Mutex::default(),
         }
     }
@@ -135,7 +135,7 @@ impl Network {
         &self,
         positions: &[u32],
         documents: &'a [usize],
-        dropout: Option<Dropout>,
+        dropout: Option<DropoutKey>,
     ) -> Result<Context<'a>> {
         Ok(Context {
             documents,
@@ -157,9 +157,9 @@ impl Network {
     /// As `context`.
     pub fn context_of<'a>(
         &self,
-        sequence: &'a Sequence<'a>,
+        sequence: &'a SequenceRanks<'a>,
         batch: &'a Batch,
-        dropout: Option<Dropout>,
+        dropout: Option<DropoutKey>,
     ) -> Result<Context<'a>> {
         let own = sequence.own();
         let mut ctx = if self.spec.ropes.iter().any(|rope| rope.long.is_some()) {

@@ -30,9 +30,9 @@ pub struct Norm {
 
 /// The weights of RMSNorms that have none, `[E]`: made once for each E.
 #[derive(Default)]
-pub(super) struct Ones(Mutex<BTreeMap<usize, Tensor>>);
+pub(super) struct UnitWeights(Mutex<BTreeMap<usize, Tensor>>);
 
-impl Ones {
+impl UnitWeights {
     /// E ones, always the same tensor.
     ///
     /// # Errors
@@ -197,7 +197,7 @@ mod tests {
     use crate::formats::config::Config;
     use crate::model::{Network, families};
     use crate::ops::Dtype;
-    use crate::source::Resident;
+    use crate::source::ResidentWeights;
     use serde_json::json;
     use std::path::Path;
     use std::sync::Arc;
@@ -227,7 +227,7 @@ mod tests {
             map.insert("model_type".into(), json!(model_type));
             map.insert("layer_types".into(), json!(vec!["full_attention"; 2]));
             let spec = families::read(&Config::from_map(map, Path::new("config.json"))).unwrap();
-            let source = Resident::random(spec.params(), 5, 0.3, 0.8, Dtype::F32, &Device::Cpu).unwrap();
+            let source = ResidentWeights::random(spec.params(), 5, 0.3, 0.8, Dtype::F32, &Device::Cpu).unwrap();
             let network = Network::new(spec, Arc::new(source), Device::Cpu);
             let first = ones_of(&network, 0);
             assert_eq!(first.len(), count, "{model_type}");

@@ -14,7 +14,7 @@ use super::linear::{Dx, Linear};
 use crate::base::{Error, Result};
 use crate::ops::pairs::{self, PairStack};
 use crate::ops::{adapters, linear, update};
-use crate::peft::{Frozen, Gradient, Lora};
+use crate::peft::{FrozenLinear, Lora, ParamGradient};
 use crate::trace;
 use candle_core::{DType, Tensor};
 use std::sync::Arc;
@@ -300,7 +300,7 @@ impl Projections {
             let dx = total.as_ref().map_or(Dx::new(need_dx), Dx::AddTo);
             match &low {
                 Some(low) if linear.pair_on_gpu().is_some() => {
-                    total = Frozen::backward(linear, &dy, dx)?;
+                    total = FrozenLinear::backward(linear, &dy, dx)?;
                     if linear.dora().is_none() {
                         linear.own_gradients(x, &dy, sink)?;
                     }
@@ -352,7 +352,7 @@ impl Projections {
                 let g = match low.as_ref().and_then(|low| low.dora.get(i)?.as_ref()) {
                     Some((g, y)) => {
                         if adapters_x.is_some() && sink.wants(&dora.name) {
-                            let Gradient { param, gradient } = dora.magnitude_gradient(dy, y, bias)?;
+                            let ParamGradient { param, gradient } = dora.magnitude_gradient(dy, y, bias)?;
                             sink.take(&param, gradient)?;
                         }
                         g.clone()

@@ -40,12 +40,12 @@ pub struct Growth {
 }
 
 /// Rope parameters and their place in the config, for errors.
-struct Reader<'a> {
+struct RopeReader<'a> {
     map: &'a Map<String, Value>,
     place: &'a str,
 }
 
-impl Reader<'_> {
+impl RopeReader<'_> {
     fn opt(&self, key: &str) -> Result<Option<f64>> {
         match self.map.get(key) {
             None | Some(Value::Null) => Ok(None),
@@ -75,7 +75,7 @@ impl Rope {
     /// # Errors
     /// A `rope_type` that is not supported, by name; an option that is missing or not a number.
     pub fn new(parameters: &Map<String, Value>, head_dim: usize, max_positions: usize, place: &str) -> Result<Self> {
-        let r = Reader { map: parameters, place };
+        let r = RopeReader { map: parameters, place };
         let kind = parameters
             .get("rope_type")
             .or_else(|| parameters.get("type"))
@@ -262,7 +262,7 @@ impl RopeTables {
 }
 
 /// Gemma 4: frequencies of the whole head, of which only the first are used; the other elements are not rotated.
-fn proportional(r: &Reader, head_dim: usize, theta: f64) -> Result<Rope> {
+fn proportional(r: &RopeReader, head_dim: usize, theta: f64) -> Result<Rope> {
     let partial = r.opt("partial_rotary_factor")?.unwrap_or(1.0);
     let factor = match r.map.get("factor") {
         Some(_) => r.positive("factor")?,
@@ -287,7 +287,7 @@ fn proportional(r: &Reader, head_dim: usize, theta: f64) -> Result<Rope> {
 }
 
 /// Llama 3.1: stretches long wavelengths by `factor`, keeps short ones, interpolates between both.
-fn llama3(r: &Reader, inv: &[f32]) -> Result<Vec<f32>> {
+fn llama3(r: &RopeReader, inv: &[f32]) -> Result<Vec<f32>> {
     let factor = r.positive("factor")?;
     let (low, high) = (r.positive("low_freq_factor")?, r.positive("high_freq_factor")?);
     let old = r.positive("original_max_position_embeddings")?;
@@ -307,7 +307,7 @@ fn llama3(r: &Reader, inv: &[f32]) -> Result<Vec<f32>> {
         .collect())
 }
 
-fn yarn(r: &Reader, inv: &[f32], dim: usize, theta: f64, max_positions: usize) -> Result<Rope> {
+fn yarn(r: &RopeReader, inv: &[f32], dim: usize, theta: f64, max_positions: usize) -> Result<Rope> {
     let original = r
         .opt("original_max_position_embeddings")?
         .unwrap_or(max_positions as f64);
@@ -349,7 +349,7 @@ fn yarn(r: &Reader, inv: &[f32], dim: usize, theta: f64, max_positions: usize) -
 
 /// LongRoPE: each frequency is divided by a number from the config; documents beyond the context length of the
 /// pretraining have other numbers.
-fn longrope(r: &Reader, inv: &[f32], max_positions: usize) -> Result<Rope> {
+fn longrope(r: &RopeReader, inv: &[f32], max_positions: usize) -> Result<Rope> {
     let original = r.positive("original_max_position_embeddings")?;
     let factor = r.opt("factor")?.unwrap_or(max_positions as f64 / original);
     let attention_factor = match r.opt("attention_factor")? {

@@ -255,12 +255,12 @@ impl RouterTally {
 pub struct Routers {
     /// Factors of the losses.
     pub losses: RouterLosses,
-    load: RefCell<Load>,
+    load: RefCell<ExpertLoad>,
 }
 
 /// Sums over micro-batches.
 #[derive(Debug, Clone, Default)]
-struct Load {
+struct ExpertLoad {
     /// Of each layer.
     layers: BTreeMap<usize, LayerSums>,
     /// Sums of the values of the losses, weighted with `shares`.

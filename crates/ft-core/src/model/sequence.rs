@@ -86,7 +86,7 @@ impl SequenceConfig {
 }
 
 /// The heads of one rank while heads are divided.
-struct Share {
+struct HeadShare {
     /// Attention over these heads.
     spec: Heads,
     /// Query heads.
@@ -96,14 +96,14 @@ struct Share {
 }
 
 /// The heads of rank `index` of `ranks`, which divides `spec.heads`.
-fn share(spec: &Heads, index: usize, ranks: usize) -> Share {
+fn share(spec: &Heads, index: usize, ranks: usize) -> HeadShare {
     let own = spec.heads / ranks;
     let group = spec.heads / spec.kv_heads.max(1);
     // So many query heads have the same key head, on every rank.
     let together = gcd(own, group);
     let queries: Vec<usize> = (index * own..(index + 1) * own).collect();
     let keys: Vec<usize> = queries.iter().step_by(together).map(|head| head / group).collect();
-    Share {
+    HeadShare {
         spec: Heads {
             heads: own,
             kv_heads: keys.len(),
@@ -119,7 +119,7 @@ fn gcd(a: usize, b: usize) -> usize {
 }
 
 /// The tokens that this rank has of a micro-batch, and its connection to the ranks with the others.
-pub struct Sequence<'a> {
+pub struct SequenceRanks<'a> {
     comm: &'a dyn Collective,
     config: SequenceConfig,
     /// First rank of those that share the micro-batch.
@@ -178,7 +178,7 @@ impl<'a> Tokens<'a> {
 /// Numbers for or from each of the ranks that share a micro-batch.
 type Lists = Vec<Vec<f32>>;
 
-impl<'a> Sequence<'a> {
+impl<'a> SequenceRanks<'a> {
     /// For a batch of all ranks that share it.
     ///
     /// # Errors
@@ -322,7 +322,7 @@ impl<'a> Sequence<'a> {
     /// From tensors of the own tokens with all heads to tensors of all tokens with the own heads.
     fn to_heads(&self, key: u64, tensors: &[(&Tensor, ColumnsOf)], spec: &Heads) -> Result<Vec<Tensor>> {
         let ranks = self.config.ranks;
-        let shares: Vec<Share> = (0..ranks).map(|rank| share(spec, rank, ranks)).collect();
+        let shares: Vec<HeadShare> = (0..ranks).map(|rank| share(spec, rank, ranks)).collect();
         let mut parts: Lists = vec![Vec::new(); ranks];
         for (tensor, of) in tensors {
             let (heads, e) = of.sizes(spec);
@@ -370,9 +370,9 @@ impl<'a> Sequence<'a> {
         spec: &Heads,
     ) -> Result<Vec<Tensor>> {
         let (ranks, own) = (self.config.ranks, self.own().len());
-        let shares: Vec<Share> = (0..ranks).map(|rank| share(spec, rank, ranks)).collect();
+        let shares: Vec<HeadShare> = (0..ranks).map(|rank| share(spec, rank, ranks)).collect();
         let kinds: Vec<(ColumnsOf, Kind)> = tensors.iter().map(|(tensor, of)| (*of, Kind::of(tensor))).collect();
-        let width = |of: &ColumnsOf, share: &Share| of.heads(share).len() * of.sizes(spec).1;
+        let width = |of: &ColumnsOf, share: &HeadShare| of.heads(share).len() * of.sizes(spec).1;
         let mut parts: Lists = vec![Vec::new(); ranks];
         for (tensor, of) in tensors {
             let width = width(&of, &shares[self.index()]);
@@ -383,7 +383,7 @@ impl<'a> Sequence<'a> {
                 }
             })?;
         }
-        let row = |share: &Share| -> usize { kinds.iter().map(|(of, _)| width(of, share)).sum() };
+        let row = |share: &HeadShare| -> usize { kinds.iter().map(|(of, _)| width(of, share)).sum() };
         let lengths = shares.iter().map(|share| own * row(share)).collect();
         let lists = self.exchange(key, parts, lengths)?;
         let mut all: Lists = Vec::with_capacity(T);
@@ -572,7 +572,7 @@ impl ColumnsOf {
         }
     }
 
-    fn heads(self, share: &Share) -> &[usize] {
+    fn heads(self, share: &HeadShare) -> &[usize] {
         match self {
             ColumnsOf::Queries | ColumnsOf::Sums => &share.queries,
             ColumnsOf::Keys => &share.keys,

@@ -4,14 +4,14 @@
 //! x1 = x + out_proj(c ⊙ (conv(b ⊙ v) [+ bias]))    with b, c, v from norm x
 //! ```
 //!
-//! The input projection is `Block::attention_in`, its result is cut into b, c and v; `out_proj` is `Block::o_proj`. A half has no
-//! norm after it in this family.
+//! The input projection is `DecoderBlock::attention_in`, its result is cut into b, c and v; `out_proj` is
+//! `DecoderBlock::o_proj`. A half has no norm after it in this family.
 //!
 //! Letters: N tokens, D hidden size, K taps.
 
 pub(super) mod memory;
 
-use super::block::{Block, MixerGradient};
+use super::block::{DecoderBlock, MixerGradient};
 use super::contracts::{Context, GradSink, KvStore, Param, RecurrentState};
 use super::projections::{SavedLow, add_residual};
 use crate::base::{Error, Result};
@@ -124,7 +124,7 @@ pub(super) fn continued(
     Ok((Tensor::cat(&new, 0)?, last))
 }
 
-impl Block {
+impl DecoderBlock {
     /// The half that mixes tokens: `[N, D]` to `[N, D]`, and the activations to save.
     pub(super) fn short_conv(
         &self,

@@ -13,7 +13,7 @@ use crate::ops::clamped_glu::ClampedGlu;
 use crate::ops::delta_rule::DEVICE_KEY;
 use crate::ops::glu::Activation;
 use crate::ops::latent::LatentHeads;
-use crate::ops::rope::Pairing;
+use crate::ops::rope::RopePairing;
 use crate::ops::short_conv::DEVICE_TAPS;
 use std::collections::HashMap;
 use std::mem::discriminant;
@@ -96,7 +96,7 @@ pub struct Spec {
     /// Granite: factor of what a half of a layer adds to the residual stream.
     pub residual_scale: f32,
     /// Which elements of a head are rotated together.
-    pub pairing: Pairing,
+    pub pairing: RopePairing,
     /// The output projection is the embedding.
     pub tied: bool,
     /// The token whose row gets no gradient from lookups in the embedding and the per-layer table (`padding_idx` of
@@ -184,7 +184,7 @@ pub struct LatentSpec {
 
 impl LatentSpec {
     /// Sizes of its heads for the operations.
-    pub fn heads(&self, heads: usize, pairing: Pairing) -> LatentHeads {
+    pub fn heads(&self, heads: usize, pairing: RopePairing) -> LatentHeads {
         LatentHeads {
             heads,
             plain: self.plain,
@@ -549,9 +549,9 @@ impl Spec {
         !self.multimodal && !none.contains(&self.model_type.as_str())
     }
 
-    /// Longest sequence in tokens that can be decoded. The cache holds rotated keys, so a sequence cannot become a long
-    /// document of its rope while it grows.
-    pub fn decoded_positions(&self) -> usize {
+    /// Longest sequence in tokens that can be generated. The cache holds rotated keys, so a sequence cannot become a
+    /// long document of its rope while it grows.
+    pub fn generated_positions(&self) -> usize {
         let long = self.ropes.iter().filter_map(|rope| Some(rope.long.as_ref()?.beyond));
         long.min().unwrap_or(usize::MAX).min(self.max_positions)
     }

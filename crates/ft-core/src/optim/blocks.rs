@@ -5,7 +5,7 @@
 //! resumed run continues with the right block.
 
 use super::config::{BlockConfig, BlockOrder, Partition};
-use super::mask::Masks;
+use super::mask::UpdateMasks;
 use super::partition::{expert_of, partition};
 use crate::base::rng::{Rng, Stream};
 use crate::base::{Error, Result};
@@ -195,7 +195,7 @@ impl BlockSchedule {
     }
 
     /// The active elements of each parameter at `step` (partition `ratio`).
-    pub fn masks(&self, step: u64) -> Option<Masks> {
+    pub fn masks(&self, step: u64) -> Option<UpdateMasks> {
         let (ratio, scattered) = self.ratio?;
         let round = match self.order {
             // The window continues where the last round ended, which need not be the parameter's end.
@@ -203,7 +203,13 @@ impl BlockSchedule {
             _ => self.visit(step) / self.blocks.len() as u64,
         };
         let window = round * self.blocks.len() as u64 + self.active(step).first().copied().unwrap_or(0) as u64;
-        Some(Masks::new(ratio, scattered, self.seed, window, self.always.clone()))
+        Some(UpdateMasks::new(
+            ratio,
+            scattered,
+            self.seed,
+            window,
+            self.always.clone(),
+        ))
     }
 
     /// True if `step` starts a new block. (The same block again is not a switch.)

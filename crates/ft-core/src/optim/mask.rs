@@ -11,7 +11,7 @@ const WHOLE: usize = 100;
 
 /// The masks of all parameters for one window.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Masks {
+pub struct UpdateMasks {
     /// Active fraction of each parameter in parts per million: an integer, so that masks can be compared.
     ratio: u64,
     scattered: bool,
@@ -31,7 +31,7 @@ pub(super) fn hash(name: &str) -> u64 {
     })
 }
 
-impl Masks {
+impl UpdateMasks {
     /// The masks of window number `window`. `ratio`: the active fraction of a parameter; `scattered`: the elements of a
     /// window are spread over the parameter; `whole`: parameters that are active as a whole.
     pub fn new(ratio: f64, scattered: bool, seed: u64, window: u64, whole: BTreeSet<String>) -> Self {
@@ -78,11 +78,11 @@ mod tests {
     #[test]
     fn windows_go_around_and_together_meet_every_element() {
         for (ratio, scattered) in [(0.1, false), (0.3, true), (0.07, true)] {
-            let windows = Masks::windows(ratio);
+            let windows = UpdateMasks::windows(ratio);
             for n in [1000, 1024, 1237] {
                 let mut met = vec![0; n];
                 for window in 0..windows + 1 {
-                    let masks = Masks::new(ratio, scattered, 9, window, BTreeSet::new());
+                    let masks = UpdateMasks::new(ratio, scattered, 9, window, BTreeSet::new());
                     let subset = masks.of("w", n).unwrap();
                     assert_eq!(subset.len, (n as f64 * ratio) as usize);
                     (0..subset.len).for_each(|i| met[subset.at(i)] += 1);
@@ -90,7 +90,7 @@ mod tests {
                 assert!(met.iter().all(|m| *m >= 1), "{ratio} {n}");
             }
         }
-        let other = Masks::new(0.1, true, 9, 0, BTreeSet::from(["keep".to_string()]));
+        let other = UpdateMasks::new(0.1, true, 9, 0, BTreeSet::from(["keep".to_string()]));
         let subset = |name: &str| {
             (0..100)
                 .map(|i| other.of(name, 1000).unwrap().at(i))

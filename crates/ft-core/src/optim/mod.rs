@@ -37,7 +37,7 @@ mod state;
 pub use crate::ops::master;
 pub use blocks::{BlockPlan, BlockSchedule};
 pub use config::{BlockConfig, OptimizerConfig, ScheduleConfig};
-pub use mask::Masks;
+pub use mask::UpdateMasks;
 pub(crate) use optimizer::part_view;
 pub use optimizer::{Optimizer, PartUpdate, SavedState, Update, range_of_part};
 pub use partition::partition;

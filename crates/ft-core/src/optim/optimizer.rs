@@ -2,11 +2,11 @@
 
 use super::config::{Master, OptimizerConfig};
 use super::mask;
-use super::state::{self, State};
+use super::state::{self, ParamState};
 use crate::base::rng::{Rng, Stream};
 use crate::base::{Error, Result};
 use crate::ops::index_subset::{self, IndexSubset};
-use crate::ops::step::{self, FoundInf, ParameterStep, Precision, Rule};
+use crate::ops::step::{self, FoundInf, ParameterStep, Precision, UpdateRule};
 use crate::ops::update;
 use crate::source::MasterLowBits;
 use candle_core::{DType, Device, Tensor};
@@ -15,7 +15,7 @@ use std::collections::BTreeMap;
 /// Updates named parameters and stores their state: moments, and the low 16 bits of fp32 masters.
 pub struct Optimizer {
     settings: OptimizerConfig,
-    states: BTreeMap<String, State>,
+    states: BTreeMap<String, ParamState>,
     /// Low 16 bits of the fp32 masters of bf16 weights, i16 `[n]`; kept when a block is deactivated.
     low: BTreeMap<String, Tensor>,
     /// The same of parameters that are updated in parts, i16 of the part of this rank.
@@ -146,7 +146,7 @@ impl Optimizer {
                     .expected(format!("{shape:?}")));
             }
             if !self.states.contains_key(u.name) {
-                let fresh = State::fresh(&self.settings, &shape, u.weight.device())?;
+                let fresh = ParamState::fresh(&self.settings, &shape, u.weight.device())?;
                 self.states.insert(u.name.to_string(), fresh);
             }
             tensors.push(self.tensors_for(u.name, u.weight, u.subset.as_ref())?);
@@ -216,7 +216,11 @@ impl Optimizer {
             step: 1,
             begin: 0,
         };
-        let rule = if sign { Rule::Sign } else { Rule::Sgd { momentum: 0.0 } };
+        let rule = if sign {
+            UpdateRule::Sign
+        } else {
+            UpdateRule::Sgd { momentum: 0.0 }
+        };
         step::step_gated(rule, &[item], 1.0, gate).map_err(|e| e.or_at(name))
     }
 
@@ -322,21 +326,21 @@ impl Optimizer {
         parts: BTreeMap<String, Tensor>,
         part_of: Option<usize>,
     ) -> Result<()> {
-        let state = State::from_parts(step, parts).map_err(|e| e.or_at(name))?;
-        self.states.insert(name.to_string(), State { part_of, ..state });
+        let state = ParamState::from_parts(step, parts).map_err(|e| e.or_at(name))?;
+        self.states.insert(name.to_string(), ParamState { part_of, ..state });
         Ok(())
     }
 
     /// Bytes of the current state.
     pub fn bytes(&self) -> u64 {
-        let states: u64 = self.states.values().map(State::bytes).sum();
+        let states: u64 = self.states.values().map(ParamState::bytes).sum();
         let low = self.low.values().chain(self.low_parts.values());
         let low: usize = low.map(|l| 2 * l.elem_count()).sum();
         states + low as u64
     }
 }
 
-fn saved<'a>(name: &'a str, state: &State) -> SavedState<'a> {
+fn saved<'a>(name: &'a str, state: &ParamState) -> SavedState<'a> {
     SavedState {
         name,
         step: state.step,

@@ -3,7 +3,7 @@
 
 use super::blocks::BlockPlan;
 use super::config::{BlockConfig, BlockOrder, Partition};
-use super::mask::Masks;
+use super::mask::UpdateMasks;
 use crate::source::{Group, ParamInfo, Sublayer};
 
 /// The blocks of a model, in model order.
@@ -126,7 +126,7 @@ fn windows(config: &BlockConfig, params: &[ParamInfo], tied: bool) -> Vec<BlockP
         Group::Head => config.include_lm_head,
         Group::Table => config.include_embedding,
     };
-    let count = Masks::windows(config.update_ratio);
+    let count = UpdateMasks::windows(config.update_ratio);
     let label = |i| format!("window {} of {count}", i + 1);
     (0..count)
         .map(|i| block(label(i), params.iter().filter(wanted)))

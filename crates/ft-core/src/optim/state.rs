@@ -2,7 +2,7 @@
 
 use super::config::{OptimizerConfig, OptimizerName, StateDtype};
 use crate::base::{Error, Result};
-use crate::ops::step::{BLOCK, Moment, Rule};
+use crate::ops::step::{BLOCK, Moment, UpdateRule};
 use candle_core::{DType, Device, Tensor};
 use std::collections::BTreeMap;
 
@@ -10,17 +10,17 @@ use std::collections::BTreeMap;
 const LEAST_FOR_INT8: usize = 4096;
 
 /// The update rule of these settings.
-pub(super) fn rule(settings: &OptimizerConfig) -> Rule {
+pub(super) fn rule(settings: &OptimizerConfig) -> UpdateRule {
     match settings.name {
-        OptimizerName::Adamw => Rule::Adamw {
+        OptimizerName::Adamw => UpdateRule::Adamw {
             betas: settings.betas,
             eps: settings.eps,
         },
-        OptimizerName::Sgd => Rule::Sgd {
+        OptimizerName::Sgd => UpdateRule::Sgd {
             momentum: settings.momentum,
         },
-        OptimizerName::Lion => Rule::Lion { betas: settings.betas },
-        OptimizerName::Adafactor => Rule::Adafactor,
+        OptimizerName::Lion => UpdateRule::Lion { betas: settings.betas },
+        OptimizerName::Adafactor => UpdateRule::Adafactor,
     }
 }
 
@@ -55,7 +55,7 @@ pub(super) fn bytes(settings: &OptimizerConfig, shape: &[usize]) -> u64 {
 
 /// State of one active parameter.
 #[derive(Debug, Clone)]
-pub(super) struct State {
+pub(super) struct ParamState {
     /// Number of updates so far.
     pub(super) step: u64,
     /// The run's step of the last update; 0 after a restore.
@@ -66,7 +66,7 @@ pub(super) struct State {
     pub(super) part_of: Option<usize>,
 }
 
-impl State {
+impl ParamState {
     pub(super) fn fresh(settings: &OptimizerConfig, shape: &[usize], device: &Device) -> Result<Self> {
         let (first, second) = lengths(settings, shape);
         Self::of_lengths(first, second, int8(settings, shape), device)

@@ -3,9 +3,11 @@
 //!
 //! Letters: N tokens, I input features, O output features, R rank; c is `scale`.
 
-use super::adapter::{AdapterMethod, AdapterShape, BackwardInput, BackwardOutput, Cost, Dropout, Gradient, Param};
-use super::frozen::Frozen;
-use super::small::{self, Mask};
+use super::adapter::{
+    AdapterCost, AdapterMethod, AdapterShape, BackwardInput, BackwardOutput, DropoutKey, Param, ParamGradient,
+};
+use super::frozen::FrozenLinear;
+use super::small::{self, DropoutMask};
 use crate::base::{Error, Result};
 use crate::ops::{adapters, linear, update};
 use candle_core::{Device, Tensor};
@@ -22,12 +24,12 @@ pub struct Adalora {
     /// alpha / (rank + 1e-5), as in PEFT: with the initial rank of the adapter.
     pub scale: f32,
     /// Dropout on the input of A.
-    pub mask: Mask,
+    pub mask: DropoutMask,
 }
 
 impl Adalora {
     /// An adapter with PEFT's parameter names. `a` `[R, I]`, `b` `[O, R]`, `e` `[R, 1]`.
-    pub fn new(module: &str, a: Tensor, b: Tensor, e: Tensor, scale: f32, mask: Mask) -> Self {
+    pub fn new(module: &str, a: Tensor, b: Tensor, e: Tensor, scale: f32, mask: DropoutMask) -> Self {
         Self {
             a: Param::new(module, "lora_A", a),
             b: Param::new(module, "lora_B", b),
@@ -41,7 +43,7 @@ impl Adalora {
     ///
     /// # Errors
     /// None for these sizes.
-    pub fn fresh(module: &str, shape: AdapterShape, scale: f32, seed: u64, mask: Mask) -> Result<Self> {
+    pub fn fresh(module: &str, shape: AdapterShape, scale: f32, seed: u64, mask: DropoutMask) -> Result<Self> {
         let AdapterShape { rank: r, input, output } = shape;
         let a = small::normal((r, input), 0.02, seed, mask.site, 0)?;
         let b = small::normal((output, r), 0.02, seed, mask.site, 1)?;
@@ -98,7 +100,7 @@ impl AdapterMethod for Adalora {
         vec![self.a.clone(), self.b.clone(), self.e.clone()]
     }
 
-    fn forward(&self, base: &dyn Frozen, x: &Tensor, dropout: Option<Dropout>) -> Result<Tensor> {
+    fn forward(&self, base: &dyn FrozenLinear, x: &Tensor, dropout: Option<DropoutKey>) -> Result<Tensor> {
         if self.rank() == 0 {
             return base.forward(x);
         }
@@ -129,7 +131,7 @@ impl AdapterMethod for Adalora {
                 (&self.b, linear::grad_weight(back.dy, &h, dtype)?),
                 (&self.e, e),
             ] {
-                gradients.push(Gradient {
+                gradients.push(ParamGradient {
                     param: part.clone(),
                     gradient,
                 });
@@ -152,16 +154,16 @@ impl AdapterMethod for Adalora {
         Ok((w + delta)?)
     }
 
-    fn cost(&self) -> Cost {
+    fn cost(&self) -> AdapterCost {
         let r = self.rank() as u64;
         let i = self.a.tensor.elem_count() as u64 / r.max(1);
         // Importance and uncertainty of every element (`ranks`).
         let parts = [&self.a, &self.b, &self.e];
         let scored: usize = parts.iter().map(|p| 2 * p.tensor.elem_count()).sum();
-        Cost {
+        AdapterCost {
             fixed: scored as u64,
             per_token: i + 4 * r,
-            ..Cost::default()
+            ..AdapterCost::default()
         }
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! Letters: N tokens, I input features, O output features, R rank.
 
-use super::frozen::{Dx, Frozen};
+use super::frozen::{Dx, FrozenLinear};
 use super::{Adalora, Dora, ExpertLora, Ia3, Loha, Lokr, Lora, Oft, Vera};
 use crate::base::Result;
 use candle_core::{Device, Tensor};
@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 /// Key of the dropout masks of one micro-batch.
 #[derive(Debug, Clone, Copy)]
-pub struct Dropout {
+pub struct DropoutKey {
     /// Seed of the run.
     pub seed: u64,
     /// The optimizer step, from 1.
@@ -40,7 +40,7 @@ impl Param {
 
 /// The gradient of a parameter, in its shape.
 #[derive(Debug)]
-pub struct Gradient {
+pub struct ParamGradient {
     /// The parameter.
     pub param: Param,
     /// f32, in the shape of the parameter.
@@ -50,7 +50,7 @@ pub struct Gradient {
 /// Inputs of a backward pass through a linear with its adapter.
 pub struct BackwardInput<'a> {
     /// The linear without the adapter.
-    pub base: &'a dyn Frozen,
+    pub base: &'a dyn FrozenLinear,
     /// `[N, I]`: present if gradients of the adapter are needed.
     pub x: Option<&'a Tensor>,
     /// `[N, O]`
@@ -58,11 +58,11 @@ pub struct BackwardInput<'a> {
     /// Where the input gradient goes.
     pub dx: Dx<'a>,
     /// The key of the dropout mask in the forward pass.
-    pub dropout: Option<Dropout>,
+    pub dropout: Option<DropoutKey>,
 }
 
 /// `∂x` `[N, I]`, if it is needed, and the gradients of the trained parts, if `x` is present.
-pub type BackwardOutput = (Option<Tensor>, Vec<Gradient>);
+pub type BackwardOutput = (Option<Tensor>, Vec<ParamGradient>);
 
 /// The sizes of a new adapter.
 #[derive(Debug, Clone, Copy)]
@@ -77,7 +77,7 @@ pub struct AdapterShape {
 
 /// Memory of an adapter beside its linear, for the planner.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct Cost {
+pub struct AdapterCost {
     /// Name and shape of every trained part.
     pub trained: Vec<(Arc<str>, Vec<usize>)>,
     /// Elements that are stored and not trained.
@@ -98,7 +98,7 @@ pub(super) trait AdapterMethod {
     fn parts(&self) -> Vec<Param>;
 
     /// Maps `x` `[N, I]` to the output of the linear with the adapter, `[N, O]`.
-    fn forward(&self, base: &dyn Frozen, x: &Tensor, dropout: Option<Dropout>) -> Result<Tensor>;
+    fn forward(&self, base: &dyn FrozenLinear, x: &Tensor, dropout: Option<DropoutKey>) -> Result<Tensor>;
 
     fn backward(&self, b: BackwardInput<'_>) -> Result<BackwardOutput>;
 
@@ -111,7 +111,7 @@ pub(super) trait AdapterMethod {
     }
 
     /// The memory; `trained` is left empty.
-    fn cost(&self) -> Cost;
+    fn cost(&self) -> AdapterCost;
 }
 
 /// One adapter: of one linear, or of a parameter with the matrices of all experts.
@@ -170,7 +170,7 @@ impl Adapter {
     ///
     /// # Errors
     /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
-    pub fn forward(&self, base: &dyn Frozen, x: &Tensor, dropout: Option<Dropout>) -> Result<Tensor> {
+    pub fn forward(&self, base: &dyn FrozenLinear, x: &Tensor, dropout: Option<DropoutKey>) -> Result<Tensor> {
         self.method().forward(base, x, dropout)
     }
 
@@ -199,9 +199,9 @@ impl Adapter {
     }
 
     /// Parameters and temporary memory, for the memory forecast.
-    pub fn cost(&self) -> Cost {
+    pub fn cost(&self) -> AdapterCost {
         let trained = self.parts().into_iter();
-        Cost {
+        AdapterCost {
             trained: trained.map(|p| (p.name, p.tensor.dims().to_vec())).collect(),
             ..self.method().cost()
         }

@@ -5,8 +5,8 @@
 //!
 //! Letters: N tokens, I input features, O output features, R rank.
 
-use super::adapter::{AdapterMethod, BackwardInput, BackwardOutput, Cost, Dropout, Gradient, Param};
-use super::frozen::{Dx, Frozen};
+use super::adapter::{AdapterCost, AdapterMethod, BackwardInput, BackwardOutput, DropoutKey, Param, ParamGradient};
+use super::frozen::{Dx, FrozenLinear};
 use super::lora::Lora;
 use super::small;
 use crate::base::Result;
@@ -46,11 +46,11 @@ impl Dora {
     ///
     /// # Errors
     /// A base of another size (`Shape`); not enough memory.
-    pub fn begin(&self, base: &dyn Frozen) -> Result<()> {
+    pub fn begin(&self, base: &dyn FrozenLinear) -> Result<()> {
         small::fill(&self.magnitude, &update::to_f32_vec(&self.norm(base)?)?)
     }
 
-    fn squares(&self, base: &dyn Frozen) -> Result<Tensor> {
+    fn squares(&self, base: &dyn FrozenLinear) -> Result<Tensor> {
         if let Some(found) = self.squares.get() {
             return Ok(found.clone());
         }
@@ -68,7 +68,7 @@ impl Dora {
     }
 
     /// ‖V‖ of each row, `[O]`.
-    fn norm(&self, base: &dyn Frozen) -> Result<Tensor> {
+    fn norm(&self, base: &dyn FrozenLinear) -> Result<Tensor> {
         let (a, b, s) = (&self.lora.a, &self.lora.b, f64::from(self.lora.scale));
         let across = small::transposed(&base.product(a)?)?; // [O, R]
         let gram = linear::forward(a, a, None)?; // [R, R]
@@ -82,7 +82,7 @@ impl Dora {
     ///
     /// # Errors
     /// `across` of another shape (`Shape`); not on a GPU (`Unsupported`).
-    pub fn factors(&self, base: &dyn Frozen, across: &Tensor) -> Result<Tensor> {
+    pub fn factors(&self, base: &dyn FrozenLinear, across: &Tensor) -> Result<Tensor> {
         let Lora { a, b, scale, .. } = &self.lora;
         let norm = DoraNorm {
             across,
@@ -99,13 +99,13 @@ impl Dora {
     ///
     /// # Errors
     /// Tensors of other shapes (`Shape`); not enough memory on the device.
-    pub fn magnitude_gradient(&self, dy: &Tensor, y: &Tensor, bias: Option<&Tensor>) -> Result<Gradient> {
+    pub fn magnitude_gradient(&self, dy: &Tensor, y: &Tensor, bias: Option<&Tensor>) -> Result<ParamGradient> {
         let mut sum = adapters::sum_products(dy, y)?;
         if let Some(bias) = bias {
             let share = (bias.to_dtype(sum.dtype())? * linear::grad_bias(dy)?)?;
             sum = (sum - share)?;
         }
-        Ok(Gradient {
+        Ok(ParamGradient {
             param: Param {
                 name: self.name.clone(),
                 tensor: self.magnitude.clone(),
@@ -115,7 +115,7 @@ impl Dora {
     }
 
     /// x·Wᵀ + s·(x·Aᵀ)·Bᵀ without dropout or bias, `[N, O]`.
-    fn direction(&self, base: &dyn Frozen, x: &Tensor) -> Result<Tensor> {
+    fn direction(&self, base: &dyn FrozenLinear, x: &Tensor) -> Result<Tensor> {
         let z = base.product(x)?;
         self.lora.add_to(&z, x, None)?;
         Ok(z)
@@ -132,7 +132,7 @@ impl AdapterMethod for Dora {
         parts
     }
 
-    fn forward(&self, base: &dyn Frozen, x: &Tensor, dropout: Option<Dropout>) -> Result<Tensor> {
+    fn forward(&self, base: &dyn FrozenLinear, x: &Tensor, dropout: Option<DropoutKey>) -> Result<Tensor> {
         let g = (&self.magnitude / self.norm(base)?)?; // [O]
         let y = base.forward(x)?;
         // y = base + (g - 1) ⊙ x̃·Wᵀ + g ⊙ s·lora(x̃); with dropout x̃ differs from x.
@@ -177,7 +177,7 @@ impl AdapterMethod for Dora {
         let mut out = grads.map(|g| self.lora.gradient_parts(g)).unwrap_or_default();
         if let Some(x) = &dropped {
             let sum = adapters::sum_products(b.dy, &self.direction(b.base, x)?)?;
-            out.push(Gradient {
+            out.push(ParamGradient {
                 param: Param {
                     name: self.name.clone(),
                     tensor: self.magnitude.clone(),
@@ -194,17 +194,17 @@ impl AdapterMethod for Dora {
         small::scale_rows(&v, &(&self.magnitude / norm)?)
     }
 
-    fn cost(&self) -> Cost {
+    fn cost(&self) -> AdapterCost {
         let (r, i) = (self.lora.rank() as u64, self.lora.a.elem_count() as u64);
         let o = self.magnitude.elem_count() as u64;
         let inputs = i / r.max(1);
-        Cost {
+        AdapterCost {
             fixed: o,
             rank: self.lora.rank(),
             per_token: 4 * o + inputs,
             whole: 4 * o * r + ROWS as u64 * inputs,
             widens: true,
-            ..Cost::default()
+            ..AdapterCost::default()
         }
     }
 }

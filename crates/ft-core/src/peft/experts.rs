@@ -6,10 +6,10 @@
 //!
 //! Letters: E experts, R rank of an expert, I input features, O output features of the joined matrix.
 
-use super::adapter::{AdapterMethod, BackwardInput, BackwardOutput, Cost, Dropout, Param};
-use super::frozen::Frozen;
+use super::adapter::{AdapterCost, AdapterMethod, BackwardInput, BackwardOutput, DropoutKey, Param};
+use super::frozen::FrozenLinear;
 use super::lora::{self, Lora};
-use super::small::Mask;
+use super::small::DropoutMask;
 use super::targets::Site;
 use crate::base::{Error, Result};
 use crate::ops::expert_pairs::JoinedPair;
@@ -155,7 +155,7 @@ impl ExpertLora {
             a_name: name(&self.a, row_a),
             b_name: name(&self.b, row_b),
             scale: self.scale,
-            mask: Mask::default(),
+            mask: DropoutMask::default(),
             start: None,
         })
     }
@@ -186,7 +186,7 @@ impl AdapterMethod for ExpertLora {
         vec![self.a.clone(), self.b.clone()]
     }
 
-    fn forward(&self, _: &dyn Frozen, _: &Tensor, _: Option<Dropout>) -> Result<Tensor> {
+    fn forward(&self, _: &dyn FrozenLinear, _: &Tensor, _: Option<DropoutKey>) -> Result<Tensor> {
         Err(no_linear(&self.a))
     }
 
@@ -198,10 +198,10 @@ impl AdapterMethod for ExpertLora {
         Err(no_linear(&self.a))
     }
 
-    fn cost(&self) -> Cost {
-        Cost {
+    fn cost(&self) -> AdapterCost {
+        AdapterCost {
             rank: self.rank(),
-            ..Cost::default()
+            ..AdapterCost::default()
         }
     }
 }

@@ -31,7 +31,7 @@ impl Dx<'_> {
 }
 
 /// A linear whose weight is not trained.
-pub trait Frozen {
+pub trait FrozenLinear {
     /// O and I.
     fn dims(&self) -> (usize, usize);
 

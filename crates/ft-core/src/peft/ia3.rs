@@ -3,8 +3,8 @@
 //!
 //! Letters: N tokens, I input features, O output features.
 
-use super::adapter::{AdapterMethod, BackwardInput, BackwardOutput, Cost, Dropout, Gradient, Param};
-use super::frozen::{Dx, Frozen};
+use super::adapter::{AdapterCost, AdapterMethod, BackwardInput, BackwardOutput, DropoutKey, Param, ParamGradient};
+use super::frozen::{Dx, FrozenLinear};
 use super::small;
 use crate::base::Result;
 use crate::ops::{adapters, update};
@@ -37,8 +37,8 @@ impl Ia3 {
         Ok(Self::new(module, small::full(&dims, 1.0)?, feedforward))
     }
 
-    fn gradient(&self, sums: Tensor) -> Result<Gradient> {
-        Ok(Gradient {
+    fn gradient(&self, sums: Tensor) -> Result<ParamGradient> {
+        Ok(ParamGradient {
             param: self.factors.clone(),
             gradient: sums.reshape(self.factors.tensor.shape())?,
         })
@@ -50,7 +50,7 @@ impl AdapterMethod for Ia3 {
         vec![self.factors.clone()]
     }
 
-    fn forward(&self, base: &dyn Frozen, x: &Tensor, _: Option<Dropout>) -> Result<Tensor> {
+    fn forward(&self, base: &dyn FrozenLinear, x: &Tensor, _: Option<DropoutKey>) -> Result<Tensor> {
         if self.feedforward {
             base.forward(&adapters::scale_columns(x, &self.factors.tensor)?)
         } else {
@@ -108,10 +108,10 @@ impl AdapterMethod for Ia3 {
         }
     }
 
-    fn cost(&self) -> Cost {
-        Cost {
+    fn cost(&self) -> AdapterCost {
+        AdapterCost {
             per_token: 2 * self.factors.tensor.elem_count() as u64,
-            ..Cost::default()
+            ..AdapterCost::default()
         }
     }
 }

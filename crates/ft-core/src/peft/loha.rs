@@ -3,8 +3,10 @@
 //!
 //! Letters: N tokens, I input features, O output features, R rank; s is `scale`.
 
-use super::adapter::{AdapterMethod, AdapterShape, BackwardInput, BackwardOutput, Cost, Dropout, Gradient, Param};
-use super::frozen::Frozen;
+use super::adapter::{
+    AdapterCost, AdapterMethod, AdapterShape, BackwardInput, BackwardOutput, DropoutKey, Param, ParamGradient,
+};
+use super::frozen::FrozenLinear;
 use super::small;
 use crate::base::Result;
 use crate::ops::{linear, update};
@@ -70,7 +72,7 @@ impl AdapterMethod for Loha {
         self.factors.to_vec()
     }
 
-    fn forward(&self, base: &dyn Frozen, x: &Tensor, _: Option<Dropout>) -> Result<Tensor> {
+    fn forward(&self, base: &dyn FrozenLinear, x: &Tensor, _: Option<DropoutKey>) -> Result<Tensor> {
         base.forward_plus_product(x, x, &self.delta()?)
     }
 
@@ -89,11 +91,11 @@ impl AdapterMethod for Loha {
         let mut gradients = Vec::new();
         for (first, d) in [(0, d_one), (2, d_two)] {
             let (p, q) = (&self.factors[first], &self.factors[first + 1]);
-            gradients.push(Gradient {
+            gradients.push(ParamGradient {
                 param: p.clone(),
                 gradient: linear::forward(&d, &q.tensor, None)?, // d·Qᵀ
             });
-            gradients.push(Gradient {
+            gradients.push(ParamGradient {
                 param: q.clone(),
                 gradient: linear::grad_weight(&p.tensor, &d, d.dtype())?, // Pᵀ·d
             });
@@ -105,15 +107,15 @@ impl AdapterMethod for Loha {
         Ok((w + self.delta()?)?)
     }
 
-    fn cost(&self) -> Cost {
+    fn cost(&self) -> AdapterCost {
         let dims = |i: usize| self.factors[i].tensor.dims();
         let whole = match (dims(0), dims(1)) {
             ([o, _], [_, i]) => (o * i) as u64,
             _ => 0,
         };
-        Cost {
+        AdapterCost {
             whole: 5 * whole,
-            ..Cost::default()
+            ..AdapterCost::default()
         }
     }
 }

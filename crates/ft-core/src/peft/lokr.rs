@@ -4,8 +4,10 @@
 //!
 //! Letters: N tokens, I = C·D input features, O = A·B output features, U `[A, C]`, V `[B, D]`, R rank.
 
-use super::adapter::{AdapterMethod, AdapterShape, BackwardInput, BackwardOutput, Cost, Dropout, Gradient, Param};
-use super::frozen::Frozen;
+use super::adapter::{
+    AdapterCost, AdapterMethod, AdapterShape, BackwardInput, BackwardOutput, DropoutKey, Param, ParamGradient,
+};
+use super::frozen::FrozenLinear;
 use super::small;
 use crate::base::Result;
 use crate::ops::{linear, update};
@@ -64,10 +66,10 @@ impl Factor {
     }
 
     /// Converts the gradient of the full factor to gradients of its parts.
-    fn gradients(&self, d: Tensor, out: &mut Vec<Gradient>) -> Result<()> {
+    fn gradients(&self, d: Tensor, out: &mut Vec<ParamGradient>) -> Result<()> {
         let mut add = |part: &Param, gradient| {
             let part = part.clone();
-            out.push(Gradient { param: part, gradient });
+            out.push(ParamGradient { param: part, gradient });
         };
         match self {
             Self::Whole(p) => add(p, d),
@@ -170,7 +172,7 @@ impl AdapterMethod for Lokr {
         all
     }
 
-    fn forward(&self, base: &dyn Frozen, x: &Tensor, _: Option<Dropout>) -> Result<Tensor> {
+    fn forward(&self, base: &dyn FrozenLinear, x: &Tensor, _: Option<DropoutKey>) -> Result<Tensor> {
         let (n, a, b) = (x.dim(0)?, self.first.dims().0, self.second.dims().0);
         let q = linear::forward(&self.middle(x, &self.second.matrix()?)?, &self.first.matrix()?, None)?; // [N·B, A]
         let change = Self::turned(&q, n, b, a)?.reshape((n, a * b))?;
@@ -211,13 +213,13 @@ impl AdapterMethod for Lokr {
         Ok((w + delta)?)
     }
 
-    fn cost(&self) -> Cost {
+    fn cost(&self) -> AdapterCost {
         let ((a, c), (b, d)) = (self.first.dims(), self.second.dims());
         let per_token = 2 * (a * b) + 2 * (b * c) + c * d;
-        Cost {
+        AdapterCost {
             per_token: per_token as u64,
             whole: 2 * (a * c + b * d) as u64,
-            ..Cost::default()
+            ..AdapterCost::default()
         }
     }
 }

@@ -7,9 +7,9 @@
 //!
 //! Letters: N tokens, I input features, O output features, R rank.
 
-use super::adapter::{AdapterMethod, BackwardInput, BackwardOutput, Cost, Dropout, Gradient, Param};
-use super::frozen::Frozen;
-use super::small::{self, Mask};
+use super::adapter::{AdapterCost, AdapterMethod, BackwardInput, BackwardOutput, DropoutKey, Param, ParamGradient};
+use super::frozen::FrozenLinear;
+use super::small::{self, DropoutMask};
 use crate::base::Result;
 use crate::base::rng::{Rng, Stream};
 use crate::ops::low_rank::LowRank;
@@ -33,7 +33,7 @@ pub struct Lora {
     /// s
     pub scale: f32,
     /// Dropout on the input of A.
-    pub mask: Mask,
+    pub mask: DropoutMask,
     /// A₀ and B₀, subtracted; not trained.
     pub start: Option<(Tensor, Tensor)>,
 }
@@ -89,7 +89,7 @@ pub fn shapes(r: usize, input: usize, output: usize) -> Result<(Tensor, Tensor)>
 
 impl Lora {
     /// A pair A `[R, I]` and B `[O, R]` with PEFT's parameter names.
-    pub fn new(module: &str, (a, b): (Tensor, Tensor), scale: f32, mask: Mask) -> Self {
+    pub fn new(module: &str, (a, b): (Tensor, Tensor), scale: f32, mask: DropoutMask) -> Self {
         Self {
             a,
             b,
@@ -119,7 +119,7 @@ impl Lora {
     ///
     /// # Errors
     /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
-    pub fn add_to(&self, y: &Tensor, x: &Tensor, dropout: Option<Dropout>) -> Result<()> {
+    pub fn add_to(&self, y: &Tensor, x: &Tensor, dropout: Option<DropoutKey>) -> Result<()> {
         let low = self.low();
         let u = low.down(&self.mask.dropped(x, dropout)?)?;
         low.up_add(y, &u)?;
@@ -145,7 +145,7 @@ impl Lora {
     }
 
     /// True if the LoRA product can be fused with the base product: no dropout, and no first product to subtract.
-    fn fuses(&self, dropout: Option<Dropout>) -> bool {
+    fn fuses(&self, dropout: Option<DropoutKey>) -> bool {
         self.start.is_none() && !self.mask.drops(dropout)
     }
 
@@ -159,7 +159,7 @@ impl Lora {
         x: Option<&Tensor>,
         dy: &Tensor,
         dx: Option<&Tensor>,
-        dropout: Option<Dropout>,
+        dropout: Option<DropoutKey>,
     ) -> Result<Option<LoraGrads>> {
         let low = self.low();
         let du = low.up_backward(dy)?;
@@ -179,7 +179,7 @@ impl Lora {
     }
 
     /// Gradients of A and B: from `x` `[N, I]`, `dy` `[N, O]` and `du` = s · dy·B `[N, R]`.
-    fn of_pair(&self, x: &Tensor, dy: &Tensor, du: &Tensor, dropout: Option<Dropout>) -> Result<LoraGrads> {
+    fn of_pair(&self, x: &Tensor, dy: &Tensor, du: &Tensor, dropout: Option<DropoutKey>) -> Result<LoraGrads> {
         let x = self.mask.dropped(x, dropout)?;
         let u = self.low().down(&x)?;
         Ok(LoraGrads {
@@ -230,14 +230,14 @@ impl Lora {
         ]
     }
 
-    pub(super) fn gradient_parts(&self, grads: LoraGrads) -> Vec<Gradient> {
+    pub(super) fn gradient_parts(&self, grads: LoraGrads) -> Vec<ParamGradient> {
         let [a, b] = self.pair();
         vec![
-            Gradient {
+            ParamGradient {
                 param: a,
                 gradient: grads.a,
             },
-            Gradient {
+            ParamGradient {
                 param: b,
                 gradient: grads.b,
             },
@@ -264,7 +264,7 @@ impl AdapterMethod for Lora {
         self.pair().to_vec()
     }
 
-    fn forward(&self, base: &dyn Frozen, x: &Tensor, dropout: Option<Dropout>) -> Result<Tensor> {
+    fn forward(&self, base: &dyn FrozenLinear, x: &Tensor, dropout: Option<DropoutKey>) -> Result<Tensor> {
         if self.fuses(dropout) {
             return base.forward_with(x, self.low());
         }
@@ -295,13 +295,13 @@ impl AdapterMethod for Lora {
         Ok(sum)
     }
 
-    fn cost(&self) -> Cost {
+    fn cost(&self) -> AdapterCost {
         let start = self.start_parts();
         let fixed = start.iter().map(|p| p.tensor.elem_count() as u64).sum();
-        Cost {
+        AdapterCost {
             fixed,
             rank: self.rank(),
-            ..Cost::default()
+            ..AdapterCost::default()
         }
     }
 }

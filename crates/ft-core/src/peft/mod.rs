@@ -44,17 +44,19 @@ pub mod targets;
 mod vera;
 
 pub use adalora::{Adalora, scaling as adalora_scaling};
-pub use adapter::{Adapter, AdapterShape, BackwardInput, BackwardOutput, Cost, Dropout, Gradient, Param};
+pub use adapter::{
+    Adapter, AdapterCost, AdapterShape, BackwardInput, BackwardOutput, DropoutKey, Param, ParamGradient,
+};
 pub use config::LoraConfig;
 pub use dora::Dora;
 pub use experts::{ExpertLora, ExpertSite};
-pub use frozen::{Dx, Frozen};
+pub use frozen::{Dx, FrozenLinear};
 pub use ia3::Ia3;
 pub use loha::{Loha, NAMES as LOHA_NAMES};
 pub use lokr::{Factor, Lokr};
 pub use lora::{Lora, LoraGrads};
 pub use oft::{Cayley, Oft};
-pub use small::{Mask, fill, full};
+pub use small::{DropoutMask, fill, full};
 pub use vera::{Vera, VeraProjections};
 
 #[cfg(test)]

@@ -4,8 +4,8 @@
 //!
 //! Letters: N tokens, I = K·S input features in K blocks of S, O output features.
 
-use super::adapter::{AdapterMethod, BackwardInput, BackwardOutput, Cost, Dropout, Gradient, Param};
-use super::frozen::{Dx, Frozen};
+use super::adapter::{AdapterCost, AdapterMethod, BackwardInput, BackwardOutput, DropoutKey, Param, ParamGradient};
+use super::frozen::{Dx, FrozenLinear};
 use super::small;
 use crate::base::Result;
 use crate::ops::{adapters, update};
@@ -138,7 +138,7 @@ impl Oft {
     }
 
     /// Converts the gradient of R `[K, S, S]` to that of the triangles.
-    fn gradient(&self, r: &Tensor, intermediates: &[Tensor], dr: &Tensor) -> Result<Gradient> {
+    fn gradient(&self, r: &Tensor, intermediates: &[Tensor], dr: &Tensor) -> Result<ParamGradient> {
         let dq = match self.cayley {
             Cayley::Neumann(terms) => {
                 // Backward through P₁ = Q and Pₙ = Q·Pₙ₋₁, in reverse order.
@@ -163,7 +163,7 @@ impl Oft {
                 left.matmul(dr)?.matmul(&right)?.neg()?
             }
         };
-        Ok(Gradient {
+        Ok(ParamGradient {
             param: self.triangles.clone(),
             gradient: adapters::skew_gradient(&dq)?,
         })
@@ -221,7 +221,7 @@ impl AdapterMethod for Oft {
         vec![self.triangles.clone()]
     }
 
-    fn forward(&self, base: &dyn Frozen, x: &Tensor, _: Option<Dropout>) -> Result<Tensor> {
+    fn forward(&self, base: &dyn FrozenLinear, x: &Tensor, _: Option<DropoutKey>) -> Result<Tensor> {
         if x.device().is_cuda() {
             let y = x.copy()?;
             adapters::add_blocks(&y, x, &self.rotation_change()?.0, false)?;
@@ -270,12 +270,12 @@ impl AdapterMethod for Oft {
         self.rotate(w, &back)
     }
 
-    fn cost(&self) -> Cost {
+    fn cost(&self) -> AdapterCost {
         let (k, s) = (self.blocks() as u64, self.block as u64);
-        Cost {
+        AdapterCost {
             per_token: 4 * k * s,
             whole: 8 * k * s * s,
-            ..Cost::default()
+            ..AdapterCost::default()
         }
     }
 }

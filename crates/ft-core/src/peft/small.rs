@@ -6,7 +6,7 @@ use crate::base::rng::{Rng, Stream};
 use crate::ops::{linear, update};
 use candle_core::{Device, Tensor};
 
-use super::adapter::Dropout;
+use super::adapter::DropoutKey;
 
 /// Scales the rows of `x` `[N, C]` by `v` (N elements).
 pub(crate) fn scale_rows(x: &Tensor, v: &Tensor) -> Result<Tensor> {
@@ -61,16 +61,16 @@ pub fn fill(t: &Tensor, values: &[f32]) -> Result<()> {
 
 /// Dropout of an adapter's input: the mask depends only on the key.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub struct Mask {
+pub struct DropoutMask {
     /// Dropout probability.
     pub p: f32,
     /// Index of the adapter in the model: gives each site its own masks.
     pub site: u64,
 }
 
-impl Mask {
+impl DropoutMask {
     /// True if this micro-batch has dropout.
-    pub fn drops(&self, key: Option<Dropout>) -> bool {
+    pub fn drops(&self, key: Option<DropoutKey>) -> bool {
         key.is_some() && self.p > 0.0
     }
 
@@ -78,7 +78,7 @@ impl Mask {
     ///
     /// # Errors
     /// Not enough memory on the device.
-    pub fn dropped(&self, x: &Tensor, key: Option<Dropout>) -> Result<Tensor> {
+    pub fn dropped(&self, x: &Tensor, key: Option<DropoutKey>) -> Result<Tensor> {
         if !self.drops(key) {
             return Ok(x.clone());
         }
@@ -91,7 +91,7 @@ impl Mask {
     ///
     /// # Errors
     /// A tensor of another type (`Shape`).
-    pub fn assign(&self, t: &Tensor, key: Option<Dropout>) -> Result<()> {
+    pub fn assign(&self, t: &Tensor, key: Option<DropoutKey>) -> Result<()> {
         let Some(key) = key.filter(|_| self.p > 0.0) else {
             return Ok(());
         };
@@ -103,7 +103,7 @@ impl Mask {
     ///
     /// # Errors
     /// Tensors of different shapes (`Shape`).
-    pub fn add_back(&self, dx: Option<&Tensor>, through: &Tensor, key: Option<Dropout>) -> Result<()> {
+    pub fn add_back(&self, dx: Option<&Tensor>, through: &Tensor, key: Option<DropoutKey>) -> Result<()> {
         let Some(dx) = dx else { return Ok(()) };
         self.assign(through, key)?;
         update::add_assign(dx, through)

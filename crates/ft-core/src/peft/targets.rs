@@ -164,7 +164,7 @@ pub fn matching(sites: &[Site], choice: &TargetSelection) -> Result<Vec<Site>> {
 /// A pattern is not a regular expression.
 pub fn of_pattern<'a, T>(patterns: &'a [(String, T)], module: &str) -> Result<Option<&'a T>> {
     for (pattern, value) in patterns {
-        if Ending::new(pattern)?.matches(module)? {
+        if PatternKey::new(pattern)?.matches(module)? {
             return Ok(Some(value));
         }
     }
@@ -173,13 +173,13 @@ pub fn of_pattern<'a, T>(patterns: &'a [(String, T)], module: &str) -> Result<Op
 
 /// A key of `rank_pattern` or `alpha_pattern`. Allocated ranks have a key for every linear, which are plain paths: no
 /// regular expression is compiled for them.
-enum Ending {
+enum PatternKey {
     /// NUL characters stand for any character.
     Plain(String),
     Regex(Regex),
 }
 
-impl Ending {
+impl PatternKey {
     fn new(pattern: &str) -> Result<Self> {
         // `\.` is a literal dot, `.` is any character.
         let plain = pattern.replace('.', "\0").replace("\\\0", ".");
@@ -211,7 +211,7 @@ impl Ending {
 /// A key of `patterns` that matches none of `sites` (nearest names shown).
 pub fn check_pattern<T>(patterns: &[(String, T)], sites: &[Site], field: &str) -> Result<()> {
     for (pattern, _) in patterns {
-        let ending = Ending::new(pattern)?;
+        let ending = PatternKey::new(pattern)?;
         let mut any = false;
         for site in sites {
             any |= ending.matches(&site.module)?;

@@ -9,13 +9,13 @@ use candle_core::{DType, Tensor, Var};
 use std::cell::Cell;
 
 /// A linear with a dense weight.
-struct Plain {
+struct PlainLinear {
     w: Tensor,
     bias: Tensor,
     calls: Cell<usize>,
 }
 
-impl Frozen for Plain {
+impl FrozenLinear for PlainLinear {
     fn dims(&self) -> (usize, usize) {
         self.w.dims2().unwrap()
     }
@@ -66,16 +66,16 @@ pub(crate) const N: usize = 5;
 pub(crate) const I: usize = 12;
 pub(crate) const O: usize = 6;
 
-fn base() -> Plain {
-    Plain {
+fn base() -> PlainLinear {
+    PlainLinear {
         w: random((O, I), 100),
         bias: random(O, 101),
         calls: Cell::new(0),
     }
 }
 
-fn mask(p: f32) -> Mask {
-    Mask { p, site: 3 }
+fn mask(p: f32) -> DropoutMask {
+    DropoutMask { p, site: 3 }
 }
 
 fn lora(p: f32, start: bool) -> Lora {
@@ -158,14 +158,14 @@ pub(crate) fn kinds(p: f32) -> Vec<(&'static str, Adapter)> {
     ]
 }
 
-pub(crate) const KEY: Option<Dropout> = Some(Dropout {
+pub(crate) const KEY: Option<DropoutKey> = Some(DropoutKey {
     seed: 1,
     step: 2,
     micro: 3,
 });
 
 /// Σ y ⊙ dy.
-fn loss(adapter: &Adapter, x: &Tensor, dy: &Tensor, key: Option<Dropout>) -> Result<f64> {
+fn loss(adapter: &Adapter, x: &Tensor, dy: &Tensor, key: Option<DropoutKey>) -> Result<f64> {
     let y = adapter.forward(&base(), x, key)?;
     Ok(flat(&y)
         .iter()
@@ -174,7 +174,7 @@ fn loss(adapter: &Adapter, x: &Tensor, dy: &Tensor, key: Option<Dropout>) -> Res
         .sum())
 }
 
-fn backward(adapter: &Adapter, x: &Tensor, dy: &Tensor, key: Option<Dropout>) -> (Tensor, Vec<Gradient>) {
+fn backward(adapter: &Adapter, x: &Tensor, dy: &Tensor, key: Option<DropoutKey>) -> (Tensor, Vec<ParamGradient>) {
     let base = base();
     let (dx, gradients) = adapter
         .backward(BackwardInput {

@@ -3,9 +3,9 @@
 //!
 //! Letters: N tokens, I input features, O output features, R rank.
 
-use super::adapter::{AdapterMethod, BackwardInput, BackwardOutput, Cost, Dropout, Gradient, Param};
-use super::frozen::Frozen;
-use super::small::{self, Mask};
+use super::adapter::{AdapterCost, AdapterMethod, BackwardInput, BackwardOutput, DropoutKey, Param, ParamGradient};
+use super::frozen::FrozenLinear;
+use super::small::{self, DropoutMask};
 use crate::base::Result;
 use crate::ops::{adapters, linear};
 use candle_core::Tensor;
@@ -45,12 +45,12 @@ pub struct Vera {
     /// I: input features of the linear.
     pub inputs: usize,
     /// Dropout on the input of A.
-    pub mask: Mask,
+    pub mask: DropoutMask,
 }
 
 impl Vera {
     /// An adapter with PEFT's parameter names; `b` `[O]`, `d` `[R]`.
-    pub fn new(module: &str, shared: VeraProjections, b: Tensor, d: Tensor, inputs: usize, mask: Mask) -> Self {
+    pub fn new(module: &str, shared: VeraProjections, b: Tensor, d: Tensor, inputs: usize, mask: DropoutMask) -> Self {
         Self {
             shared,
             lambda_b: Param::new(module, "vera_lambda_b", b),
@@ -82,7 +82,7 @@ impl AdapterMethod for Vera {
         vec![self.lambda_b.clone(), self.lambda_d.clone()]
     }
 
-    fn forward(&self, base: &dyn Frozen, x: &Tensor, dropout: Option<Dropout>) -> Result<Tensor> {
+    fn forward(&self, base: &dyn FrozenLinear, x: &Tensor, dropout: Option<DropoutKey>) -> Result<Tensor> {
         base.forward_plus(x, self.change(&self.mask.dropped(x, dropout)?)?)
     }
 
@@ -102,7 +102,7 @@ impl AdapterMethod for Vera {
                 (&self.lambda_b, adapters::sum_products(back.dy, &out)?),
                 (&self.lambda_d, adapters::sum_products(&dh, &u)?),
             ] {
-                gradients.push(Gradient {
+                gradients.push(ParamGradient {
                     param: part.clone(),
                     gradient,
                 });
@@ -122,13 +122,13 @@ impl AdapterMethod for Vera {
         Ok((w + small::product(&b, &a)?)?)
     }
 
-    fn cost(&self) -> Cost {
+    fn cost(&self) -> AdapterCost {
         let r = self.lambda_d.tensor.elem_count() as u64;
         let (i, o) = (self.inputs as u64, self.lambda_b.tensor.elem_count() as u64);
-        Cost {
+        AdapterCost {
             per_token: 2 * o + i + 3 * r,
             whole: r * i,
-            ..Cost::default()
+            ..AdapterCost::default()
         }
     }
 }

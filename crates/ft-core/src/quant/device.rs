@@ -12,7 +12,7 @@ use candle_core::{Device, Tensor};
 #[derive(Clone)]
 pub struct DeviceQMatrix {
     format: Format,
-    decoded: Dtype,
+    dequantized_dtype: Dtype,
     codes: quantized::QTensors,
 }
 
@@ -80,7 +80,7 @@ impl DeviceQMatrix {
     pub fn new(
         format: Format,
         (rows, columns): (usize, usize),
-        decoded: Dtype,
+        dequantized_dtype: Dtype,
         tensors: Vec<Tensor>,
         offset: f32,
     ) -> Result<Self> {
@@ -129,11 +129,15 @@ impl DeviceQMatrix {
             columns,
             codes,
             scales,
-            decoded,
+            dequantized_dtype,
             products: Products::Dequantized,
         };
         codes.check()?;
-        Ok(Self { format, decoded, codes })
+        Ok(Self {
+            format,
+            dequantized_dtype,
+            codes,
+        })
     }
 
     /// As `QMatrix::tensors`, for a copy to another device.
@@ -162,7 +166,7 @@ impl DeviceQMatrix {
             ScaleTensors::Nf4Double { offset, .. } => offset,
             _ => 0.0,
         };
-        Self::new(self.format, self.dims(), self.decoded, tensors, offset)
+        Self::new(self.format, self.dims(), self.dequantized_dtype, tensors, offset)
     }
 
     /// Returns the same weight with other products. Weights in other formats than int8 with one scale per row are always
@@ -185,7 +189,7 @@ impl DeviceQMatrix {
 
     /// Returns the type of the dequantized values.
     pub fn dequantized_dtype(&self) -> Dtype {
-        self.decoded
+        self.dequantized_dtype
     }
 
     /// Returns the bytes of all parts.

@@ -14,7 +14,7 @@ pub struct QMatrix {
     format: Format,
     rows: usize,
     columns: usize,
-    decoded: Dtype,
+    dequantized_dtype: Dtype,
     codes: Vec<u8>,
     pub(super) scales: BlockScales,
 }
@@ -53,7 +53,7 @@ impl QMatrix {
     pub(super) fn new(
         format: Format,
         (rows, columns): (usize, usize),
-        decoded: Dtype,
+        dequantized_dtype: Dtype,
         codes: Vec<u8>,
         scales: BlockScales,
     ) -> Self {
@@ -61,7 +61,7 @@ impl QMatrix {
             format,
             rows,
             columns,
-            decoded,
+            dequantized_dtype,
             codes,
             scales,
         }
@@ -80,7 +80,7 @@ impl QMatrix {
     /// Returns the type of the dequantized values: for a bf16 model they are rounded to bf16, for an f32 model they
     /// are not.
     pub fn dequantized_dtype(&self) -> Dtype {
-        self.decoded
+        self.dequantized_dtype
     }
 
     /// Returns the bytes of all parts.
@@ -142,7 +142,7 @@ impl QMatrix {
             rows: self.rows,
             columns: self.columns,
             codes,
-            bf16: self.decoded == Dtype::Bf16,
+            bf16: self.dequantized_dtype == Dtype::Bf16,
         }
     }
 
@@ -209,7 +209,7 @@ impl QMatrix {
     pub fn from_parts(
         format: Format,
         (rows, columns): (usize, usize),
-        decoded: Dtype,
+        dequantized_dtype: Dtype,
         mut take: impl FnMut(&str) -> Result<Vec<u8>>,
     ) -> Result<Self> {
         check_format(format)?;
@@ -276,7 +276,7 @@ impl QMatrix {
                 offset: finite(&next(), "nested_offset")?[0],
             },
         };
-        let quantized = Self::new(format, (rows, columns), decoded, codes, scales);
+        let quantized = Self::new(format, (rows, columns), dequantized_dtype, codes, scales);
         if quantized.view().fits() {
             Ok(quantized)
         } else {

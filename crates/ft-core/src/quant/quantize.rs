@@ -28,7 +28,7 @@ impl Quantizable for bf16 {
     }
 }
 
-/// Quantizes `values` `[rows, columns]`; products dequantize them to the type `decoded`.
+/// Quantizes `values` `[rows, columns]`; products dequantize them to `dequantized_dtype`.
 ///
 /// The error of an element is at most half the distance between two quantized values. This distance is absmax / 127
 /// (int8), (max - min) / 15 of its group, widened by less than 2^-6 for the rounding of scale and minimum to bf16
@@ -40,7 +40,7 @@ pub fn quantize<V: Quantizable>(
     values: &[V],
     (rows, columns): (usize, usize),
     format: Format,
-    decoded: Dtype,
+    dequantized_dtype: Dtype,
 ) -> Result<QMatrix> {
     check_format(format)?;
     if values.len() != rows * columns {
@@ -70,7 +70,7 @@ pub fn quantize<V: Quantizable>(
         Format::Int4 { .. } => int4(values, columns, format),
         Format::Nf4 { double } => nf4(values, double),
     };
-    Ok(QMatrix::new(format, (rows, columns), decoded, codes, scales))
+    Ok(QMatrix::new(format, (rows, columns), dequantized_dtype, codes, scales))
 }
 
 fn empty(format: Format) -> (Vec<u8>, BlockScales) {

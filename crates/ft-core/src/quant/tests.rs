@@ -101,7 +101,7 @@ fn double_quantization_stays_within_its_error() {
 }
 
 #[test]
-fn decoded_values_of_a_bf16_model_are_rounded_once() {
+fn dequantized_values_of_a_bf16_model_are_rounded_once() {
     let values = hard(20, 192);
     for format in Format::ALL {
         let exact = quantize(&values, (20, 192), format, Dtype::F32).unwrap().dequantize();
@@ -239,7 +239,7 @@ fn flat(t: &Tensor) -> Vec<f32> {
 
 /// Forward and backward with quantized weights, compared with the dense operations on the dequantized values.
 #[test]
-fn a_linear_with_codes_is_one_with_the_decoded_weight() {
+fn a_linear_with_codes_is_one_with_the_dequantized_weight() {
     let (o, i) = (96, 160);
     let values = normal(o * i, 5);
     for format in Format::ALL {

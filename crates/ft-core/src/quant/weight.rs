@@ -7,7 +7,7 @@ use crate::base::{Error, Result};
 use crate::ops::Dtype;
 use crate::ops::grouped::GroupWeight;
 use crate::ops::low_rank::{self, BaseWeight, LowRank};
-use crate::ops::prepacked::{Dense, Prepacked};
+use crate::ops::prepacked::{DenseWeight, PrepackedTensor};
 use crate::ops::quantized::Products;
 use crate::ops::{linear, quantized, update};
 use candle_core::{DType, Device, Tensor};
@@ -19,7 +19,7 @@ pub enum Weight {
     /// A plain tensor; may be trained.
     Dense(Tensor),
     /// Dense with prepacked copies; frozen.
-    Prepacked(Arc<Prepacked>),
+    Prepacked(Arc<PrepackedTensor>),
     /// Quantized, on the CPU.
     Quantized(Arc<QMatrix>),
     /// Quantized, on a GPU.
@@ -32,8 +32,8 @@ impl From<Tensor> for Weight {
     }
 }
 
-impl From<Prepacked> for Weight {
-    fn from(weight: Prepacked) -> Self {
+impl From<PrepackedTensor> for Weight {
+    fn from(weight: PrepackedTensor) -> Self {
         Weight::Prepacked(Arc::new(weight))
     }
 }
@@ -106,7 +106,7 @@ impl Weight {
     ///
     /// # Errors
     /// As `dense`.
-    pub fn as_dense(&self) -> Result<Dense<'_>> {
+    pub fn as_dense(&self) -> Result<DenseWeight<'_>> {
         match self {
             Weight::Prepacked(weight) => Ok((&**weight).into()),
             _ => Ok(self.dense()?.into()),
@@ -156,7 +156,7 @@ impl Weight {
     pub fn model_type(&self) -> DType {
         match self {
             Weight::Dense(tensor) if tensor.dtype() == DType::F16 => DType::F16,
-            Weight::DeviceQuantized(placed) if placed.codes().decoded == Dtype::F16 => DType::F16,
+            Weight::DeviceQuantized(placed) if placed.codes().dequantized_dtype == Dtype::F16 => DType::F16,
             _ => self.product_type(),
         }
     }
@@ -167,7 +167,7 @@ impl Weight {
             Weight::Dense(tensor) => tensor.dtype() == DType::BF16,
             Weight::Prepacked(_) => true,
             Weight::Quantized(quantized) => quantized.dequantized_dtype() == Dtype::Bf16,
-            Weight::DeviceQuantized(placed) => placed.codes().decoded == Dtype::Bf16,
+            Weight::DeviceQuantized(placed) => placed.codes().dequantized_dtype == Dtype::Bf16,
         }
     }
 

@@ -22,7 +22,7 @@ named!(
 
 /// How importance ratios of rollouts that other weights sampled enter the loss.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Correction {
+pub struct RatioCorrection {
     /// The treatment of a ratio.
     pub mode: RolloutCorrection,
     /// Smallest ratio; `None`: no bound.
@@ -31,7 +31,7 @@ pub struct Correction {
     pub max: Option<f64>,
 }
 
-impl Correction {
+impl RatioCorrection {
     /// Ratios `[T]` of the exact weights to the sampling weights, from their log-probabilities `[T]`. A NaN sampling
     /// log-probability is unknown: its ratio is 1.
     pub fn ratios(&self, exact: &[f32], sampling: &[f32]) -> Vec<f32> {
@@ -68,7 +68,7 @@ mod tests {
     #[test]
     fn bounds_cut_or_mask() {
         let (exact, sampling) = ([-1.0f32, -1.0, -2.0], [-1.0f32, -3.0, -1.0]);
-        let ratios = |mode, min, max| Correction { mode, min, max }.ratios(&exact, &sampling);
+        let ratios = |mode, min, max| RatioCorrection { mode, min, max }.ratios(&exact, &sampling);
         let close = |got: &[f32], want: [f64; 3]| {
             for (g, w) in got.iter().zip(want) {
                 assert!((*g as f64 - w).abs() < 1e-5, "{got:?} {want:?}");
@@ -83,7 +83,7 @@ mod tests {
         close(&ratios(RolloutCorrection::SequenceTruncate, None, Some(2.0)), [2.0; 3]);
         close(&ratios(RolloutCorrection::SequenceMask, None, Some(3.0)), [all; 3]);
         close(&ratios(RolloutCorrection::SequenceMask, None, Some(2.0)), [0.0; 3]);
-        let unknown = Correction {
+        let unknown = RatioCorrection {
             mode: RolloutCorrection::TokenMask,
             min: None,
             max: Some(3.0),

@@ -11,7 +11,7 @@ use super::policy::{self, PolicyHead, columns};
 use crate::base::Result;
 use crate::base::means::NamedMeans;
 use crate::data::Batch;
-use crate::model::{Head, LossGradients, Need, Objective};
+use crate::model::{Head, LossGradients, Objective, ObjectiveNeeds};
 use crate::ops::step_stats::{StepStats, StepSums};
 use candle_core::Tensor;
 use ft_base::named;
@@ -248,7 +248,7 @@ impl Objective for Grpo {
         h: &Tensor,
         head: &Head,
         batch: &Batch,
-        need: Need,
+        need: ObjectiveNeeds,
         step_stats: &StepStats,
     ) -> Result<LossGradients> {
         let log_probs = self.policy.log_probs(h, head, &batch.targets)?;

@@ -4,7 +4,7 @@
 
 use crate::base::Result;
 use crate::data::{Batch, IGNORE};
-use crate::model::{Head, LossGradients, Need};
+use crate::model::{Head, LossGradients, ObjectiveNeeds};
 use candle_core::Tensor;
 use std::ops::Range;
 
@@ -80,7 +80,7 @@ impl PolicyHead {
         head: &Head,
         targets: &[u32],
         slopes: &[f32],
-        need: Need,
+        need: ObjectiveNeeds,
     ) -> Result<LossGradients> {
         if self.temperature == 1.0 {
             return gradients(h, head, targets, slopes, need);
@@ -94,7 +94,13 @@ impl PolicyHead {
 
 /// Gradients of a loss whose derivatives with respect to the log-probabilities are `slopes` `[N]`, times `need.scale`.
 /// Tokens with derivative 0 are skipped: whole groups of GRPO can have no gradient.
-pub(super) fn gradients(h: &Tensor, head: &Head, targets: &[u32], slopes: &[f32], need: Need) -> Result<LossGradients> {
+pub(super) fn gradients(
+    h: &Tensor,
+    head: &Head,
+    targets: &[u32],
+    slopes: &[f32],
+    need: ObjectiveNeeds,
+) -> Result<LossGradients> {
     // `Head::weighted` uses weights of -log p.
     let weights: Vec<f32> = slopes.iter().map(|s| -s).collect();
     let target = |(&target, &slope): (&u32, &f32)| if slope == 0.0 { IGNORE } else { target };

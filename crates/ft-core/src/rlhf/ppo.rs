@@ -8,7 +8,7 @@ use super::policy::{self, PolicyHead, columns};
 use crate::base::means::NamedMeans;
 use crate::base::{Error, Result};
 use crate::data::Batch;
-use crate::model::{Gradient, Head, LossGradients, Need, Objective, Param};
+use crate::model::{Head, LossGradients, Objective, ObjectiveNeeds, Param, ParamGradient};
 use crate::ops::step_stats::{StepStats, StepSums};
 use crate::ops::update;
 use candle_core::{DType, Device, Tensor};
@@ -157,7 +157,7 @@ impl ValueHead {
         let dw = h.to_dtype(DType::F32)?.broadcast_mul(&slopes)?.sum_keepdim(0)?;
         for (param, gradient) in [(&self.weight, dw), (&self.bias, slopes.sum(0)?)] {
             let param = param.clone();
-            out.objective_params.push(Gradient { param, gradient });
+            out.objective_params.push(ParamGradient { param, gradient });
         }
         if let Some(dh) = out.dh.take() {
             let own = slopes.broadcast_mul(&self.weight.tensor)?.to_dtype(dh.dtype())?;
@@ -196,7 +196,7 @@ impl Objective for Ppo {
         h: &Tensor,
         head: &Head,
         batch: &Batch,
-        need: Need,
+        need: ObjectiveNeeds,
         step_stats: &StepStats,
     ) -> Result<LossGradients> {
         let log_probs = self.policy.log_probs(h, head, &batch.targets)?;

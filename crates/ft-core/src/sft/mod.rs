@@ -4,7 +4,7 @@
 use crate::base::Result;
 use crate::data::Batch;
 use crate::model::head::{HeadWeight, with_pieces};
-use crate::model::{Head, LossGradients, Need, Objective};
+use crate::model::{Head, LossGradients, Objective, ObjectiveNeeds};
 use crate::ops::cross_entropy;
 use crate::ops::step_stats::StepStats;
 use candle_core::Tensor;
@@ -45,7 +45,7 @@ impl Objective for CausalLm {
         h: &Tensor,
         head: &Head,
         batch: &Batch,
-        need: Need,
+        need: ObjectiveNeeds,
         step_stats: &StepStats,
     ) -> Result<LossGradients> {
         let chunk = Self::chunk_for(self.vocab, need.dw, h.device().is_cuda());

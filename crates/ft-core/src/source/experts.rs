@@ -64,7 +64,7 @@ impl ExpertReads {
 
 /// The experts that the current layer needs next, and the counts of `ExpertReads`.
 #[derive(Default)]
-pub(super) struct Expected {
+pub(super) struct ExpectedExperts {
     /// In the order in which they are fetched.
     next: Mutex<VecDeque<LayerPart>>,
     of: AtomicU64,
@@ -72,7 +72,7 @@ pub(super) struct Expected {
     bytes: AtomicU64,
 }
 
-impl Expected {
+impl ExpectedExperts {
     /// The layer needs these, of `count` experts. Returns the first one.
     pub(super) fn set(&self, experts: impl Iterator<Item = LayerPart>, count: usize) -> Option<LayerPart> {
         self.of.fetch_add(count as u64, Relaxed);
@@ -126,7 +126,7 @@ mod tests {
 
     #[test]
     fn each_fetch_says_what_follows_and_what_was_skipped_is_gone() {
-        let expected = Expected::default();
+        let expected = ExpectedExperts::default();
         let part = |e| LayerPart::Expert(1, e);
         assert_eq!(expected.set([2, 5, 7].map(part).into_iter(), 8), Some(part(2)));
         assert_eq!(expected.after(part(5)), Some(part(7)));

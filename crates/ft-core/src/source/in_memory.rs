@@ -8,14 +8,14 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 /// A source whose weights are in memory, frozen.
-pub struct InMemory {
+pub struct InMemoryWeights {
     params: Vec<ParamInfo>,
     groups: Mutex<BTreeMap<Group, Arc<GroupWeights>>>,
     /// Reads matrices that are not in memory, in rows or in pieces.
     below: Option<Arc<dyn WeightSource>>,
 }
 
-impl InMemory {
+impl InMemoryWeights {
     /// Without weights: each group must be set before it is fetched.
     pub fn new(params: Vec<ParamInfo>) -> Self {
         Self {
@@ -49,7 +49,7 @@ impl InMemory {
     }
 }
 
-impl WeightSource for InMemory {
+impl WeightSource for InMemoryWeights {
     fn fetch(&self, group: Group) -> Result<Arc<GroupWeights>> {
         let found = self.lock().get(&group).cloned();
         // A tied head after a norm without parameters has none of its own.

@@ -1,7 +1,7 @@
 //! Memory of the weights that a source holds: while it reads a weight, between the steps, and while it requantizes a
 //! deactivated weight. The planner adds these up for a model.
 
-use super::sharded::{Division, is_in_parts, own_experts, part_bytes};
+use super::sharded::{MatrixDivision, is_in_parts, own_experts, part_bytes};
 use super::{ParamInfo, Placement, SLOTS, StoragePolicy};
 use crate::base::ledger::{Allocation, Ledger, MemoryKind};
 use crate::quant::StorageDtype;
@@ -52,7 +52,7 @@ impl WeightMemory<'_> {
     pub fn is_elsewhere(&self, p: &ParamInfo) -> bool {
         let (last, size) = (self.ranks.saturating_sub(1) as usize, self.ranks.max(1) as usize);
         let own = own_experts(self.experts, last, size);
-        let divided = self.placement == Placement::ExpertParallel && Division::Experts.divides(p);
+        let divided = self.placement == Placement::ExpertParallel && MatrixDivision::Experts.divides(p);
         divided && p.expert().is_some_and(|expert| !own.contains(&expert))
     }
 
@@ -116,7 +116,7 @@ impl WeightMemory<'_> {
         let exact = l.alloc(self.staging(), 4 * n);
         // The low half is copied to join it with the high one.
         l.touch(self.staging(), self.low_bytes * n);
-        let whole_on_one_rank = self.placement == Placement::ExpertParallel && Division::Experts.divides(p);
+        let whole_on_one_rank = self.placement == Placement::ExpertParallel && MatrixDivision::Experts.divides(p);
         if whole_on_one_rank || self.placement.is_sharded() && is_in_parts(p) {
             // The whole weight and its low half are collected, and the quantized data is cut.
             let bytes = self.storage.of(p).bytes(&p.shape);
@@ -152,20 +152,20 @@ impl WeightMemory<'_> {
 /// without its experts, or of the largest expert; parameters of the same name in two layers or two experts share their buffer.
 #[derive(Default)]
 pub struct LayerSlots {
-    layers: Slots,
-    experts: Slots,
+    layers: DoubleBufferSize,
+    experts: DoubleBufferSize,
 }
 
 /// A double buffer.
 #[derive(Default)]
-struct Slots {
+struct DoubleBufferSize {
     /// The largest parameter of each name.
     largest: BTreeMap<String, u64>,
     /// Number of layers or experts.
     items: u64,
 }
 
-impl Slots {
+impl DoubleBufferSize {
     fn hold(&mut self, name: String, bytes: u64) {
         let largest = self.largest.entry(name).or_default();
         *largest = bytes.max(*largest);

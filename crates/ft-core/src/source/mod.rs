@@ -24,16 +24,16 @@ use half::{bf16, f16};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-pub use disk::Disk;
+pub use disk::DiskWeights;
 pub use experts::{ExpertReads, expert_of};
-pub use in_memory::InMemory;
+pub use in_memory::InMemoryWeights;
 pub use placement::Placement;
 pub use policy::StoragePolicy;
-pub use prepacking::{PackedCopies, Prepacking};
-pub use requantize::Requantized;
-pub use resident::Resident;
-pub use sharded::{ExpertRanks, Sharded};
-pub use uploaded::Uploaded;
+pub use prepacking::{PackedCopies, PrepackingSource};
+pub use requantize::RequantizedWeight;
+pub use resident::ResidentWeights;
+pub use sharded::{ExpertRanks, ShardedWeights};
+pub use uploaded::UploadedWeights;
 
 /// Slots of a double buffer: the current item and the next one.
 const SLOTS: usize = 2;
@@ -153,7 +153,7 @@ impl GroupWeights {
 
 /// A run of elements of a parameter, in order.
 #[derive(Debug, Clone, Copy)]
-pub enum Numbers<'a> {
+pub enum ParamElements<'a> {
     /// The stored values.
     F32(&'a [f32]),
     /// For trained weights also the low 16 bits of their fp32 masters (see `ops::master`).
@@ -163,7 +163,7 @@ pub enum Numbers<'a> {
 }
 
 /// Receives the elements of a parameter in pieces.
-pub type NumbersSink<'a> = dyn FnMut(Numbers) -> Result<()> + 'a;
+pub type NumbersSink<'a> = dyn FnMut(ParamElements) -> Result<()> + 'a;
 
 /// Access to the optimizer's low 16 bits of fp32 masters (i16 `[n]`), by parameter name.
 pub trait MasterLowBits {
@@ -311,7 +311,7 @@ pub trait TrainableStore: WeightSource {
     /// # Errors
     /// A failed write to the disk (`Io`); a weight that cannot be quantized again, because a number is not finite
     /// (`NonFinite`); not enough memory (`OutOfMemory`).
-    fn deactivate(&self, keep: &dyn Fn(&str) -> bool, low: &mut dyn MasterLowBits) -> Result<Vec<Requantized>>;
+    fn deactivate(&self, keep: &dyn Fn(&str) -> bool, low: &mut dyn MasterLowBits) -> Result<Vec<RequantizedWeight>>;
 
     /// True if the optimizer has the low 16 bits of this parameter's fp32 master (active parameters, and those that
     /// never leave the device).
@@ -339,7 +339,7 @@ pub trait TrainableStore: WeightSource {
     fn requantize(&self, name: &str, values: &[f32]) -> Result<()>;
 
     /// The source whose matrices are stored in parts on the ranks of a job, if this is one.
-    fn sharded(&self) -> Option<&Sharded> {
+    fn sharded(&self) -> Option<&ShardedWeights> {
         None
     }
 

@@ -4,13 +4,13 @@
 
 use super::policy::is_projection;
 use super::{
-    ExpertReads, Group, GroupWeights, MasterLowBits, NumbersSink, ParamInfo, Requantized, StoragePolicy,
+    ExpertReads, Group, GroupWeights, MasterLowBits, NumbersSink, ParamInfo, RequantizedWeight, StoragePolicy,
     StreamedMatrix, TrainableStore, WeightSource, lock,
 };
 use crate::base::Result;
 use crate::formats::weights::Weights;
 use crate::ops::Dtype;
-use crate::ops::prepacked::{Orders, Prepacked};
+use crate::ops::prepacked::{PrepackedProducts, PrepackedTensor};
 use crate::ops::transfer::CopyTimes;
 use crate::quant::{StorageDtype, Weight};
 use candle_core::Tensor;
@@ -21,7 +21,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PackedCopies {
     /// The products that get a copy.
-    pub orders: Orders,
+    pub orders: PrepackedProducts,
     /// Name of the output projection (LM head), unless some of its rows are trained.
     pub head: Option<String>,
     /// LoRA rank of each weight, by the weight's name.
@@ -42,7 +42,7 @@ impl PackedCopies {
     pub fn bytes(&self, p: &ParamInfo, storage: &StoragePolicy) -> u64 {
         match p.shape[..] {
             [rows, columns] if self.covers(p) && storage.of(p) == StorageDtype::Dense(Dtype::Bf16) => {
-                Prepacked::bytes((rows, columns), self.orders, self.rank(&p.name))
+                PrepackedTensor::bytes((rows, columns), self.orders, self.rank(&p.name))
             }
             _ => 0,
         }
@@ -50,23 +50,23 @@ impl PackedCopies {
 }
 
 /// Adds packed copies of frozen weights to a source on the CPU.
-pub struct Prepacking {
+pub struct PrepackingSource {
     below: Arc<dyn TrainableStore>,
     copies: PackedCopies,
-    state: Mutex<State>,
+    state: Mutex<PrepackingState>,
 }
 
-struct State {
+struct PrepackingState {
     /// Active parameters.
     active: BTreeSet<String>,
     /// Each group as fetched from `below`, and with packed copies.
     groups: BTreeMap<Group, (Arc<GroupWeights>, Arc<GroupWeights>)>,
 }
 
-impl Prepacking {
+impl PrepackingSource {
     /// `below` holds its weights on the CPU; `first` names the parameters that are trained first.
     pub fn new<'a>(below: Arc<dyn TrainableStore>, copies: PackedCopies, first: impl Iterator<Item = &'a str>) -> Self {
-        let state = State {
+        let state = PrepackingState {
             active: first.map(str::to_string).collect(),
             groups: BTreeMap::new(),
         };
@@ -77,7 +77,7 @@ impl Prepacking {
         }
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, PrepackingState> {
         lock(&self.state)
     }
 
@@ -98,7 +98,7 @@ impl Prepacking {
         for (name, weight) in from.iter() {
             let copied = match weight {
                 Weight::Dense(tensor) if covered(name) => {
-                    Prepacked::new(tensor, self.copies.orders, self.copies.rank(name))?
+                    PrepackedTensor::new(tensor, self.copies.orders, self.copies.rank(name))?
                 }
                 _ => None,
             };
@@ -111,7 +111,7 @@ impl Prepacking {
     }
 }
 
-impl WeightSource for Prepacking {
+impl WeightSource for PrepackingSource {
     fn fetch(&self, group: Group) -> Result<Arc<GroupWeights>> {
         let from = self.below.fetch(group)?;
         let mut state = self.state();
@@ -162,7 +162,7 @@ impl WeightSource for Prepacking {
     }
 }
 
-impl TrainableStore for Prepacking {
+impl TrainableStore for PrepackingSource {
     fn master_in_optimizer(&self, name: &str) -> bool {
         self.below.master_in_optimizer(name)
     }
@@ -173,7 +173,7 @@ impl TrainableStore for Prepacking {
         self.below.activate(names, low)
     }
 
-    fn deactivate(&self, keep: &dyn Fn(&str) -> bool, low: &mut dyn MasterLowBits) -> Result<Vec<Requantized>> {
+    fn deactivate(&self, keep: &dyn Fn(&str) -> bool, low: &mut dyn MasterLowBits) -> Result<Vec<RequantizedWeight>> {
         let requantized = self.below.deactivate(keep, low)?;
         let active = std::mem::take(&mut self.state().active);
         let (kept, leaving): (BTreeSet<String>, BTreeSet<String>) = active.into_iter().partition(|name| keep(name));
@@ -208,7 +208,7 @@ impl TrainableStore for Prepacking {
 mod tests {
     use super::*;
     use crate::ops::CpuBackend;
-    use crate::source::{Resident, Sublayer};
+    use crate::source::{ResidentWeights, Sublayer};
     use candle_core::Device;
 
     fn params() -> Vec<ParamInfo> {
@@ -227,7 +227,7 @@ mod tests {
         ]
     }
 
-    fn copies(orders: Orders) -> PackedCopies {
+    fn copies(orders: PrepackedProducts) -> PackedCopies {
         PackedCopies {
             orders,
             head: Some("embed".into()),
@@ -235,12 +235,12 @@ mod tests {
         }
     }
 
-    fn source(dtype: Dtype) -> Prepacking {
-        let below = Resident::random(params(), 1, 0.1, 1.0, dtype, &Device::Cpu).unwrap();
-        Prepacking::new(Arc::new(below), copies(Orders::Both), std::iter::empty())
+    fn source(dtype: Dtype) -> PrepackingSource {
+        let below = ResidentWeights::random(params(), 1, 0.1, 1.0, dtype, &Device::Cpu).unwrap();
+        PrepackingSource::new(Arc::new(below), copies(PrepackedProducts::Both), std::iter::empty())
     }
 
-    fn has_copies(source: &Prepacking, group: Group, name: &str) -> bool {
+    fn has_copies(source: &PrepackingSource, group: Group, name: &str) -> bool {
         matches!(
             source.fetch(group).unwrap().weight(name).unwrap().1,
             Weight::Prepacked(_)
@@ -252,14 +252,23 @@ mod tests {
         let (params, bf16) = (params(), StoragePolicy::dense(Dtype::Bf16));
         let bytes = |orders, p: &ParamInfo, policy: &StoragePolicy| copies(orders).bytes(p, policy);
         // 40 vectors of 70 elements: 2 panels of 3 steps, and one more for LoRA; transposed, 3 panels of 2 and 1.
-        assert_eq!(bytes(Orders::Forward, &params[1], &bf16), 2 * 4 * 2048);
-        assert_eq!(bytes(Orders::Both, &params[1], &bf16), (2 * 4 + 3 * 3) * 2048);
-        assert_eq!(bytes(Orders::Both, &params[3], &bf16), (2 * 3 + 3 * 2) * 2048);
-        assert_eq!(bytes(Orders::Both, &params[0], &bf16), 8 * 2048);
+        assert_eq!(bytes(PrepackedProducts::Forward, &params[1], &bf16), 2 * 4 * 2048);
+        assert_eq!(
+            bytes(PrepackedProducts::Both, &params[1], &bf16),
+            (2 * 4 + 3 * 3) * 2048
+        );
+        assert_eq!(
+            bytes(PrepackedProducts::Both, &params[3], &bf16),
+            (2 * 3 + 3 * 2) * 2048
+        );
+        assert_eq!(bytes(PrepackedProducts::Both, &params[0], &bf16), 8 * 2048);
         for other in [&params[2], &params[4]] {
-            assert_eq!(bytes(Orders::Both, other, &bf16), 0);
+            assert_eq!(bytes(PrepackedProducts::Both, other, &bf16), 0);
         }
-        assert_eq!(bytes(Orders::Both, &params[1], &StoragePolicy::dense(Dtype::F32)), 0);
+        assert_eq!(
+            bytes(PrepackedProducts::Both, &params[1], &StoragePolicy::dense(Dtype::F32)),
+            0
+        );
     }
 
     #[test]

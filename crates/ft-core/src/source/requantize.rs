@@ -1,7 +1,7 @@
 //! Requantization: weights that are quantized while they are frozen, their values in the type of the model while they
 //! are trained, and the conversion between both.
 
-use super::{Numbers, NumbersSink, ParamInfo};
+use super::{NumbersSink, ParamElements, ParamInfo};
 use crate::base::{Error, Result};
 use crate::ops::Dtype;
 use crate::ops::{master, step, update};
@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 /// A weight that was requantized after its training.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Requantized {
+pub struct RequantizedWeight {
     /// Name of the weight.
     pub name: Arc<str>,
     /// Relative RMS error: RMS of the quantization error divided by the RMS of the weight.
@@ -21,12 +21,12 @@ pub struct Requantized {
 }
 
 /// The exact value of a parameter: the weight in the model's type, and the low 16 bits of its fp32 master (i16).
-pub(super) struct Exact {
+pub(super) struct ExactParam {
     pub weight: Tensor,
     pub low: Option<Tensor>,
 }
 
-impl Exact {
+impl ExactParam {
     /// Splits f32 `values`.
     pub(super) fn new(values: Vec<f32>, shape: &[usize], dtype: Dtype, device: &Device) -> Result<Self> {
         match dtype {
@@ -74,13 +74,13 @@ impl Exact {
         match (self.weight.dtype(), &self.low) {
             (DType::BF16, low) => {
                 let low = low.as_ref().map(|l| l.flatten_all()?.to_vec1::<i16>()).transpose()?;
-                update::with_bf16(&self.weight, |v| sink(Numbers::Bf16(v, low.as_deref())))?
+                update::with_bf16(&self.weight, |v| sink(ParamElements::Bf16(v, low.as_deref())))?
             }
             (DType::F16, low) => {
                 let low = low.as_ref().map(|l| l.flatten_all()?.to_vec1::<i16>()).transpose()?;
-                update::with_f16(&self.weight, |v| sink(Numbers::F16(v, low.as_deref())))?
+                update::with_f16(&self.weight, |v| sink(ParamElements::F16(v, low.as_deref())))?
             }
-            _ => update::with_slice(&self.weight, |v| sink(Numbers::F32(v)))?,
+            _ => update::with_slice(&self.weight, |v| sink(ParamElements::F32(v)))?,
         }
     }
 }
@@ -90,9 +90,9 @@ pub(super) fn requantize(
     values: &[f32],
     p: &ParamInfo,
     format: Format,
-    decoded: Dtype,
-) -> Result<(QMatrix, Requantized)> {
-    let quantized = quantize(values, p, format, decoded)?;
+    dequantized_dtype: Dtype,
+) -> Result<(QMatrix, RequantizedWeight)> {
+    let quantized = quantize(values, p, format, dequantized_dtype)?;
     let (width, rows) = (quantized.dims().1.max(1), values.par_chunks(quantized.dims().1.max(1)));
     let sums: Vec<(f64, f64)> = rows
         .enumerate()
@@ -110,7 +110,7 @@ pub(super) fn requantize(
         .collect();
     let (lost, all) = sums.iter().fold((0.0, 0.0), |(a, b), (x, y)| (a + x, b + y));
     let error = if all > 0.0 { (lost / all).sqrt() } else { 0.0 };
-    let requantized = Requantized {
+    let requantized = RequantizedWeight {
         name: p.name.clone(),
         error,
     };
@@ -122,12 +122,12 @@ pub(super) fn quantize<V: quant::Quantizable>(
     values: &[V],
     p: &ParamInfo,
     format: Format,
-    decoded: Dtype,
+    dequantized_dtype: Dtype,
 ) -> Result<QMatrix> {
     let &[rows, columns] = p.shape.as_slice() else {
         return Err(Error::new("only a matrix can be quantized")
             .at(&*p.name)
             .found(format!("shape {:?}, {format}", p.shape)));
     };
-    quant::quantize(values, (rows, columns), format, decoded).map_err(|e| e.or_at(&*p.name))
+    quant::quantize(values, (rows, columns), format, dequantized_dtype).map_err(|e| e.or_at(&*p.name))
 }

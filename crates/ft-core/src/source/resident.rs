@@ -1,9 +1,9 @@
 //! A source that keeps all weights on the device for the whole run.
 
-use super::requantize::{Exact, quantize, requantize};
+use super::requantize::{ExactParam, quantize, requantize};
 use super::{
-    Group, GroupWeights, InMemory, MasterLowBits, Numbers, NumbersSink, ParamInfo, Requantized, StreamedMatrix,
-    TrainableStore, WeightSource, lock, no_such, not_quantized, stored,
+    Group, GroupWeights, InMemoryWeights, MasterLowBits, NumbersSink, ParamElements, ParamInfo, RequantizedWeight,
+    StreamedMatrix, TrainableStore, WeightSource, lock, no_such, not_quantized, stored,
 };
 use crate::base::rng::{Rng, Stream};
 use crate::base::{Error, Result, progress, units};
@@ -20,15 +20,15 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex};
 
 /// Keeps all weights on the device.
-pub struct Resident {
+pub struct ResidentWeights {
     device: Device,
     /// Updated when a weight changes between quantized and dense.
-    weights: InMemory,
+    weights: InMemoryWeights,
     /// Parameters that are quantized while they are frozen: format, and data type of the dequantized values.
     quantized: BTreeMap<Arc<str>, (Format, Dtype)>,
     original: Option<Original>,
     /// Exact values of parameters that were trained and are quantized again.
-    trained: Mutex<BTreeMap<Arc<str>, Exact>>,
+    trained: Mutex<BTreeMap<Arc<str>, ExactParam>>,
     /// Active parameters among the quantized ones.
     active: Mutex<BTreeSet<Arc<str>>>,
     /// Quantized data is held in tensors, ready for an upload.
@@ -38,7 +38,7 @@ pub struct Resident {
 /// Reads the original, not quantized values of a parameter in this type; on the CPU.
 type Original = Box<dyn Fn(&ParamInfo, Dtype) -> Result<Tensor> + Send + Sync>;
 
-impl Resident {
+impl ResidentWeights {
     /// Reads every parameter from `weights`, one tensor at a time, onto `device`, into the storage that `storage`
     /// returns for it; frozen weights are quantized while they are read.
     ///
@@ -55,7 +55,7 @@ impl Resident {
         Self::build(params, device, |p| read(weights, p, storage(p), device))
     }
 
-    /// As `load`, with all weights in `dtype`: those of quantized files are decoded, so that they can be trained.
+    /// As `load`, with all weights in `dtype`: those of quantized files are dequantized, so that they can be trained.
     ///
     /// # Errors
     /// As `load`.
@@ -97,9 +97,9 @@ impl Resident {
             let random = RandomWeights { seed, std, norm };
             match storage(p) {
                 StorageDtype::Dense(dtype) => Ok(draw_tensor(p, index, dtype, random)?.to_device(device)?.into()),
-                StorageDtype::Quantized(format, decoded) => {
+                StorageDtype::Quantized(format, dequantized_dtype) => {
                     let values = draw(p, index, 0..p.elements(), random);
-                    quantized_on_device(&values, p, format, decoded, device)
+                    quantized_on_device(&values, p, format, dequantized_dtype, device)
                 }
             }
         })
@@ -125,7 +125,7 @@ impl Resident {
             quantized.extend(form.map(|form| (p.name.clone(), form)));
             made.entry(p.group).or_default().insert(p.name.clone(), weight);
         }
-        let weights = InMemory::new(params);
+        let weights = InMemoryWeights::new(params);
         made.into_iter()
             .for_each(|(group, of_group)| weights.set(group, of_group));
         Ok(Self {
@@ -255,10 +255,10 @@ pub fn draw_tensor(p: &ParamInfo, index: u64, dtype: Dtype, random: RandomWeight
 /// Passes all elements of a tensor to `sink`.
 pub(super) fn send(tensor: &Tensor, sink: &mut NumbersSink) -> Result<()> {
     match tensor.dtype() {
-        _ if !tensor.device().is_cpu() => sink(Numbers::F32(&update::to_f32_vec(tensor)?)),
-        DType::BF16 => update::with_bf16(tensor, |v| sink(Numbers::Bf16(v, None)))?,
-        DType::F16 => update::with_f16(tensor, |v| sink(Numbers::F16(v, None)))?,
-        _ => update::with_slice(tensor, |v| sink(Numbers::F32(v)))?,
+        _ if !tensor.device().is_cpu() => sink(ParamElements::F32(&update::to_f32_vec(tensor)?)),
+        DType::BF16 => update::with_bf16(tensor, |v| sink(ParamElements::Bf16(v, None)))?,
+        DType::F16 => update::with_f16(tensor, |v| sink(ParamElements::F16(v, None)))?,
+        _ => update::with_slice(tensor, |v| sink(ParamElements::F32(v)))?,
     }
 }
 
@@ -268,35 +268,37 @@ pub(super) fn send(tensor: &Tensor, sink: &mut NumbersSink) -> Result<()> {
 /// As reading; quantized data of a parameter that is not a matrix.
 pub fn read(weights: &Weights, p: &ParamInfo, storage: StorageDtype, device: &Device) -> Result<Weight> {
     if let Some((layout, format)) = stored::find(weights, &p.name)? {
-        let (StorageDtype::Dense(decoded) | StorageDtype::Quantized(_, decoded)) = storage;
-        return Weight::quantized_on(stored::read(weights, p, layout, format, decoded)?, device);
+        let (StorageDtype::Dense(dequantized_dtype) | StorageDtype::Quantized(_, dequantized_dtype)) = storage;
+        return Weight::quantized_on(stored::read(weights, p, layout, format, dequantized_dtype)?, device);
     }
     match storage {
         StorageDtype::Dense(dtype) => Ok(read_dense(weights, p, dtype, device)?.into()),
         // Reading bf16 halves the temporary memory; the quantized data is the same.
-        StorageDtype::Quantized(format, decoded)
+        StorageDtype::Quantized(format, dequantized_dtype)
             if weights.info(&p.name).is_some_and(|i| i.dtype == StoredDtype::Bf16) =>
         {
-            quantized_on_device(&bf16s(weights, p)?, p, format, decoded, device)
+            quantized_on_device(&bf16s(weights, p)?, p, format, dequantized_dtype, device)
         }
-        StorageDtype::Quantized(format, decoded) => quantized_on_device(&f32s(weights, p)?, p, format, decoded, device),
+        StorageDtype::Quantized(format, dequantized_dtype) => {
+            quantized_on_device(&f32s(weights, p)?, p, format, dequantized_dtype, device)
+        }
     }
 }
 
-/// Reads one parameter from the files as a tensor; a quantized one is decoded.
+/// Reads one parameter from the files as a tensor; a quantized one is dequantized.
 ///
 /// # Errors
 /// As reading.
 pub fn read_dense(weights: &Weights, p: &ParamInfo, dtype: Dtype, device: &Device) -> Result<Tensor> {
     let shape = p.shape.as_slice();
     if let Some(values) = stored::values(weights, p)? {
-        let decoded = Tensor::from_vec(values, shape, &Device::Cpu)?;
+        let dequantized = Tensor::from_vec(values, shape, &Device::Cpu)?;
         let dtype = match dtype {
             Dtype::F32 => DType::F32,
             Dtype::Bf16 => DType::BF16,
             Dtype::F16 => DType::F16,
         };
-        return Ok(decoded.to_dtype(dtype)?.to_device(device)?);
+        return Ok(dequantized.to_dtype(dtype)?.to_device(device)?);
     }
     Ok(match dtype {
         Dtype::F32 => Tensor::from_vec(f32s(weights, p)?, shape, device)?,
@@ -356,10 +358,10 @@ fn quantized_on_device<V: quant::Quantizable>(
     values: &[V],
     p: &ParamInfo,
     format: Format,
-    decoded: Dtype,
+    dequantized_dtype: Dtype,
     device: &Device,
 ) -> Result<Weight> {
-    Weight::quantized_on(quantize(values, p, format, decoded)?, device)
+    Weight::quantized_on(quantize(values, p, format, dequantized_dtype)?, device)
 }
 
 /// Checks that the files have exactly the parameters of the model.
@@ -445,7 +447,7 @@ pub fn is_beside_quantized(weights: &Weights, name: &str) -> bool {
     weights.quantization().is_some() && (cache || zero())
 }
 
-impl WeightSource for Resident {
+impl WeightSource for ResidentWeights {
     fn fetch(&self, group: Group) -> Result<Arc<GroupWeights>> {
         self.weights.fetch(group)
     }
@@ -475,7 +477,7 @@ impl WeightSource for Resident {
     }
 }
 
-impl TrainableStore for Resident {
+impl TrainableStore for ResidentWeights {
     fn master_in_optimizer(&self, name: &str) -> bool {
         !self.quantized.contains_key(name) || lock(&self.active).contains(name)
     }
@@ -500,13 +502,13 @@ impl TrainableStore for Resident {
         Ok(())
     }
 
-    fn deactivate(&self, keep: &dyn Fn(&str) -> bool, low: &mut dyn MasterLowBits) -> Result<Vec<Requantized>> {
+    fn deactivate(&self, keep: &dyn Fn(&str) -> bool, low: &mut dyn MasterLowBits) -> Result<Vec<RequantizedWeight>> {
         let leaving: Vec<Arc<str>> = lock(&self.active).iter().filter(|n| !keep(n)).cloned().collect();
         let mut requantized = Vec::new();
         for p in self.quantized_when_frozen(leaving.iter().map(|n| &**n)) {
             // Kept on the host, beside the quantized data.
             let low = low.take_low(&p.name).map(|low| low.to_device(&Device::Cpu));
-            let exact = Exact {
+            let exact = ExactParam {
                 weight: self.tensor(&p.name)?.to_device(&Device::Cpu)?,
                 low: low.transpose()?,
             };
@@ -537,7 +539,7 @@ impl TrainableStore for Resident {
         let values = saved.read_f32(name)?;
         if let Some(&(format, dtype)) = self.quantized.get(name) {
             self.replace(p, quantized_on_device(&values, p, format, dtype, &self.device)?)?;
-            let exact = Exact::new(values, &p.shape, dtype, &Device::Cpu)?;
+            let exact = ExactParam::new(values, &p.shape, dtype, &Device::Cpu)?;
             lock(&self.trained).insert(p.name.clone(), exact);
             return Ok(());
         }

@@ -14,7 +14,7 @@ mod settings;
 mod unpack;
 mod wide;
 
-pub use other::Tool;
+pub use other::ToolLayout;
 pub use settings::check as check_config;
 
 use super::ParamInfo;
@@ -42,7 +42,7 @@ pub enum QuantizedLayout {
     /// The tensors of bitsandbytes, 4 bits.
     Bitsandbytes,
     /// The tensors of another tool; read only.
-    Other(Tool),
+    Other(ToolLayout),
 }
 
 /// Returns layout and format of a parameter that is quantized in the files, or `None`.
@@ -64,7 +64,7 @@ pub fn find(weights: &Weights, name: &str) -> Result<Option<(QuantizedLayout, Fo
         };
         let double = weights.info(&format!("{name}.nested_absmax")).is_some();
         return Ok(Some(match wide::block(&weights.read_bytes(&state)?) {
-            Some(block) => (QuantizedLayout::Other(Tool::Bitsandbytes4(block)), format(false)),
+            Some(block) => (QuantizedLayout::Other(ToolLayout::Bitsandbytes4(block)), format(false)),
             None => (QuantizedLayout::Bitsandbytes, format(double)),
         }));
     }
@@ -221,20 +221,20 @@ pub fn read(
     p: &ParamInfo,
     layout: QuantizedLayout,
     format: Format,
-    decoded: Dtype,
+    dequantized_dtype: Dtype,
 ) -> Result<QMatrix> {
-    Checked::new(weights, p, layout, format)?.read(weights, p, decoded)
+    CheckedParam::new(weights, p, layout, format)?.read(weights, p, dequantized_dtype)
 }
 
 /// A quantized parameter of the files whose description was checked, so that it can be read many times.
-pub(super) struct Checked {
+pub(super) struct CheckedParam {
     layout: QuantizedLayout,
     format: Format,
     /// The offset of the absmax codes of bitsandbytes.
     offset: Option<f64>,
 }
 
-impl Checked {
+impl CheckedParam {
     /// Errors: as `read`, except for sizes.
     pub(super) fn new(weights: &Weights, p: &ParamInfo, layout: QuantizedLayout, format: Format) -> Result<Self> {
         let offset = match layout {
@@ -244,16 +244,16 @@ impl Checked {
         Ok(Self { layout, format, offset })
     }
 
-    pub(super) fn read(&self, weights: &Weights, p: &ParamInfo, decoded: Dtype) -> Result<QMatrix> {
+    pub(super) fn read(&self, weights: &Weights, p: &ParamInfo, dequantized_dtype: Dtype) -> Result<QMatrix> {
         if let QuantizedLayout::Other(tool) = self.layout {
-            return other::read(weights, p, matrix(p)?, tool, self.format, decoded);
+            return other::read(weights, p, matrix(p)?, tool, self.format, dequantized_dtype);
         }
         let take = |part: &str| match (tensor_name(self.layout, &p.name, part), self.offset) {
             (Some(tensor), _) => weights.read_bytes(&tensor),
             (None, Some(offset)) => Ok((offset as f32).to_le_bytes().to_vec()),
             (None, None) => Err(Error::format("`nested_offset` is missing")),
         };
-        QMatrix::from_parts(self.format, matrix(p)?, decoded, take).map_err(|e| e.or_at(&*p.name))
+        QMatrix::from_parts(self.format, matrix(p)?, dequantized_dtype, take).map_err(|e| e.or_at(&*p.name))
     }
 }
 
@@ -314,7 +314,7 @@ fn check_state(
 }
 
 /// The `quantization_config` of `config.json` for a directory whose projections have these `formats`.
-pub fn config(layout: QuantizedLayout, formats: &[Format], decoded: Dtype) -> Value {
+pub fn config(layout: QuantizedLayout, formats: &[Format], dequantized_dtype: Dtype) -> Value {
     match layout {
         QuantizedLayout::Ft | QuantizedLayout::Other(_) => {
             let mut names: Vec<String> = formats.iter().map(|f| f.tag()).collect();
@@ -328,7 +328,7 @@ pub fn config(layout: QuantizedLayout, formats: &[Format], decoded: Dtype) -> Va
             "load_in_8bit": false,
             "bnb_4bit_quant_type": "nf4",
             "bnb_4bit_use_double_quant": formats.contains(&Format::Nf4 { double: true }),
-            "bnb_4bit_compute_dtype": dtype_name(decoded),
+            "bnb_4bit_compute_dtype": dtype_name(dequantized_dtype),
             "bnb_4bit_quant_storage": "uint8",
             "llm_int8_skip_modules": ["lm_head"],
         }),

@@ -5,18 +5,18 @@
 mod low_bits;
 mod order;
 
-use super::experts::{Expected, ExpertReads, LayerPart};
-use super::requantize::Exact;
+use super::experts::{ExpectedExperts, ExpertReads, LayerPart};
+use super::requantize::ExactParam;
 use super::resident::send;
-use super::sharded::Sharded;
+use super::sharded::ShardedWeights;
 use super::slots::Slots;
 use super::{
-    Group, GroupWeights, MasterLowBits, NumbersSink, ParamInfo, Requantized, StreamedMatrix, TrainableStore,
+    Group, GroupWeights, MasterLowBits, NumbersSink, ParamInfo, RequantizedWeight, StreamedMatrix, TrainableStore,
     WeightSource, distinct, lock, stays_on_device, tensor_bytes,
 };
 use crate::base::{Error, Result};
 use crate::formats::weights::Weights;
-use crate::ops::transfer::{Arriving, Copier, CopyTimes, HostMemory};
+use crate::ops::transfer::{ArrivingTensor, Copier, CopyTimes, HostMemory};
 use crate::ops::update;
 use crate::quant::{DeviceQMatrix, Weight};
 use candle_core::{DType, Device, Tensor};
@@ -26,7 +26,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
 /// Wraps a source on the host for a GPU: holds two layers on the device and copies the next one during the computation.
-pub struct Uploaded {
+pub struct UploadedWeights {
     /// A source on the host.
     host: Arc<dyn TrainableStore>,
     copier: Copier,
@@ -38,32 +38,32 @@ pub struct Uploaded {
     active: Mutex<Vec<Arc<str>>>,
     /// On the host: low 16 bits of the masters of inactive weights (i16 `[n]`), if `host` does not store them.
     low: Mutex<BTreeMap<String, Tensor>>,
-    slots: Mutex<Slots<LayerPart, Content>>,
-    experts: Mutex<Slots<LayerPart, Content>>,
+    slots: Mutex<Slots<LayerPart, SlotContent>>,
+    experts: Mutex<Slots<LayerPart, SlotContent>>,
     /// The last layer that rank 0 fetched while it worked alone.
     alone: Mutex<Option<(usize, Arc<GroupWeights>)>>,
-    expected: Expected,
+    expected: ExpectedExperts,
     /// The names of the parameters of each part.
     parts: BTreeMap<LayerPart, Vec<Arc<str>>>,
     /// Order in which layers are fetched from `host`.
     order: Mutex<FetchOrder>,
 }
 
-enum Content {
+enum SlotContent {
     InFlight(Vec<(Arc<str>, Transfer)>),
     Ready(Arc<GroupWeights>),
 }
 
 enum Transfer {
     OnDevice(Tensor),
-    InFlight(Arriving),
+    InFlight(ArrivingTensor),
     /// Function that rebuilds the quantized weight from its tensors, so that the host data need not be kept meanwhile.
-    Quantized(Assemble, Vec<Arriving>),
+    Quantized(Assemble, Vec<ArrivingTensor>),
 }
 
 type Assemble = Box<dyn FnOnce(Vec<Tensor>) -> Result<DeviceQMatrix> + Send>;
 
-impl Uploaded {
+impl UploadedWeights {
     /// `host` is a source on the host; `memory` is that of its frozen weights (`Reused`: it waits for
     /// `GroupWeights::read_by`). `head` is the name of the output projection (LM head): it stays on the device unless
     /// `host` streams it in pieces.
@@ -97,7 +97,7 @@ impl Uploaded {
             slots: Mutex::default(),
             experts: Mutex::default(),
             alone: Mutex::default(),
-            expected: Expected::default(),
+            expected: ExpectedExperts::default(),
             order: Mutex::default(),
         };
         for name in lock(&source.always_on_device).iter() {
@@ -116,7 +116,7 @@ impl Uploaded {
         self.copier.receive(self.copier.send(&host, HostMemory::Temporary)?)
     }
 
-    fn start(&self, part: LayerPart) -> Result<Content> {
+    fn start(&self, part: LayerPart) -> Result<SlotContent> {
         let names = self.parts.get(&part);
         let names = names.ok_or_else(|| Error::new(format!("the model has no {part:?}")))?;
         let host = match part {
@@ -141,7 +141,7 @@ impl Uploaded {
     }
 
     /// Starts the uploads of these weights of `host`, in `memory`, that are not on the device.
-    fn send_all(&self, host: &GroupWeights, names: &[Arc<str>], memory: HostMemory) -> Result<Content> {
+    fn send_all(&self, host: &GroupWeights, names: &[Arc<str>], memory: HostMemory) -> Result<SlotContent> {
         let on_device = lock(&self.on_device).clone();
         let mut parts = Vec::new();
         let send = |tensor: &Tensor| send_from(&self.copier, host, tensor, memory);
@@ -163,20 +163,20 @@ impl Uploaded {
                         .map(|t| self.copier.send(t, HostMemory::Temporary))
                         .collect::<Result<_>>()?;
                     let (format, dims) = (codes.format(), codes.dims());
-                    let (decoded, offset) = (codes.dequantized_dtype(), codes.nested_offset());
-                    let assemble = move |here| DeviceQMatrix::new(format, dims, decoded, here, offset);
+                    let (dequantized_dtype, offset) = (codes.dequantized_dtype(), codes.nested_offset());
+                    let assemble = move |here| DeviceQMatrix::new(format, dims, dequantized_dtype, here, offset);
                     Transfer::Quantized(Box::new(assemble), sent)
                 }
             };
             parts.push((name, part));
         }
-        Ok(Content::InFlight(parts))
+        Ok(SlotContent::InFlight(parts))
     }
 
-    fn receive(&self, content: Content) -> Result<Arc<GroupWeights>> {
+    fn receive(&self, content: SlotContent) -> Result<Arc<GroupWeights>> {
         let parts = match content {
-            Content::Ready(weights) => return Ok(weights),
-            Content::InFlight(parts) => parts,
+            SlotContent::Ready(weights) => return Ok(weights),
+            SlotContent::InFlight(parts) => parts,
         };
         let mut weights = GroupWeights::default();
         for (name, part) in parts {
@@ -196,7 +196,7 @@ impl Uploaded {
         Ok(Arc::new(weights))
     }
 
-    fn slots_of(&self, part: LayerPart) -> &Mutex<Slots<LayerPart, Content>> {
+    fn slots_of(&self, part: LayerPart) -> &Mutex<Slots<LayerPart, SlotContent>> {
         match part {
             LayerPart::Dense(_) => &self.slots,
             LayerPart::Expert(..) => &self.experts,
@@ -221,7 +221,7 @@ impl Uploaded {
             None => self.start(part)?,
         };
         let weights = self.receive(content)?;
-        self.put(part, Content::Ready(weights.clone()), false);
+        self.put(part, SlotContent::Ready(weights.clone()), false);
         Ok(weights)
     }
 
@@ -248,11 +248,11 @@ impl Uploaded {
         }
     }
 
-    fn take(&self, part: LayerPart) -> Option<Content> {
+    fn take(&self, part: LayerPart) -> Option<SlotContent> {
         lock(self.slots_of(part)).take(part)
     }
 
-    fn put(&self, part: LayerPart, content: Content, prefetched: bool) {
+    fn put(&self, part: LayerPart, content: SlotContent, prefetched: bool) {
         lock(self.slots_of(part)).put(part, content, prefetched);
     }
 
@@ -274,7 +274,7 @@ impl Uploaded {
     /// True on rank 0 while it works alone. The slots and the order of the layers stay as they are then: they must be the same on
     /// all ranks, which collect layers together.
     fn works_alone(&self) -> bool {
-        self.host.sharded().is_some_and(Sharded::works_alone)
+        self.host.sharded().is_some_and(ShardedWeights::works_alone)
     }
 
     fn is_active(&self, name: &str) -> bool {
@@ -282,7 +282,7 @@ impl Uploaded {
     }
 }
 
-impl WeightSource for Uploaded {
+impl WeightSource for UploadedWeights {
     fn fetch(&self, group: Group) -> Result<Arc<GroupWeights>> {
         let Group::Layer(layer) = group else {
             // The whole embedding, or a head whose parameters are all on the device except a streamed matrix.
@@ -422,7 +422,7 @@ impl StreamedMatrix for UploadedPieces<'_> {
     }
 }
 
-impl TrainableStore for Uploaded {
+impl TrainableStore for UploadedWeights {
     fn master_in_optimizer(&self, name: &str) -> bool {
         self.is_active(name) || self.is_in_parts(name) && self.host.master_in_optimizer(name)
     }
@@ -453,7 +453,7 @@ impl TrainableStore for Uploaded {
         low_bits.done()
     }
 
-    fn deactivate(&self, keep: &dyn Fn(&str) -> bool, low: &mut dyn MasterLowBits) -> Result<Vec<Requantized>> {
+    fn deactivate(&self, keep: &dyn Fn(&str) -> bool, low: &mut dyn MasterLowBits) -> Result<Vec<RequantizedWeight>> {
         let leaving: Vec<Arc<str>> = lock(&self.active).iter().filter(|n| !keep(n)).cloned().collect();
         for name in &leaving {
             if let (Some(here), Some(host)) = (self.in_memory(name), self.host.in_memory(name)) {
@@ -485,7 +485,7 @@ impl TrainableStore for Uploaded {
         }
         let low = lock(&self.low).get(name).cloned();
         match (low, self.host.in_memory(name)) {
-            (low @ Some(_), Some(weight)) => Exact { weight, low }.send(sink),
+            (low @ Some(_), Some(weight)) => ExactParam { weight, low }.send(sink),
             _ => self.host.read(name, sink),
         }
     }
@@ -515,7 +515,7 @@ impl TrainableStore for Uploaded {
         Ok(())
     }
 
-    fn sharded(&self) -> Option<&Sharded> {
+    fn sharded(&self) -> Option<&ShardedWeights> {
         self.host.sharded()
     }
 
@@ -550,7 +550,7 @@ impl TrainableStore for Uploaded {
 }
 
 /// Starts the upload of a tensor of `group`.
-fn send_from(copier: &Copier, group: &GroupWeights, tensor: &Tensor, memory: HostMemory) -> Result<Arriving> {
+fn send_from(copier: &Copier, group: &GroupWeights, tensor: &Tensor, memory: HostMemory) -> Result<ArrivingTensor> {
     let sent = copier.send(tensor, memory)?;
     if memory == HostMemory::Reused {
         group.read_by(sent.read());

@@ -11,7 +11,7 @@ use serde_json::Value;
 use std::ops::Range;
 
 /// A rendered conversation, with the template's inputs.
-pub(super) struct Source<'a> {
+pub(super) struct RenderedSource<'a> {
     pub codec: &'a dyn TextCodec,
     pub template: &'a dyn ChatRender,
     pub messages: &'a [Value],
@@ -20,7 +20,7 @@ pub(super) struct Source<'a> {
     pub text: &'a str,
 }
 
-impl Source<'_> {
+impl RenderedSource<'_> {
     /// Encodes the text; special tokens that come from a message, not from the template, are encoded as plain text.
     ///
     /// Errors: the message is not found in the text, or the token cannot be encoded as plain text.

@@ -4,7 +4,7 @@
 //! before it, as context: they are not trained again. So every token that the row trains is trained once, also the
 //! first new token of a piece, because `overlap` is at least 1.
 
-use super::{Encoder, Masked};
+use super::{Encoder, MaskedIds};
 use crate::Long;
 use crate::batch::Example;
 use crate::rows::Sample;
@@ -12,7 +12,7 @@ use ft_base::Result;
 
 /// The rows that were made of one row, with counts.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Fitted {
+pub(crate) struct FittedRows {
     /// One, or several of a split row; none if it was dropped.
     pub(crate) pieces: Vec<Example>,
     /// Tokens of the whole row.
@@ -21,7 +21,7 @@ pub(crate) struct Fitted {
     pub(crate) cut: usize,
     /// Trained tokens of the whole row.
     pub(crate) trained: usize,
-    /// See `Encoded::open_turns`.
+    /// See `EncodedRow::open_turns`.
     pub(crate) open_turns: usize,
 }
 
@@ -40,10 +40,10 @@ impl Encoder<'_> {
     /// Encodes a row and fits it into `max_length`.
     ///
     /// Errors: as in `encode`.
-    pub(crate) fn fit(&self, sample: &Sample, long: Long, overlap: usize) -> Result<Fitted> {
+    pub(crate) fn fit(&self, sample: &Sample, long: Long, overlap: usize) -> Result<FittedRows> {
         let row = self.masked(sample)?;
         let (written, most) = (row.ids.len(), self.max_length);
-        let mut out = Fitted {
+        let mut out = FittedRows {
             pieces: Vec::new(),
             written,
             cut: 0,
@@ -76,7 +76,7 @@ impl Encoder<'_> {
 }
 
 /// Tokens `first..end`; the first `repeated` of them are not trained.
-fn piece(row: &Masked, first: usize, end: usize, repeated: usize) -> Example {
+fn piece(row: &MaskedIds, first: usize, end: usize, repeated: usize) -> Example {
     let mut trained = row.trained[first..end].to_vec();
     let repeated = repeated.min(trained.len());
     trained[..repeated].fill(false);
@@ -92,7 +92,7 @@ mod tests {
     use crate::TrainOn;
     use crate::testing::Words;
 
-    fn fit(long: Long, overlap: usize, max_length: usize) -> Fitted {
+    fn fit(long: Long, overlap: usize, max_length: usize) -> FittedRows {
         let words = Words::chatml();
         let encoder = Encoder {
             codec: &words,

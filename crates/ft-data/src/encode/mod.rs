@@ -36,7 +36,7 @@ use ft_base::{Error, Result};
 use serde_json::Value;
 use std::ops::Range;
 
-pub(super) use long::Fitted;
+pub(super) use long::FittedRows;
 
 /// Encodes samples to examples.
 #[derive(Clone, Copy)]
@@ -55,7 +55,7 @@ pub struct Encoder<'a> {
 
 /// A tokenized row, with counts.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Encoded {
+pub struct EncodedRow {
     /// The tokens and their mask.
     pub example: Example,
     /// Tokens removed by truncation at `max_length`.
@@ -76,7 +76,7 @@ pub struct Question {
 }
 
 /// `[T]`: ids and mask before the checks.
-struct Masked {
+struct MaskedIds {
     ids: Vec<u32>,
     trained: Vec<bool>,
     open_turns: usize,
@@ -87,14 +87,14 @@ impl Encoder<'_> {
     ///
     /// # Errors
     /// A conversation without a chat template, a template error, two BOS tokens, an id outside the embedding.
-    pub fn encode(&self, sample: &Sample) -> Result<Encoded> {
+    pub fn encode(&self, sample: &Sample) -> Result<EncodedRow> {
         let mut row = self.masked(sample)?;
         let count = |mask: &[bool]| mask.iter().filter(|&&t| t).count();
         let trained_before_cut = count(&row.trained);
         let cut = row.ids.len().saturating_sub(self.max_length);
         row.ids.truncate(self.max_length);
         row.trained.truncate(self.max_length);
-        Ok(Encoded {
+        Ok(EncodedRow {
             example: Example {
                 ids: row.ids,
                 trained: row.trained,
@@ -106,7 +106,7 @@ impl Encoder<'_> {
     }
 
     /// The whole row. Errors: as in `encode`.
-    fn masked(&self, sample: &Sample) -> Result<Masked> {
+    fn masked(&self, sample: &Sample) -> Result<MaskedIds> {
         let mut row = match sample {
             Sample::Text(text) => self.text(text)?,
             Sample::PromptCompletion { prompt, completion } => self.completion(prompt, completion)?,
@@ -127,20 +127,20 @@ impl Encoder<'_> {
         })
     }
 
-    fn text(&self, text: &str) -> Result<Masked> {
+    fn text(&self, text: &str) -> Result<MaskedIds> {
         let mut ids = self.codec.encode(text, true)?;
         let eos = self.eos()?;
         if ids.last() != Some(&eos) {
             ids.push(eos);
         }
-        Ok(Masked {
+        Ok(MaskedIds {
             trained: vec![true; ids.len()],
             ids,
             open_turns: 0,
         })
     }
 
-    fn completion(&self, prompt: &str, completion: &str) -> Result<Masked> {
+    fn completion(&self, prompt: &str, completion: &str) -> Result<MaskedIds> {
         let (mut ids, offsets) = self.codec.encode_with_offsets(&format!("{prompt}{completion}"), true)?;
         let eos = self.eos()?;
         let mut first = reaching_past(&offsets, prompt.len());
@@ -155,7 +155,7 @@ impl Encoder<'_> {
             ids.push(eos);
         }
         let all = self.train_on == TrainOn::All;
-        Ok(Masked {
+        Ok(MaskedIds {
             trained: (0..ids.len()).map(|t| all || t >= first).collect(),
             ids,
             open_turns: 0,
@@ -179,7 +179,7 @@ impl Encoder<'_> {
     ) -> Result<Vec<u32>> {
         let template = self.template()?;
         let text = template.render(messages, tools, add_generation_prompt)?;
-        let source = literal::Source {
+        let source = literal::RenderedSource {
             codec: self.codec,
             template,
             messages,
@@ -212,10 +212,10 @@ impl Encoder<'_> {
         }
     }
 
-    fn chat(&self, chat: &Chat) -> Result<Masked> {
+    fn chat(&self, chat: &Chat) -> Result<MaskedIds> {
         let template = self.template()?;
         let rendered = spans::render(template, &chat.messages, chat.tools.as_ref(), &self.wanted(chat))?;
-        let source = literal::Source {
+        let source = literal::RenderedSource {
             codec: self.codec,
             template,
             messages: &chat.messages,
@@ -259,7 +259,7 @@ impl Encoder<'_> {
             trained[first..=last].fill(false);
             trained[first] |= stops;
         }
-        Ok(Masked {
+        Ok(MaskedIds {
             ids,
             trained,
             open_turns,

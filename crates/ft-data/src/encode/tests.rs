@@ -1,6 +1,6 @@
 //! Tests of text and prompt-completion rows, truncation, and refused rows.
 
-use super::{Encoded, Encoder};
+use super::{EncodedRow, Encoder};
 use crate::TrainOn;
 use crate::codec::TextCodec;
 use crate::rows::Sample;
@@ -25,7 +25,7 @@ fn encoder(codec: &Words, train_on: TrainOn, max_length: usize) -> Encoder<'_> {
     }
 }
 
-fn text(codec: &Words, text: &str) -> Result<Encoded> {
+fn text(codec: &Words, text: &str) -> Result<EncodedRow> {
     encoder(codec, TrainOn::Assistant, 100).encode(&Sample::Text(text.into()))
 }
 
@@ -37,7 +37,7 @@ fn sample(prompt: &str, completion: &str) -> Sample {
 }
 
 /// Tokens, with trained tokens in brackets.
-fn show(codec: &Words, encoded: &Encoded) -> String {
+fn show(codec: &Words, encoded: &EncodedRow) -> String {
     let e = &encoded.example;
     let one = |(token, &trained): (String, &bool)| if trained { format!("[{token}]") } else { token };
     codec.tokens(&e.ids).into_iter().zip(&e.trained).map(one).collect()

@@ -1,6 +1,6 @@
 //! Tests of the trained tokens of a conversation, for each template: their exact text.
 
-use super::{Encoded, Encoder};
+use super::{EncodedRow, Encoder};
 use crate::codec::TextCodec;
 use crate::rows::Sample;
 use crate::testing::*;
@@ -8,7 +8,7 @@ use crate::{RowFormat, TrainOn};
 use ft_base::Result;
 use serde_json::{Value, json};
 
-fn encode(codec: &Words, template: &'static str, train_on: TrainOn, value: Value) -> Result<Encoded> {
+fn encode(codec: &Words, template: &'static str, train_on: TrainOn, value: Value) -> Result<EncodedRow> {
     let template = Jinja::new(template);
     let encoder = Encoder {
         codec,
@@ -21,7 +21,7 @@ fn encode(codec: &Words, template: &'static str, train_on: TrainOn, value: Value
 }
 
 /// Runs of trained tokens as text.
-fn trained(codec: &Words, encoded: &Encoded) -> Vec<String> {
+fn trained(codec: &Words, encoded: &EncodedRow) -> Vec<String> {
     let e = &encoded.example;
     assert_eq!(e.ids.len(), e.trained.len());
     assert!(!e.trained[0]);

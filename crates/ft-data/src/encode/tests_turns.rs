@@ -1,7 +1,7 @@
 //! Tests of templates with special turn formats: thoughts, tool answers inside a turn, different ends of inner turns,
 //! `{% generation %}` blocks. The templates have the structure of well-known ones.
 
-use super::{Encoded, Encoder};
+use super::{EncodedRow, Encoder};
 use crate::codec::{ChatRender, TextCodec};
 use crate::testing::*;
 use crate::{RowFormat, TrainOn};
@@ -81,7 +81,7 @@ fn words() -> Words {
     )
 }
 
-fn encode(codec: &dyn TextCodec, template: &dyn ChatRender, train_on: TrainOn, value: Value) -> Result<Encoded> {
+fn encode(codec: &dyn TextCodec, template: &dyn ChatRender, train_on: TrainOn, value: Value) -> Result<EncodedRow> {
     let encoder = Encoder {
         codec,
         template: Some(template),
@@ -97,7 +97,7 @@ fn encode(codec: &dyn TextCodec, template: &dyn ChatRender, train_on: TrainOn, v
 }
 
 /// Runs of trained tokens as text.
-fn runs(codec: &dyn TextCodec, encoded: &Encoded) -> Vec<String> {
+fn runs(codec: &dyn TextCodec, encoded: &EncodedRow) -> Vec<String> {
     let e = &encoded.example;
     let mut out: Vec<Vec<u32>> = Vec::new();
     for t in 0..e.ids.len() {

@@ -16,17 +16,17 @@ const WIDE: PromptLimits = PromptLimits {
 };
 
 /// Reads a row for training; `template`: the model has a chat template.
-fn learned(value: Value, render: Render, template: bool) -> Result<(Sample, Layout)> {
+fn learned(value: Value, render: Render, template: bool) -> Result<(Sample, ColumnLayout)> {
     let jinja = Jinja::new(QWEN);
     let codec = Words::chatml();
-    let rules = Rules {
+    let rules = RenderRules {
         render,
         template: template.then_some(&jinja as &dyn ChatRender),
         codec: &codec,
         answer: "answer",
     };
     let row = row(value);
-    let layout = Layout::find(&row, RowFormat::Auto, Purpose::Learn, &rules)?;
+    let layout = ColumnLayout::find(&row, RowFormat::Auto, RowPurpose::Learn, &rules)?;
     Ok((rows::understand(&row, &layout)?, layout))
 }
 
@@ -181,7 +181,7 @@ fn answers_that_are_marked_as_bad_are_not_learned() {
         ] {
             let e = learned(value, Render::Auto, true).unwrap_err().to_string();
             assert!(
-                e.contains("marks this answer as bad") && e.contains("Want::Judged"),
+                e.contains("marks this answer as bad") && e.contains("PreferencePart::Judged"),
                 "{e}"
             );
         }
@@ -249,13 +249,13 @@ fn text_that_a_template_without_special_tokens_wrote_is_not_rendered_again() {
     const LLAMA2: &str = "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %} {{ m.content }}{% endif %}{% endfor %}";
     let jinja = Jinja::new(LLAMA2);
     let codec = Words::chatml();
-    let rules = Rules {
+    let rules = RenderRules {
         render: Render::Auto,
         template: Some(&jinja),
         codec: &codec,
         answer: "",
     };
-    let find = |value| Layout::find(&row(value), RowFormat::Auto, Purpose::Learn, &rules).unwrap();
+    let find = |value| ColumnLayout::find(&row(value), RowFormat::Auto, RowPurpose::Learn, &rules).unwrap();
     assert!(find(json!({"prompt": "hi", "completion": "ho"})).renders());
     assert!(!find(json!({"prompt": "[INST] hi [/INST]", "completion": " ho"})).renders());
 }

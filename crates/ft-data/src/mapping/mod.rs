@@ -8,12 +8,12 @@ mod presets;
 #[cfg(test)]
 mod tests;
 
-use super::layout::{ANSWERS, LISTS, Layout, PROMPTS, Purpose, Rendering, Rules, is_turns};
+use super::layout::{ANSWERS, ColumnLayout, LISTS, PROMPTS, RenderRules, Rendering, RowPurpose, is_turns};
 use super::read::{Row, clip};
 use crate::RowFormat;
 use ft_base::{Error, Result, named};
-use path::{ColumnPath, Found, TextTemplate, as_text};
-use presets::Convert;
+use path::{ColumnPath, PathValue, TextTemplate, as_text};
+use presets::RowConversion;
 use serde_json::{Map, Value, json};
 
 named!(
@@ -103,7 +103,7 @@ impl Mapping {
 }
 
 /// A changed row, or the reason why it is not used.
-pub(crate) enum Mapped {
+pub(crate) enum MappedRow {
     Row(Row),
     Skipped(&'static str),
 }
@@ -119,7 +119,7 @@ pub(crate) struct Mapper {
     roles: Vec<(String, ChatRole)>,
     /// Columns that are not read although their names are usual.
     hidden: Vec<&'static str>,
-    convert: Option<Convert>,
+    convert: Option<RowConversion>,
     system_prompt: Option<String>,
     /// The dataset whose columns these are.
     preset: Option<&'static str>,
@@ -134,8 +134,8 @@ impl Mapper {
         mapping: &Mapping,
         row: &Row,
         format: RowFormat,
-        purpose: Purpose,
-        rules: &Rules,
+        purpose: RowPurpose,
+        rules: &RenderRules,
     ) -> Result<Self> {
         mapping.check()?;
         let fields = &row.fields;
@@ -155,7 +155,7 @@ impl Mapper {
         for (role, path) in &mapping.columns {
             let name = match role {
                 ColumnRole::Role | ColumnRole::Content => continue,
-                ColumnRole::Answer if purpose == Purpose::Ask && !rules.answer.is_empty() => rules.answer,
+                ColumnRole::Answer if purpose == RowPurpose::Ask && !rules.answer.is_empty() => rules.answer,
                 ColumnRole::Answer => {
                     return Err(Error::usage(
                         "`answer` of `Mapping::columns` has no use in rows with answers to train on",
@@ -171,7 +171,7 @@ impl Mapper {
         }
         let paths = out.columns.iter().map(|(_, path)| path);
         for path in paths.chain(out.template.iter().flat_map(TextTemplate::places)) {
-            if path.find(fields) == Found::Missing {
+            if path.find(fields) == PathValue::Missing {
                 return Err(no_column(path, fields).at(&row.place));
             }
         }
@@ -182,10 +182,10 @@ impl Mapper {
         if !maps_rows && out.template.is_none() && !matches!(format, RowFormat::Text | RowFormat::Alpaca) {
             presets::recognize(&mut out, fields, purpose, rules);
         }
-        if purpose == Purpose::Ask && !out.columns.iter().any(|(name, _)| name == rules.answer) {
+        if purpose == RowPurpose::Ask && !out.columns.iter().any(|(name, _)| name == rules.answer) {
             // A nested column, such as `reward_model.ground_truth`.
             let path = ColumnPath::new(rules.answer);
-            if !fields.contains_key(rules.answer) && matches!(path.find(fields), Found::Value(_)) {
+            if !fields.contains_key(rules.answer) && matches!(path.find(fields), PathValue::Value(_)) {
                 out.columns.push((rules.answer.to_string(), path));
             }
         }
@@ -195,11 +195,11 @@ impl Mapper {
     /// The row with its columns under their usual names. Columns that are no longer read move to `Row::rest`.
     ///
     /// Errors, with the place of the row: a column is missing, or is not a text.
-    pub(crate) fn apply(&self, mut row: Row) -> Result<Mapped> {
+    pub(crate) fn apply(&self, mut row: Row) -> Result<MappedRow> {
         let changed = self.change(&mut row).map_err(|e| e.or_at(&row.place))?;
         Ok(match changed {
-            None => Mapped::Row(row),
-            Some(why) => Mapped::Skipped(why),
+            None => MappedRow::Row(row),
+            Some(why) => MappedRow::Skipped(why),
         })
     }
 
@@ -213,11 +213,11 @@ impl Mapper {
         let mut used: Vec<String> = Vec::new();
         for (name, path) in &self.columns {
             let value = match path.find(&row.fields) {
-                Found::Value(value) => of_role(name, value, path.text())?,
+                PathValue::Value(value) => of_role(name, value, path.text())?,
                 // An item of an empty list, such as a question without an answer.
-                Found::Nothing if path.text().contains('[') => return Ok(Some("no value in a list")),
-                Found::Nothing => Value::Null,
-                Found::Missing => return Err(path::missing(path, &row.fields)),
+                PathValue::Nothing if path.text().contains('[') => return Ok(Some("no value in a list")),
+                PathValue::Nothing => Value::Null,
+                PathValue::Missing => return Err(path::missing(path, &row.fields)),
             };
             used.push(path.column(&row.fields).to_string());
             new.push((name, value));
@@ -281,7 +281,7 @@ impl Mapper {
     /// Completes the layout of the changed rows.
     ///
     /// Errors: a mapped column that rows of this format do not have; a system prompt that nothing renders.
-    pub(crate) fn complete(&self, layout: &mut Layout) -> Result<()> {
+    pub(crate) fn complete(&self, layout: &mut ColumnLayout) -> Result<()> {
         if self.appends_input && layout.prompt.is_some() {
             layout.extras = vec!["input".to_string()];
         }
@@ -296,8 +296,8 @@ impl Mapper {
                 .hint("remove it, or set `data::Source::format`"));
             }
             let shown = match (&self.convert, name.as_str()) {
-                (Some(Convert::Ratings), "chosen") => "the best of completions",
-                (Some(Convert::Ratings), _) => "the worst of completions",
+                (Some(RowConversion::Ratings), "chosen") => "the best of completions",
+                (Some(RowConversion::Ratings), _) => "the worst of completions",
                 _ => path.text(),
             };
             layout.from.push((name.clone(), shown.to_string()));
@@ -325,12 +325,12 @@ impl Mapper {
             }
             layout.system_prompt = Some(system.clone());
         }
-        if self.convert == Some(Convert::Ratings) {
+        if self.convert == Some(RowConversion::Ratings) {
             layout.used.push("completions".to_string());
         }
         layout.preset = self.preset;
         layout.after = match self.convert {
-            Some(Convert::AfterHashes) => Some("####"),
+            Some(RowConversion::AfterHashes) => Some("####"),
             _ => None,
         };
         Ok(())

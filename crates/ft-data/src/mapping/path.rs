@@ -12,7 +12,7 @@ pub(crate) struct ColumnPath {
 
 /// The value at a path in one row.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(crate) enum Found<'a> {
+pub(crate) enum PathValue<'a> {
     Value(&'a Value),
     /// Null, or an empty list at an index.
     Nothing,
@@ -39,40 +39,40 @@ impl ColumnPath {
         self.text.split(['.', '[']).next().unwrap_or(&self.text)
     }
 
-    pub(crate) fn find<'a>(&self, fields: &'a Map<String, Value>) -> Found<'a> {
+    pub(crate) fn find<'a>(&self, fields: &'a Map<String, Value>) -> PathValue<'a> {
         // A column may have a dot in its name.
         if let Some(value) = fields.get(&self.text) {
             return found(value);
         }
         let Some(mut value) = fields.get(self.column(fields)) else {
-            return Found::Missing;
+            return PathValue::Missing;
         };
         let mut rest = &self.text[self.column(fields).len()..];
         while !rest.is_empty() {
             if value.is_null() {
-                return Found::Nothing;
+                return PathValue::Nothing;
             }
             let Some((step, after)) = step(rest) else {
-                return Found::Missing;
+                return PathValue::Missing;
             };
             let next = match step {
-                Step::Field(name) => value.get(name),
-                Step::Index(at) => {
+                PathStep::Field(name) => value.get(name),
+                PathStep::Index(at) => {
                     let Some(list) = value.as_array() else {
-                        return Found::Missing;
+                        return PathValue::Missing;
                     };
                     let at = usize::try_from(at).ok().or_else(|| {
                         let back = usize::try_from(at.unsigned_abs()).ok()?;
                         list.len().checked_sub(back)
                     });
                     match at.and_then(|at| list.get(at)) {
-                        None => return Found::Nothing,
+                        None => return PathValue::Nothing,
                         some => some,
                     }
                 }
             };
             let Some(next) = next else {
-                return Found::Missing;
+                return PathValue::Missing;
             };
             (value, rest) = (next, after);
         }
@@ -80,27 +80,27 @@ impl ColumnPath {
     }
 }
 
-fn found(value: &Value) -> Found<'_> {
+fn found(value: &Value) -> PathValue<'_> {
     match value {
-        Value::Null => Found::Nothing,
-        value => Found::Value(value),
+        Value::Null => PathValue::Nothing,
+        value => PathValue::Value(value),
     }
 }
 
-enum Step<'a> {
+enum PathStep<'a> {
     Field(&'a str),
     Index(i64),
 }
 
 /// The first step of `.name...` or `[0]...`, and the rest.
-fn step(rest: &str) -> Option<(Step<'_>, &str)> {
+fn step(rest: &str) -> Option<(PathStep<'_>, &str)> {
     if let Some(inner) = rest.strip_prefix('[') {
         let (index, after) = inner.split_once(']')?;
-        return Some((Step::Index(index.trim().parse().ok()?), after));
+        return Some((PathStep::Index(index.trim().parse().ok()?), after));
     }
     let name = rest.strip_prefix('.')?;
     let end = name.find(['.', '[']).unwrap_or(name.len());
-    (end > 0).then(|| (Step::Field(&name[..end]), &name[end..]))
+    (end > 0).then(|| (PathStep::Field(&name[..end]), &name[end..]))
 }
 
 /// A value as the text of a prompt or an answer; numbers and flags are written out.
@@ -195,9 +195,9 @@ impl TextTemplate {
             match part {
                 TemplatePart::Text(text) => out.push_str(text),
                 TemplatePart::Place(path) => match path.find(fields) {
-                    Found::Value(value) => out.push_str(&as_text(value, path.text())?),
-                    Found::Nothing => {}
-                    Found::Missing => return Err(missing(path, fields)),
+                    PathValue::Value(value) => out.push_str(&as_text(value, path.text())?),
+                    PathValue::Nothing => {}
+                    PathValue::Missing => return Err(missing(path, fields)),
                 },
             }
         }
@@ -246,10 +246,10 @@ mod tests {
             ("turns[1].v", json!("last")),
             ("turns[-2].v", json!("first")),
         ] {
-            assert_eq!(at(path), Found::Value(&value), "{path}");
+            assert_eq!(at(path), PathValue::Value(&value), "{path}");
         }
         for path in ["n", "n.x", "answers.none[0]", "answers.text[2]", "answers.text[-3]"] {
-            assert_eq!(at(path), Found::Nothing, "{path}");
+            assert_eq!(at(path), PathValue::Nothing, "{path}");
         }
         for path in [
             "z",
@@ -261,7 +261,7 @@ mod tests {
             "answers.text[0",
             "",
         ] {
-            assert_eq!(at(path), Found::Missing, "{path}");
+            assert_eq!(at(path), PathValue::Missing, "{path}");
         }
     }
 

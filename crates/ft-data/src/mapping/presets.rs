@@ -1,8 +1,8 @@
 //! Well-known datasets whose columns have no usual names or forms. They are recognized by their columns and by the
 //! types of their values, never by a file name.
 
-use super::path::{ColumnPath, Found, TextTemplate};
-use super::{Mapper, Purpose, Rules};
+use super::path::{ColumnPath, PathValue, TextTemplate};
+use super::{Mapper, RenderRules, RowPurpose};
 use crate::Render;
 use crate::layout::{ANSWERS, LISTS, PROMPTS};
 use crate::read::clip;
@@ -11,7 +11,7 @@ use serde_json::{Map, Value, json};
 
 /// A change of the values of a row.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Convert {
+pub(super) enum RowConversion {
     /// `chosen` and `rejected` are conversations in one text: `Human: ...`, `Assistant: ...`.
     Transcripts,
     /// `completions` with scores: the best and the worst one are compared.
@@ -33,7 +33,7 @@ const ASSISTANT: &str = "\n\nAssistant:";
 const SCORES: [&str; 2] = ["fine-grained_score", "overall_score"];
 
 /// Sets the columns and changes for a well-known dataset with this first row.
-pub(super) fn recognize(out: &mut Mapper, fields: &Map<String, Value>, purpose: Purpose, rules: &Rules) {
+pub(super) fn recognize(out: &mut Mapper, fields: &Map<String, Value>, purpose: RowPurpose, rules: &RenderRules) {
     let text = |name: &str| fields.get(name).and_then(Value::as_str);
     let lists = LISTS.into_iter().chain(fields.contains_key("data").then_some("data"));
     let mut lists = lists.filter(|name| fields.get(*name).and_then(alternating).is_some());
@@ -49,27 +49,27 @@ pub(super) fn recognize(out: &mut Mapper, fields: &Map<String, Value>, purpose: 
         }
     }
     let texts_of_answers = ColumnPath::new("answers.text");
-    if purpose != Purpose::Prefer
+    if purpose != RowPurpose::Prefer
         && text("context").is_some()
         && text("question").is_some()
-        && matches!(texts_of_answers.find(fields), Found::Value(Value::Array(_)))
+        && matches!(texts_of_answers.find(fields), PathValue::Value(Value::Array(_)))
     {
         out.preset = Some("SQuAD");
         out.template = TextTemplate::new("{context}\n\n{question}").ok();
         let name = match purpose {
-            Purpose::Ask => rules.answer,
+            RowPurpose::Ask => rules.answer,
             _ => "completion",
         };
         out.columns.push((name.into(), ColumnPath::new("answers.text[0]")));
         return;
     }
-    if purpose == Purpose::Prefer {
+    if purpose == RowPurpose::Prefer {
         let sides = [text("chosen"), text("rejected")];
         let whole = sides.iter().all(|side| side.is_some_and(is_transcript));
         // `Mapper` is created for each file, and a model without a template reads the texts as they are.
         if whole && rules.template.is_some() && rules.render != Render::Plain && text("prompt").is_none() {
             out.preset = Some("transcripts");
-            out.convert = Some(Convert::Transcripts);
+            out.convert = Some(RowConversion::Transcripts);
         }
         let rated = fields.get("completions").and_then(Value::as_array);
         let rated = rated.is_some_and(|list| list.iter().all(|c| c.get("response").is_some_and(Value::is_string)));
@@ -77,19 +77,19 @@ pub(super) fn recognize(out: &mut Mapper, fields: &Map<String, Value>, purpose: 
             out.preset = Some("UltraFeedback");
             out.columns.push(("chosen".into(), ColumnPath::new("chosen")));
             out.columns.push(("rejected".into(), ColumnPath::new("rejected")));
-            out.convert = Some(Convert::Ratings);
+            out.convert = Some(RowConversion::Ratings);
         }
         return;
     }
-    if purpose == Purpose::Ask {
+    if purpose == RowPurpose::Ask {
         if text(rules.answer).is_some_and(|answer| answer.contains("\n#### ")) {
             out.preset = Some("GSM8K");
-            out.convert = Some(Convert::AfterHashes);
+            out.convert = Some(RowConversion::AfterHashes);
         } else if !rules.answer.is_empty() && !fields.contains_key(rules.answer) {
             let paths = KNOWN_ANSWERS.map(ColumnPath::new);
             let found = paths
                 .into_iter()
-                .find(|path| matches!(path.find(fields), Found::Value(_)));
+                .find(|path| matches!(path.find(fields), PathValue::Value(_)));
             out.columns.extend(found.map(|path| (rules.answer.to_string(), path)));
         }
     }
@@ -99,9 +99,9 @@ pub(super) fn recognize(out: &mut Mapper, fields: &Map<String, Value>, purpose: 
 }
 
 /// Usual names that are written with capitals, such as `Question` and `Answer`; none if a column has a usual name.
-fn in_other_case(fields: &Map<String, Value>, purpose: Purpose) -> Vec<(String, ColumnPath)> {
+fn in_other_case(fields: &Map<String, Value>, purpose: RowPurpose) -> Vec<(String, ColumnPath)> {
     let pairs: &[&str] = match purpose {
-        Purpose::Prefer => &["chosen", "rejected", "label", "margin"],
+        RowPurpose::Prefer => &["chosen", "rejected", "label", "margin"],
         _ => &["chosen", "rejected", "text"],
     };
     let usual = || {
@@ -187,7 +187,7 @@ fn transcript(text: &str) -> Result<Value> {
     }
 }
 
-impl Convert {
+impl RowConversion {
     /// Changes the row. Returns why a row is not used.
     pub(super) fn apply(&self, fields: &mut Map<String, Value>) -> Result<Option<&'static str>> {
         match self {

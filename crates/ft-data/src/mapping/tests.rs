@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::dataset::{Dataset, DatasetSpec};
-use crate::preference::{self, Want};
+use crate::preference::{self, PreferencePart};
 use crate::prompts::{PromptLimits, PromptSpec, Prompts};
 use crate::reading::lines;
 use crate::source::Source;
@@ -44,7 +44,7 @@ impl Case {
         }
     }
 
-    fn see(&self, purpose: Purpose) -> Seen {
+    fn see(&self, purpose: RowPurpose) -> Seen {
         let codec = Words::chatml();
         let jinja = Jinja::new(QWEN);
         let template = self.template.then_some(&jinja as &dyn ChatRender);
@@ -57,9 +57,9 @@ impl Case {
             text.replace("<system\nYou help.>", "").trim().to_string()
         };
         let data = match purpose {
-            Purpose::Learn => Dataset::load(&spec, &codec, template)?,
-            Purpose::Prefer => preference::load(&spec, Want::Pairs, &codec, template)?,
-            Purpose::Ask => {
+            RowPurpose::Learn => Dataset::load(&spec, &codec, template)?,
+            RowPurpose::Prefer => preference::load(&spec, PreferencePart::Pairs, &codec, template)?,
+            RowPurpose::Ask => {
                 let encoder = spec.encoder(&codec, template);
                 let limits = PromptLimits {
                     window: 4096,
@@ -96,7 +96,7 @@ impl Case {
     }
 }
 
-fn see(row: Value, purpose: Purpose) -> Seen {
+fn see(row: Value, purpose: RowPurpose) -> Seen {
     case(&[row], Mapping::default()).see(purpose)
 }
 
@@ -252,7 +252,7 @@ fn well_known_sets_of_answers_are_read() {
             "only[ words>]".to_string(),
         ),
     ] {
-        let (said, seen) = see(row, Purpose::Learn).unwrap_or_else(|e| panic!("{set}: {e}"));
+        let (said, seen) = see(row, RowPurpose::Learn).unwrap_or_else(|e| panic!("{set}: {e}"));
         let said = said
             .trim_end_matches(RENDERED)
             .replace("messages: messages;", "messages;")
@@ -311,7 +311,7 @@ fn well_known_sets_of_pairs_are_read() {
             pair("q", "a", "b"),
         ),
     ] {
-        let (said, seen) = see(row, Purpose::Prefer).unwrap_or_else(|e| panic!("{set}: {e}"));
+        let (said, seen) = see(row, RowPurpose::Prefer).unwrap_or_else(|e| panic!("{set}: {e}"));
         assert_eq!((said.trim_end_matches(RENDERED), seen), (line, text), "{set}");
     }
     // Without a template the texts stay as they are.
@@ -320,7 +320,7 @@ fn well_known_sets_of_pairs_are_read() {
     plain.template = false;
     assert!(
         plain
-            .see(Purpose::Prefer)
+            .see(RowPurpose::Prefer)
             .unwrap()
             .0
             .contains("plain text (the answers contain the prompt)")
@@ -358,7 +358,7 @@ fn well_known_sets_of_prompts_are_read() {
             asked("4"),
         ),
     ] {
-        let (said, seen) = see(row, Purpose::Ask).unwrap_or_else(|e| panic!("{set}: {e}"));
+        let (said, seen) = see(row, RowPurpose::Ask).unwrap_or_else(|e| panic!("{set}: {e}"));
         assert_eq!((said.trim_end_matches(RENDERED), seen), (line, text), "{set}");
     }
 }
@@ -371,7 +371,7 @@ fn columns_are_read_under_any_name_and_others_stay_away() {
     let see = |mapping: &[(ColumnRole, &str)], purpose| case(std::slice::from_ref(&row), columns(mapping)).see(purpose);
     let (line, text) = see(
         &[(Prompt, "body"), (Completion, "reply"), (System, "meta.who")],
-        Purpose::Learn,
+        RowPurpose::Learn,
     )
     .unwrap();
     assert_eq!(text, format!("<system\ns>{}", chat("q", "7")));
@@ -380,11 +380,11 @@ fn columns_are_read_under_any_name_and_others_stay_away() {
         "prompt-completion: system from meta.who, prompt from body, completion from reply; not used: a, answer, b, messages, text"
     );
     let with_input = [(Prompt, "body"), (Completion, "reply"), (Input, "meta.extra[0]")];
-    assert_eq!(see(&with_input, Purpose::Learn).unwrap().1, chat("q\nx", "7"));
+    assert_eq!(see(&with_input, RowPurpose::Learn).unwrap().1, chat("q\nx", "7"));
     let pairs = [(Prompt, "body"), (Chosen, "a"), (Rejected, "b")];
-    assert_eq!(see(&pairs, Purpose::Prefer).unwrap().1, pair("q", "good", "bad"));
+    assert_eq!(see(&pairs, RowPurpose::Prefer).unwrap().1, pair("q", "good", "bad"));
     assert!(
-        see(&[(Text, "body")], Purpose::Learn)
+        see(&[(Text, "body")], RowPurpose::Learn)
             .unwrap()
             .0
             .starts_with("text: text from body; not used")
@@ -400,7 +400,7 @@ fn a_prompt_template_and_a_system_prompt_are_used() {
         ..columns(&[(ColumnRole::Completion, "reply")])
     };
     let (line, text) = case(std::slice::from_ref(&row), mapping.clone())
-        .see(Purpose::Learn)
+        .see(RowPurpose::Learn)
         .unwrap();
     assert_eq!(text, format!("<system\nBe kind.>{}", chat("{T} one ?", "a")));
     assert!(
@@ -416,7 +416,7 @@ fn a_prompt_template_and_a_system_prompt_are_used() {
     };
     assert!(
         case(&[own], system.clone())
-            .see(Purpose::Learn)
+            .see(RowPurpose::Learn)
             .unwrap()
             .1
             .starts_with("<system\nown>")
@@ -425,18 +425,18 @@ fn a_prompt_template_and_a_system_prompt_are_used() {
     let asked = json!({"prompt": "q", "answer": "a"});
     assert!(
         case(&[asked], system.clone())
-            .see(Purpose::Ask)
+            .see(RowPurpose::Ask)
             .unwrap()
             .1
             .starts_with("<system\nBe kind.>")
     );
     let pairs = json!({"prompt": "q", "chosen": "a", "rejected": "b"});
-    let (_, text) = case(&[pairs], system.clone()).see(Purpose::Prefer).unwrap();
+    let (_, text) = case(&[pairs], system.clone()).see(RowPurpose::Prefer).unwrap();
     assert_eq!(text.matches("Be kind.").count(), 2);
     for row in [json!({"text": "x y"}), json!({"prompt": "q", "completion": "a"})] {
         let mut plain = case(&[row], system.clone());
         plain.template = false;
-        let e = plain.see(Purpose::Learn).unwrap_err().to_string();
+        let e = plain.see(RowPurpose::Learn).unwrap_err().to_string();
         assert!(e.contains("t.jsonl:1") && e.contains("needs conversations"), "{e}");
     }
     let twice = Mapping {
@@ -463,7 +463,7 @@ fn turns_have_any_keys_and_any_roles() {
     for dialog in [turns.clone(), json!(turns.to_string())] {
         let row = json!({"dialog": dialog, "prompt": "no", "completion": "no"});
         assert_eq!(
-            case(&[row], mapping.clone()).see(Purpose::Learn).unwrap().1,
+            case(&[row], mapping.clone()).see(RowPurpose::Learn).unwrap().1,
             chat("q", "a")
         );
     }
@@ -475,7 +475,7 @@ fn turns_have_any_keys_and_any_roles() {
         ["user", "model"],
     ] {
         let row = json!({"messages": [{"role": user, "content": "q"}, {"role": assistant, "content": "a"}]});
-        assert_eq!(see(row, Purpose::Learn).unwrap().1, chat("q", "a"));
+        assert_eq!(see(row, RowPurpose::Learn).unwrap().1, chat("q", "a"));
     }
 }
 
@@ -486,27 +486,27 @@ fn what_cannot_be_read_is_refused_with_a_hint() {
     for (mapping, purpose, parts) in [
         (
             vec![(Prompt, "question")],
-            Purpose::Learn,
+            RowPurpose::Learn,
             vec!["t.jsonl:1", "no `question`", "did you mean `Question`?"],
         ),
         (
             vec![(Prompt, "Question"), (Completion, "answers")],
-            Purpose::Learn,
+            RowPurpose::Learn,
             vec!["`answers` is not a text", "`answers.text` names"],
         ),
         (
             vec![(Prompt, "Question"), (Completion, "answers.text")],
-            Purpose::Learn,
+            RowPurpose::Learn,
             vec!["`answers.text[0]` names"],
         ),
         (
             vec![(Prompt, "Question"), (Completion, "answers.txt[0]")],
-            Purpose::Learn,
+            RowPurpose::Learn,
             vec!["no `answers.txt[0]`", "`answers`: {"],
         ),
         (
             vec![(Prompt, "Question"), (Answer, "answers.text[0]")],
-            Purpose::Learn,
+            RowPurpose::Learn,
             vec![
                 "`answer` of `Mapping::columns` has no use",
                 "map the column `answers.text[0]` to `completion`",
@@ -514,7 +514,7 @@ fn what_cannot_be_read_is_refused_with_a_hint() {
         ),
         (
             vec![(Prompt, "Question"), (Text, "Question")],
-            Purpose::Prefer,
+            RowPurpose::Prefer,
             vec!["not a preference row"],
         ),
         (
@@ -523,7 +523,7 @@ fn what_cannot_be_read_is_refused_with_a_hint() {
                 (Completion, "answers.text[0]"),
                 (ColumnRole::Margin, "n"),
             ],
-            Purpose::Learn,
+            RowPurpose::Learn,
             vec!["`margin = \"n\"` of `Mapping::columns` has no use in rows of format `prompt-completion`"],
         ),
     ] {
@@ -538,7 +538,7 @@ fn what_cannot_be_read_is_refused_with_a_hint() {
     let turns = json!([{"role": "user", "content": "<image> q"}, {"role": "assistant", "content": "a"}]);
     let shown = json!({"messages": turns, "images": [{"path": "x.png"}]});
     let e = case(std::slice::from_ref(&shown), Mapping::default())
-        .see(Purpose::Learn)
+        .see(RowPurpose::Learn)
         .unwrap_err()
         .to_string();
     assert!(
@@ -546,14 +546,14 @@ fn what_cannot_be_read_is_refused_with_a_hint() {
         "{e}"
     );
     let text = columns(&[(ColumnRole::Messages, "messages")]);
-    assert!(case(&[shown], text).see(Purpose::Learn).is_ok());
+    assert!(case(&[shown], text).see(RowPurpose::Learn).is_ok());
     // Rows after the first one.
     let good = json!({"q": "q", "a": "a"});
     let e = case(
         &[good.clone(), json!({"q": "q"})],
         columns(&[(Prompt, "q"), (Completion, "a")]),
     );
-    let e = e.see(Purpose::Learn).unwrap_err().to_string();
+    let e = e.see(RowPurpose::Learn).unwrap_err().to_string();
     assert!(e.contains("t.jsonl:2") && e.contains("the row has no `a`"), "{e}");
 }
 
@@ -561,7 +561,7 @@ fn what_cannot_be_read_is_refused_with_a_hint() {
 fn rows_without_an_answer_are_skipped_and_counted() {
     let row = |texts: Value| json!({"context": "c", "question": "q", "answers": {"text": texts}});
     let (line, text) = case(&[row(json!([])), row(json!(["a"])), row(json!([]))], Mapping::default())
-        .see(Purpose::Learn)
+        .see(RowPurpose::Learn)
         .unwrap();
     assert_eq!(text, chat("c\n\nq", "a"));
     assert!(line.contains("; 1 row skipped: no value in a list"), "{line}");

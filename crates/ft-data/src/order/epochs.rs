@@ -1,11 +1,11 @@
 //! The units of each epoch. A mixture has other rows in each epoch, so with packing its number of bins varies; the
 //! position of the stream is one number all the same: the units before an epoch follow from the epochs before it.
 
-use super::Order;
+use super::BatchOrder;
 use crate::mixture::Mixture;
 use std::sync::Arc;
 
-impl Order {
+impl BatchOrder {
     /// How the rows of weighted sources are mixed.
     pub fn mixture(&self) -> Option<Arc<Mixture>> {
         self.mixture.clone()
@@ -64,14 +64,14 @@ impl Order {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Length, StreamSpec};
+    use super::super::{RunLength, StreamSpec};
     use super::*;
-    use crate::dataset::Origin;
-    use crate::mixture::{Mixture, Share, rows_of};
+    use crate::dataset::RowOrigin;
+    use crate::mixture::{Mixture, SourceShare, rows_of};
     use std::sync::Arc;
 
     /// 40 long rows and 60 short ones, which fill half of each epoch.
-    fn order(packing: bool, length: Length) -> Order {
+    fn order(packing: bool, length: RunLength) -> BatchOrder {
         let spec = StreamSpec {
             batch_size: 3,
             accumulation: 2,
@@ -81,26 +81,26 @@ mod tests {
             seed: 3,
             length,
         };
-        let share = Share {
+        let share = SourceShare {
             files: 1,
             weight: Some(1.0),
-            ..Share::default()
+            ..SourceShare::default()
         };
-        let origin = |i: usize| Origin {
+        let origin = |i: usize| RowOrigin {
             file: u32::from(i >= 40),
             number: 1,
             is_line: true,
         };
-        let origins: Vec<Origin> = (0..100).map(origin).collect();
+        let origins: Vec<RowOrigin> = (0..100).map(origin).collect();
         let shares = [share.clone(), share];
         let mixture = Mixture::new(&shares, rows_of(&shares, &origins)).map(Arc::new);
         let lengths: Vec<u32> = (0..100).map(|i| if i < 40 { 9 + i % 13 } else { 2 + i % 5 }).collect();
-        Order::mixed(lengths, spec, mixture).unwrap()
+        BatchOrder::mixed(lengths, spec, mixture).unwrap()
     }
 
     #[test]
     fn a_packed_mixture_is_resumed_at_any_position() {
-        let whole = order(true, Length::Epochs(20.0));
+        let whole = order(true, RunLength::Epochs(20.0));
         assert_eq!(whole.steps(), whole.start(20).div_ceil(6));
         let sizes: Vec<u64> = (0..20).map(|e| whole.start(e + 1) - whole.start(e)).collect();
         assert!(sizes.iter().any(|n| *n != sizes[0]), "{sizes:?}");
@@ -108,7 +108,7 @@ mod tests {
         let mut used = vec![0; 100];
         for index in 0..whole.micro_batches() {
             // Another order that begins here.
-            assert_eq!(whole.rows(index), order(true, Length::Epochs(20.0)).rows(index));
+            assert_eq!(whole.rows(index), order(true, RunLength::Epochs(20.0)).rows(index));
             whole.rows(index).into_iter().for_each(|row| used[row] += 1);
         }
         // 20 epochs of 50 rows from each source.
@@ -118,7 +118,7 @@ mod tests {
 
     #[test]
     fn a_mixture_has_even_epochs_without_packing() {
-        let order = order(false, Length::Epochs(2.5));
+        let order = order(false, RunLength::Epochs(2.5));
         assert_eq!((order.units_per_epoch(), order.steps()), (100, 250u64.div_ceil(6)));
         assert_eq!(order.epoch_after(50), 2.5);
         let mut rows: Vec<usize> = (0..order.micro_batches()).flat_map(|index| order.rows(index)).collect();

@@ -14,7 +14,7 @@ fn dataset(n: usize) -> Dataset {
     Dataset::from_examples((0..n).map(row).collect())
 }
 
-fn spec(batch_size: usize, accumulation: usize, length: Length) -> StreamSpec {
+fn spec(batch_size: usize, accumulation: usize, length: RunLength) -> StreamSpec {
     StreamSpec {
         batch_size,
         accumulation,
@@ -29,7 +29,7 @@ fn spec(batch_size: usize, accumulation: usize, length: Length) -> StreamSpec {
 #[test]
 fn unshuffled_steps_take_the_next_rows_of_the_file_and_wrap_around() {
     let data = dataset(5);
-    let stream = BatchStream::new(&data, spec(2, 2, Length::Steps(3))).unwrap();
+    let stream = BatchStream::new(&data, spec(2, 2, RunLength::Steps(3))).unwrap();
     let rows: Vec<_> = (0..6).map(|m| stream.rows(m)).collect();
     assert_eq!(rows, [[0, 1], [2, 3], [4, 0], [1, 2], [3, 4], [0, 1]]);
     assert_eq!((stream.steps(), stream.micro_batches()), (3, 6));
@@ -47,7 +47,7 @@ fn a_run_by_epochs_sees_each_row_equally_often_and_its_last_window_is_short() {
         (4, 1, 1.0, 2, vec![3]),
         (3, 8, 0.1, 1, vec![1]),
     ] {
-        let stream = BatchStream::new(&data, spec(batch_size, accumulation, Length::Epochs(epochs))).unwrap();
+        let stream = BatchStream::new(&data, spec(batch_size, accumulation, RunLength::Epochs(epochs))).unwrap();
         assert_eq!(stream.steps(), steps);
         let windows: Vec<_> = (0..steps).map(|s| stream.window(s).unwrap()).collect();
         let shape = |w: &Vec<Batch>| w.iter().map(|b| b.documents.len() - 1).collect::<Vec<_>>();
@@ -57,7 +57,7 @@ fn a_run_by_epochs_sees_each_row_equally_often_and_its_last_window_is_short() {
         assert_eq!(stream.epoch_after(steps), rows as f64 / 7.0);
     }
     assert_eq!(
-        BatchStream::new(&dataset(30), spec(1, 1, Length::Epochs(0.1)))
+        BatchStream::new(&dataset(30), spec(1, 1, RunLength::Epochs(0.1)))
             .unwrap()
             .steps(),
         3
@@ -71,7 +71,7 @@ fn the_order_is_a_function_of_seed_epoch_and_index_only() {
         let shuffled = StreamSpec {
             shuffle: true,
             packing,
-            ..spec(3, 1, Length::Steps(100))
+            ..spec(3, 1, RunLength::Steps(100))
         };
         let a = BatchStream::new(&data, shuffled).unwrap();
         let b = BatchStream::new(&data, shuffled).unwrap();
@@ -102,7 +102,7 @@ fn packed_and_unpacked_epochs_hold_the_same_tokens_targets_and_documents() {
         let s = StreamSpec {
             packing,
             shuffle: true,
-            ..spec(1, 1, Length::Epochs(1.0))
+            ..spec(1, 1, RunLength::Epochs(1.0))
         };
         let stream = BatchStream::new(&data, s).unwrap();
         let mut documents = Vec::new();
@@ -149,12 +149,12 @@ fn the_largest_micro_batch_is_the_one_that_the_run_makes() {
     let data = dataset(50);
     let largest = |s: StreamSpec| BatchStream::new(&data, s).unwrap().largest();
     for (packing, shuffle, batch_size, length) in [
-        (false, true, 3, Length::Steps(40)),
-        (true, true, 2, Length::Epochs(3.0)),
-        (false, false, 7, Length::Epochs(1.0)),
+        (false, true, 3, RunLength::Steps(40)),
+        (true, true, 2, RunLength::Epochs(3.0)),
+        (false, false, 7, RunLength::Epochs(1.0)),
         // More than an epoch in one micro-batch.
-        (true, false, 40, Length::Steps(2)),
-        (false, false, 120, Length::Steps(1)),
+        (true, false, 40, RunLength::Steps(2)),
+        (false, false, 120, RunLength::Steps(1)),
     ] {
         let s = StreamSpec {
             packing,
@@ -174,15 +174,15 @@ fn the_largest_micro_batch_is_the_one_that_the_run_makes() {
     // A run that ends before the longest rows.
     let short = StreamSpec {
         shuffle: false,
-        ..spec(1, 1, Length::Steps(3))
+        ..spec(1, 1, RunLength::Steps(3))
     };
     assert_eq!(largest(short).longest, 4);
     // Too long to enumerate: the sum of the largest units, which is never too small.
-    let endless = spec(2, 1, Length::Steps(u64::MAX / 4));
+    let endless = spec(2, 1, RunLength::Steps(u64::MAX / 4));
     assert_eq!(largest(endless).tokens, 16);
     let packed = StreamSpec {
         packing: true,
-        ..spec(500, 1, Length::Steps(1 << 40))
+        ..spec(500, 1, RunLength::Steps(1 << 40))
     };
     let stream = BatchStream::new(&data, packed).unwrap();
     let all = stream.lengths().iter().sum::<u32>() as usize;
@@ -193,22 +193,24 @@ fn the_largest_micro_batch_is_the_one_that_the_run_makes() {
     let found = stream.largest().tokens;
     assert!(found >= full * all && found <= full * all + rest * 16, "{found}");
     // An absurd batch size is not summed element by element.
-    let absurd = spec(usize::MAX, 1, Length::Steps(1));
+    let absurd = spec(usize::MAX, 1, RunLength::Steps(1));
     assert_eq!(largest(absurd).tokens, usize::MAX);
 }
 
 #[test]
 fn impossible_settings_are_refused() {
     let data = dataset(3);
-    assert!(BatchStream::new(&Dataset::default(), spec(1, 1, Length::Steps(1))).is_err());
-    assert!(BatchStream::new(&data, spec(0, 1, Length::Steps(1))).is_err());
-    assert!(BatchStream::new(&data, spec(1, 0, Length::Steps(1))).is_err());
+    assert!(BatchStream::new(&Dataset::default(), spec(1, 1, RunLength::Steps(1))).is_err());
+    assert!(BatchStream::new(&data, spec(0, 1, RunLength::Steps(1))).is_err());
+    assert!(BatchStream::new(&data, spec(1, 0, RunLength::Steps(1))).is_err());
     for epochs in [0.0, -1.0, f64::NAN, f64::INFINITY] {
-        assert!(BatchStream::new(&data, spec(1, 1, Length::Epochs(epochs))).is_err());
+        assert!(BatchStream::new(&data, spec(1, 1, RunLength::Epochs(epochs))).is_err());
     }
     assert_eq!(
-        BatchStream::new(&data, spec(1, 1, Length::Steps(0))).unwrap().steps(),
+        BatchStream::new(&data, spec(1, 1, RunLength::Steps(0)))
+            .unwrap()
+            .steps(),
         0
     );
-    assert_eq!(Length::new(-1, 2.0), Length::Epochs(2.0));
+    assert_eq!(RunLength::new(-1, 2.0), RunLength::Epochs(2.0));
 }

@@ -1,13 +1,13 @@
 //! Tokenizes preference rows.
 
-use super::Want;
+use super::PreferencePart;
 use super::rows::{Judgment, Sides, understand};
 use crate::batch::Example;
 use crate::codec::{ChatRender, RenderJob};
-use crate::dataset::Origin;
+use crate::dataset::RowOrigin;
 use crate::encode::Encoder;
-use crate::faults::Tried;
-use crate::layout::Layout;
+use crate::faults::TrialState;
+use crate::layout::ColumnLayout;
 use crate::prepare::{self, CachedRenderings};
 use crate::read::Row;
 use ft_base::{Error, Result};
@@ -35,7 +35,7 @@ pub(super) struct Side {
 
 pub(super) struct PairEncoder<'a> {
     pub encoder: Encoder<'a>,
-    pub want: Want,
+    pub want: PreferencePart,
 }
 
 impl Judgment {
@@ -84,8 +84,8 @@ impl PairEncoder<'_> {
     /// it was good and time is up.
     pub(super) fn encode_group(
         &self,
-        group: &[(Row, Arc<Layout>, Origin)],
-        tried: &Tried,
+        group: &[(Row, Arc<ColumnLayout>, RowOrigin)],
+        tried: &TrialState,
     ) -> Vec<Option<Result<TokenizedRow>>> {
         if !tried.go_on() {
             return group.iter().map(|_| None).collect();
@@ -150,12 +150,12 @@ impl PairEncoder<'_> {
                 }
                 (whole.to_vec(), prompt, *margin, true)
             }
-            Judgment::Judged { .. } if self.want != Want::Judged => {
+            Judgment::Judged { .. } if self.want != PreferencePart::Judged => {
                 return Err(Error::unsupported("this stage trains on pairs of answers")
                     .at(&row.place)
                     .found("a row with `completion` and `label`")
                     .expected("prompt, chosen, rejected")
-                    .hint("rows with one labeled answer are for `Want::Judged`"));
+                    .hint("rows with one labeled answer are for `PreferencePart::Judged`"));
             }
             Judgment::Judged { sides, label } => {
                 let (whole, prompt) = self.tokens(sides, talks, prepared).map_err(|e| e.within(&row.place))?;
@@ -164,7 +164,7 @@ impl PairEncoder<'_> {
         };
         let most = self.encoder.max_length;
         // A row that must be complete is dropped with its prompt: it is longer than `max_length` in any case.
-        if prompt >= most && self.want != Want::WholePairs {
+        if prompt >= most && self.want != PreferencePart::WholePairs {
             return Err(
                 Error::format("the prompt is so long that no tokens are left for an answer")
                     .at(&row.place)
@@ -177,7 +177,7 @@ impl PairEncoder<'_> {
             let cut = ids.len().saturating_sub(most);
             ids.truncate(most);
             let first = match self.want {
-                Want::PairsAndPrompts if side == 0 => 1,
+                PreferencePart::PairsAndPrompts if side == 0 => 1,
                 _ => prompt.max(1),
             };
             let trained = (0..ids.len()).map(|t| t >= first).collect();

@@ -16,15 +16,15 @@ mod tests;
 
 use super::batch::{Batch, Example};
 use super::codec::{ChatRender, TextCodec};
-use super::dataset::{Dataset, DatasetSpec, Origin};
-use super::examples::Join;
-use super::faults::{BadRows, Tried};
-use super::layout::{Layout, Purpose};
-use super::load::{CHUNK_ROWS, InMemory, PreferenceSide, Sink, Tokenized, kept, unless_stopped};
+use super::dataset::{Dataset, DatasetSpec, RowOrigin};
+use super::examples::RowJoin;
+use super::faults::{BadRows, TrialState};
+use super::layout::{ColumnLayout, RowPurpose};
+use super::load::{CHUNK_ROWS, ExampleSink, InMemoryRows, PreferenceSide, TokenizedPart, kept, unless_stopped};
 use super::prepare;
 use super::read::Row;
-use super::reading::Reading;
-use super::tokens::{Request, TokenCache};
+use super::reading::ReadingReport;
+use super::tokens::{TokenCache, TokenRequest};
 use crate::{Long, RowFormat};
 use encode::{Side, TokenizedRow};
 use ft_base::rng::{Rng, Stream};
@@ -36,7 +36,7 @@ use std::sync::Arc;
 
 /// The part of a row that a stage uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Want {
+pub enum PreferencePart {
     /// Both answers; the tokens of the answers are trained.
     Pairs,
     /// Both answers; the prompt of the chosen one is trained too (ORPO).
@@ -49,7 +49,7 @@ pub enum Want {
 
 /// The documents of a preference example.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Preference {
+pub struct PreferenceDocuments {
     /// Tokens of the first document: the chosen side, or the judged answer. The rest is the rejected side, or the
     /// prompt with the answer of another row (`mismatched`).
     pub first: usize,
@@ -61,7 +61,7 @@ pub struct Preference {
     pub label: bool,
 }
 
-impl Preference {
+impl PreferenceDocuments {
     pub(super) fn hash(&self, hasher: &mut blake3::Hasher) {
         hasher.update(&(self.first as u64).to_le_bytes());
         hasher.update(&(self.prompt as u64).to_le_bytes());
@@ -77,11 +77,11 @@ impl Preference {
 /// rows, nothing to train, a signal that asks to stop.
 pub fn load(
     spec: &DatasetSpec,
-    want: Want,
+    want: PreferencePart,
     codec: &dyn TextCodec,
     template: Option<&dyn ChatRender>,
 ) -> Result<Dataset> {
-    let mut rows = InMemory::new(spec);
+    let mut rows = InMemoryRows::new(spec);
     let readings = read_into(spec, want, codec, template, 0, &mut rows)?;
     rows.dataset(spec, readings)
 }
@@ -92,12 +92,12 @@ pub fn load(
 /// As for `load`; the cache cannot be written.
 pub fn load_cached(
     spec: &DatasetSpec,
-    want: Want,
+    want: PreferencePart,
     codec: &dyn TextCodec,
     template: Option<&dyn ChatRender>,
     cache: &TokenCache,
 ) -> Result<Dataset> {
-    let request = Request {
+    let request = TokenRequest {
         spec,
         codec,
         template,
@@ -112,12 +112,12 @@ pub fn load_cached(
 /// Reads all rows, and tokenizes those after the first `skip`. Errors: as `load`, except that no rows are no error here.
 pub(super) fn read_into(
     spec: &DatasetSpec,
-    want: Want,
+    want: PreferencePart,
     codec: &dyn TextCodec,
     template: Option<&dyn ChatRender>,
     skip: u64,
-    sink: &mut dyn Sink,
-) -> Result<Vec<(usize, Reading)>> {
+    sink: &mut dyn ExampleSink,
+) -> Result<Vec<(usize, ReadingReport)>> {
     let mut formats = spec.sources.iter().map(|source| source.format);
     if let Some(format) = formats.find(|format| !matches!(format, RowFormat::Auto | RowFormat::Preference)) {
         return Err(Error::usage("this stage trains on preference rows")
@@ -138,19 +138,24 @@ pub(super) fn read_into(
     };
     let mut bad = BadRows::new();
     let encoder = spec.encoder(codec, template);
-    let readings = spec.rows(Purpose::Prefer, &encoder, &mut bad, &mut |row, layout, origin, bad| {
-        loader.read += 1;
-        if loader.read <= skip {
-            bad.good();
-            return unless_stopped();
-        }
-        loader.chunk.push((row, layout.clone(), origin));
-        if loader.chunk.len() >= CHUNK_ROWS {
-            loader.flush(bad)
-        } else {
-            Ok(())
-        }
-    })?;
+    let readings = spec.rows(
+        RowPurpose::Prefer,
+        &encoder,
+        &mut bad,
+        &mut |row, layout, origin, bad| {
+            loader.read += 1;
+            if loader.read <= skip {
+                bad.good();
+                return unless_stopped();
+            }
+            loader.chunk.push((row, layout.clone(), origin));
+            if loader.chunk.len() >= CHUNK_ROWS {
+                loader.flush(bad)
+            } else {
+                Ok(())
+            }
+        },
+    )?;
     loader.flush(&mut bad)?;
     bad.end()?;
     template.iter().for_each(|t| t.rest());
@@ -159,20 +164,20 @@ pub(super) fn read_into(
 
 struct PairLoader<'a> {
     encoder: encode::PairEncoder<'a>,
-    chunk: Vec<(Row, Arc<Layout>, Origin)>,
+    chunk: Vec<(Row, Arc<ColumnLayout>, RowOrigin)>,
     /// Rows read.
     read: u64,
     long: Long,
     /// Whether rows have a margin.
     margins: Option<bool>,
-    sink: &'a mut dyn Sink,
+    sink: &'a mut dyn ExampleSink,
 }
 
 impl PairLoader<'_> {
     fn flush(&mut self, bad: &mut BadRows) -> Result<()> {
         let encoder = &self.encoder;
         let chunk = std::mem::take(&mut self.chunk);
-        let tried = Tried::new(bad);
+        let tried = TrialState::new(bad);
         let units: Vec<Option<Result<TokenizedRow>>> = chunk
             .par_chunks(prepare::ROWS)
             .flat_map_iter(|group| encoder.encode_group(group, &tried))
@@ -200,7 +205,7 @@ impl PairLoader<'_> {
                 stats.long_tokens += unit.sides.iter().map(|s| s.example.ids.len() + s.cut).sum::<usize>() as u64;
                 continue;
             }
-            if cut > 0 && self.encoder.want == Want::WholePairs {
+            if cut > 0 && self.encoder.want == PreferencePart::WholePairs {
                 stats.dropped_rows += 1;
                 stats.dropped_by_truncation += 1;
                 continue;
@@ -223,7 +228,7 @@ impl PairLoader<'_> {
         unless_stopped()
     }
 
-    fn push(&mut self, unit: TokenizedRow, origin: Origin) {
+    fn push(&mut self, unit: TokenizedRow, origin: RowOrigin) {
         let TokenizedRow {
             sides,
             prompt,
@@ -231,7 +236,7 @@ impl PairLoader<'_> {
             label,
         } = unit;
         let side_of = |first, label, is_last| PreferenceSide {
-            preference: Preference {
+            preference: PreferenceDocuments {
                 first,
                 prompt,
                 margin: margin.unwrap_or(0.0),
@@ -240,11 +245,11 @@ impl PairLoader<'_> {
             is_last,
             has_margin: margin.is_some(),
         };
-        let judged = self.encoder.want == Want::Judged;
+        let judged = self.encoder.want == PreferencePart::Judged;
         let paired = sides.len() == 2;
         let mut add = |example, side| {
             let side = Some(side);
-            self.sink.push(Tokenized { example, origin, side });
+            self.sink.push(TokenizedPart { example, origin, side });
         };
         if judged {
             for (at, Side { example, .. }) in sides.into_iter().enumerate() {
@@ -353,7 +358,7 @@ impl Dataset {
                 };
                 let (mine, theirs) = (self.preferences[row], self.preferences[other]);
                 let answer = self.examples.length(other) - theirs.prompt;
-                let join = Join {
+                let join = RowJoin {
                     row: row as u32,
                     prompt: mine.prompt as u32,
                     other: other as u32,

@@ -7,7 +7,7 @@
 //! - Texts become messages of a conversation if the file's layout requires it.
 
 use super::super::chat;
-use super::super::layout::{Layout, PROMPTS, is_like_a_prompt, is_turns, not_a_preference};
+use super::super::layout::{ColumnLayout, PROMPTS, is_like_a_prompt, is_turns, not_a_preference};
 use super::super::read::{Row, clip, kind};
 use super::super::rows::{self, answer_turns, missing, string, tools, turns, with_system, without_system, wrong};
 use crate::RowFormat;
@@ -45,7 +45,7 @@ pub(super) enum Judgment {
 const SHAPE: &str = "prompt, chosen, rejected (text or messages; optional margin), or prompt, completion, label";
 
 /// Errors, with the place of the row: a field is missing or has another type, both sides are equal.
-pub(super) fn understand(row: &Row, layout: &Layout) -> Result<Judgment> {
+pub(super) fn understand(row: &Row, layout: &ColumnLayout) -> Result<Judgment> {
     let has = |name: &str| row.fields.get(name).is_some_and(|v| !v.is_null());
     let answer = layout.answer.as_deref().unwrap_or("completion");
     let judgment = if has("chosen") || has("rejected") {
@@ -65,7 +65,7 @@ fn field<'a>(fields: &'a Map<String, Value>, name: &str) -> Result<&'a Value> {
     }
 }
 
-fn pair(fields: &Map<String, Value>, layout: &Layout) -> Result<Judgment> {
+fn pair(fields: &Map<String, Value>, layout: &ColumnLayout) -> Result<Judgment> {
     const FORMAT: RowFormat = RowFormat::Preference;
     let (chosen, rejected) = (field(fields, "chosen")?, field(fields, "rejected")?);
     if is_turns(chosen) != is_turns(rejected) {
@@ -147,7 +147,7 @@ fn pair(fields: &Map<String, Value>, layout: &Layout) -> Result<Judgment> {
     Ok(Judgment::Pair { sides, margin })
 }
 
-fn judged(fields: &Map<String, Value>, layout: &Layout, answer: &str) -> Result<Judgment> {
+fn judged(fields: &Map<String, Value>, layout: &ColumnLayout, answer: &str) -> Result<Judgment> {
     let completion = field(fields, answer)?;
     let label = field(fields, "label")?;
     let label = rows::label(label).ok_or_else(|| wrong(label, "label", "true (desirable) or false (undesirable)"))?;
@@ -183,7 +183,7 @@ enum PromptPart {
     Implied,
 }
 
-fn before(fields: &Map<String, Value>, layout: &Layout) -> Result<PromptPart> {
+fn before(fields: &Map<String, Value>, layout: &ColumnLayout) -> Result<PromptPart> {
     let name = match (&layout.prompt, &layout.list) {
         (Some(prompt), _) => prompt,
         (None, Some(list)) => list,
@@ -248,7 +248,7 @@ fn implied(sides: [Vec<Value>; 2]) -> (Vec<Value>, [Vec<Value>; 2]) {
 }
 
 /// Errors: there is no prompt, and a column that looks like one is not used.
-fn refuse_leftover(fields: &Map<String, Value>, layout: &Layout) -> Result<()> {
+fn refuse_leftover(fields: &Map<String, Value>, layout: &ColumnLayout) -> Result<()> {
     const WORDS: usize = 4;
     let is_left = |(name, value): &(&String, &Value)| {
         let text = value.as_str().unwrap_or_default();
@@ -318,12 +318,12 @@ fn shared_text(a: &str, b: &str) -> usize {
 mod tests {
     use super::*;
     use crate::Render;
-    use crate::layout::{Purpose, Rules};
+    use crate::layout::{RenderRules, RowPurpose};
     use crate::testing::{Jinja, QWEN, Words, layout, row};
     use serde_json::json;
 
     fn understand(row: &Row) -> Result<Judgment> {
-        super::understand(row, &layout(row, RowFormat::Auto, Purpose::Prefer)?)
+        super::understand(row, &layout(row, RowFormat::Auto, RowPurpose::Prefer)?)
     }
 
     fn texts(value: Value) -> (String, [String; 2]) {
@@ -381,14 +381,14 @@ mod tests {
     /// The row's prompt and answers as messages, for a model with a chat template.
     fn messages(value: Value) -> (Vec<Value>, [Vec<Value>; 2]) {
         let jinja = Jinja::new(QWEN);
-        let rules = Rules {
+        let rules = RenderRules {
             render: Render::Auto,
             template: Some(&jinja),
             codec: &Words::chatml(),
             answer: "",
         };
         let row = row(value);
-        let layout = Layout::find(&row, RowFormat::Auto, Purpose::Prefer, &rules).unwrap();
+        let layout = ColumnLayout::find(&row, RowFormat::Auto, RowPurpose::Prefer, &rules).unwrap();
         match super::understand(&row, &layout).unwrap() {
             Judgment::Pair {
                 sides: Sides::Chat {

@@ -1,16 +1,16 @@
 //! End-to-end tests of preference rows: tokens as in TRL, truncation, refused rows, mismatched pairs.
 
 use super::*;
-use crate::codec::{RenderJob, Rendered};
+use crate::codec::{RenderJob, RenderedChat};
 use crate::testing::{Jinja, Words, files};
-use crate::{BatchStream, IGNORE, Length, StreamSpec};
+use crate::{BatchStream, IGNORE, RunLength, StreamSpec};
 use crate::{Long, Render, TrainOn};
 use serde_json::Value;
 
 const CHATML: &str = r#"{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}
 {% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"#;
 
-fn read(words: &Words, lines: &[&str], want: Want, max_length: usize) -> Result<Dataset> {
+fn read(words: &Words, lines: &[&str], want: PreferencePart, max_length: usize) -> Result<Dataset> {
     let files = files(&[("p.jsonl", &lines.join("\n"))]);
     let spec = DatasetSpec {
         sources: &files.sources,
@@ -45,7 +45,7 @@ fn a_pair_becomes_two_documents_of_one_example() {
         r#"{"prompt": "a b", "chosen": " c d", "rejected": " e"}"#,
         r#"{"chosen": [{"role":"user","content":"q"},{"role":"assistant","content":"yes"}], "rejected": [{"role":"user","content":"q"},{"role":"assistant","content":"no"}]}"#,
     ];
-    let data = read(&words, &rows, Want::Pairs, 64).unwrap();
+    let data = read(&words, &rows, PreferencePart::Pairs, 64).unwrap();
     assert_eq!(
         shown(&words, &data, 0),
         ["a b[ c][ d][<|im_end|>]", "a b[ e][<|im_end|>]"]
@@ -61,7 +61,7 @@ fn a_pair_becomes_two_documents_of_one_example() {
     );
     assert_eq!(
         data.preferences[0],
-        Preference {
+        PreferenceDocuments {
             first: 5,
             prompt: 2,
             margin: 0.0,
@@ -74,7 +74,7 @@ fn a_pair_becomes_two_documents_of_one_example() {
     let flat = data.flat().unwrap();
     assert_eq!((flat.examples.len(), flat.stats.tokens), (4, data.stats.tokens));
 
-    let data = read(&words, &rows, Want::PairsAndPrompts, 64).unwrap();
+    let data = read(&words, &rows, PreferencePart::PairsAndPrompts, 64).unwrap();
     assert_eq!(
         shown(&words, &data, 0),
         ["a[ b][ c][ d][<|im_end|>]", "a b[ e][<|im_end|>]"]
@@ -86,13 +86,13 @@ fn the_prompt_ends_where_the_tokens_part_for_both_sides() {
     let words = Words::chatml();
     // "foo" + "bar" is one word: the prompt's last token is then another one.
     let rows = [r#"{"prompt": "a foo", "chosen": "bar", "rejected": " bar"}"#];
-    let data = read(&words, &rows, Want::Pairs, 64).unwrap();
+    let data = read(&words, &rows, PreferencePart::Pairs, 64).unwrap();
     assert_eq!(
         shown(&words, &data, 0),
         ["a[ foobar][<|im_end|>]", "a[ foo][ bar][<|im_end|>]"]
     );
     let rows = [r#"{"prompt": "a", "chosen": " b<|im_end|>", "rejected": " c"}"#];
-    let data = read(&words, &rows, Want::Pairs, 64).unwrap();
+    let data = read(&words, &rows, PreferencePart::Pairs, 64).unwrap();
     assert_eq!(shown(&words, &data, 0), ["a[ b][<|im_end|>]", "a[ c][<|im_end|>]"]);
 }
 
@@ -103,20 +103,22 @@ fn long_answers_are_cut_and_long_prompts_refused() {
         r#"{"prompt": "a b", "chosen": " c d e f", "rejected": " g"}"#,
         r#"{"prompt": "a b", "chosen": " x y z", "rejected": " x y w"}"#,
     ];
-    let data = read(&words, &rows, Want::Pairs, 4).unwrap();
+    let data = read(&words, &rows, PreferencePart::Pairs, 4).unwrap();
     assert_eq!(shown(&words, &data, 0), ["a b[ c][ d]", "a b[ g][<|im_end|>]"]);
     // The sides of the second row are equal after truncation.
     let stats = &data.stats;
     assert_eq!((data.examples.len(), stats.rows, stats.dropped_rows), (1, 2, 1));
     assert_eq!((stats.truncated_rows, stats.longest_written), (2, 7));
     // A reward model reads the end of a text: rows that would be truncated are dropped.
-    let e = read(&words, &rows[..1], Want::WholePairs, 4).unwrap_err().to_string();
+    let e = read(&words, &rows[..1], PreferencePart::WholePairs, 4)
+        .unwrap_err()
+        .to_string();
     assert!(e.contains("nothing in the data") && e.contains("max_length"), "{e}");
     let long = r#"{"prompt": "a b c d e", "chosen": " f", "rejected": " g"}"#;
     let short = r#"{"prompt": "a", "chosen": " b", "rejected": " c"}"#;
-    let data = read(&words, &[long, short], Want::WholePairs, 4).unwrap();
+    let data = read(&words, &[long, short], PreferencePart::WholePairs, 4).unwrap();
     assert_eq!((data.examples.len(), data.stats.dropped_by_truncation), (1, 1));
-    let e = read(&words, &[rows[0], rows[0]], Want::Pairs, 2)
+    let e = read(&words, &[rows[0], rows[0]], PreferencePart::Pairs, 2)
         .unwrap_err()
         .to_string();
     assert!(
@@ -132,25 +134,25 @@ fn equal_sides_mixed_margins_and_foreign_rows_are_refused_with_their_line() {
     for (row, want, what) in [
         (
             r#"{"prompt": "a", "chosen": " b", "rejected": " b", "margin": 1}"#,
-            Want::Pairs,
+            PreferencePart::Pairs,
             "are equal",
         ),
         (
             r#"{"prompt": "a", "chosen": " b", "rejected": " b<|im_end|>", "margin": 1}"#,
-            Want::Pairs,
+            PreferencePart::Pairs,
             "same tokens",
         ),
         (
             r#"{"prompt": "a", "chosen": " b", "rejected": " c"}"#,
-            Want::WholePairs,
+            PreferencePart::WholePairs,
             "have a `margin`",
         ),
         (
             r#"{"prompt": "a", "completion": " b", "label": true}"#,
-            Want::Pairs,
-            "`Want::Judged`",
+            PreferencePart::Pairs,
+            "`PreferencePart::Judged`",
         ),
-        (r#"{"messages": []}"#, Want::Pairs, "not a preference row"),
+        (r#"{"messages": []}"#, PreferencePart::Pairs, "not a preference row"),
     ] {
         let e = read(&words, &[good, row], want, 64).unwrap_err().to_string();
         assert!(e.contains(what) && e.contains(".jsonl:2"), "{e}");
@@ -165,7 +167,7 @@ fn judged_rows_get_the_answer_of_the_next_row_as_mismatch() {
         r#"{"prompt": "c d", "completion": " e f", "label": false}"#,
         r#"{"prompt": "g", "chosen": " h", "rejected": " i"}"#,
     ];
-    let data = read(&words, &rows, Want::Judged, 64).unwrap();
+    let data = read(&words, &rows, PreferencePart::Judged, 64).unwrap();
     // A pair becomes two judged answers; the rejected ones are placed after all others.
     let labels: Vec<bool> = data.preferences.iter().map(|p| p.label).collect();
     assert_eq!(labels, [true, false, true, false]);
@@ -207,7 +209,7 @@ fn judged_rows_get_the_answer_of_the_next_row_as_mismatch() {
         max_length: 64,
         shuffle: true,
         seed: 3,
-        length: Length::Epochs(8.0),
+        length: RunLength::Epochs(8.0),
     };
     let stream = BatchStream::new(&mixed, spec).unwrap();
     assert!((0..16).all(|m| stream.rows(m) == [[0, 1], [2, 3]][m as usize % 2]));
@@ -226,7 +228,7 @@ fn splits_keep_what_belongs_to_a_row() {
         .map(|i| format!(r#"{{"prompt": "p{i}", "chosen": " a", "rejected": " b c", "margin": {i}}}"#))
         .collect();
     let rows: Vec<&str> = rows.iter().map(String::as_str).collect();
-    let data = read(&words, &rows, Want::Pairs, 64).unwrap();
+    let data = read(&words, &rows, PreferencePart::Pairs, 64).unwrap();
     let whole = data.fingerprint.clone();
     let (train, eval) = data.split(0.3, 5).unwrap();
     assert_eq!((train.preferences.len(), eval.preferences.len()), (7, 3));
@@ -236,7 +238,7 @@ fn splits_keep_what_belongs_to_a_row() {
         }
     }
     // Two judged answers of a row are always in the same part.
-    let judged = read(&words, &rows, Want::Judged, 64).unwrap();
+    let judged = read(&words, &rows, PreferencePart::Judged, 64).unwrap();
     let (train, eval) = judged.split(0.7, 5).unwrap();
     assert_eq!((train.examples.len(), eval.examples.len()), (6, 14));
     assert_eq!((train.stats.rows, eval.stats.rows), (3, 7));
@@ -248,7 +250,10 @@ fn splits_keep_what_belongs_to_a_row() {
         .map(|r| r.replace("\"margin\": 3", "\"margin\": 4"))
         .collect();
     let other: Vec<&str> = other.iter().map(String::as_str).collect();
-    assert_ne!(read(&words, &other, Want::Pairs, 64).unwrap().fingerprint, whole);
+    assert_ne!(
+        read(&words, &other, PreferencePart::Pairs, 64).unwrap().fingerprint,
+        whole
+    );
 }
 
 /// Counts what it is asked: single renderings, requests for many, and the renderings of these.
@@ -263,14 +268,14 @@ impl ChatRender for Counting {
         self.inner.render(messages, tools, prompt)
     }
 
-    fn render_many(&self, jobs: &[RenderJob]) -> Vec<Vec<Option<Rendered>>> {
+    fn render_many(&self, jobs: &[RenderJob]) -> Vec<Vec<Option<RenderedChat>>> {
         let mut asked = self.asked.lock().unwrap();
         asked[1] += 1;
         asked[2] += jobs.len();
         let text = |job: &RenderJob, (upto, prompt): &(usize, bool)| {
             let text = self.inner.render(&job.messages[..*upto], job.tools, *prompt).ok()?;
             let generation = Vec::new();
-            Some(Rendered { text, generation })
+            Some(RenderedChat { text, generation })
         };
         let answers = |job: &RenderJob| job.asks.iter().map(|ask| text(job, ask)).collect();
         jobs.iter().map(answers).collect()
@@ -302,8 +307,8 @@ fn the_renderings_of_64_rows_are_asked_for_at_once() {
         inner: Jinja::new(CHATML),
         asked: Default::default(),
     };
-    let data = load(&spec, Want::Pairs, &words, Some(&template)).unwrap();
-    let plain = read(&words, &lines, Want::Pairs, 64).unwrap();
+    let data = load(&spec, PreferencePart::Pairs, &words, Some(&template)).unwrap();
+    let plain = read(&words, &lines, PreferencePart::Pairs, 64).unwrap();
     assert_eq!(data.examples.in_memory(), plain.examples.in_memory());
     assert_eq!(data.preferences, plain.preferences);
     let [single, requests, renderings] = *template.asked.lock().unwrap();

@@ -1,6 +1,6 @@
 //! Readers for jsonl (one object per line) and json (one array of objects).
 
-use super::{Each, MAX_ROW_BYTES, Row, RowPosition, clip, not_utf8};
+use super::{MAX_ROW_BYTES, Row, RowPosition, RowReceiver, clip, not_utf8};
 use ft_base::{Error, Result};
 use serde::de::{DeserializeSeed, Deserializer, SeqAccess, Visitor};
 use serde_json::Value;
@@ -18,11 +18,11 @@ pub(super) fn cannot_read(path: &str, e: std::io::Error) -> Error {
 }
 
 /// Reads one object per line; skips blank lines; line numbers are physical.
-pub(super) fn read_lines(path: &str, file: impl Read, each: &mut Each) -> Result<()> {
+pub(super) fn read_lines(path: &str, file: impl Read, each: &mut RowReceiver) -> Result<()> {
     lines(path, BufReader::with_capacity(1 << 18, file), each)
 }
 
-fn lines(path: &str, mut input: impl BufRead, each: &mut Each) -> Result<()> {
+fn lines(path: &str, mut input: impl BufRead, each: &mut RowReceiver) -> Result<()> {
     let mut place = RowPosition {
         file: Arc::from(path),
         number: 0,
@@ -107,7 +107,7 @@ fn message(e: &serde_json::Error) -> String {
 }
 
 /// Reads a `.json` file: an array of objects, or one object per line.
-pub(super) fn read_json(path: &str, file: impl Read, each: &mut Each) -> Result<()> {
+pub(super) fn read_json(path: &str, file: impl Read, each: &mut RowReceiver) -> Result<()> {
     let mut input = BufReader::with_capacity(1 << 18, file);
     let mut seen = Vec::new();
     let first = loop {
@@ -135,7 +135,7 @@ fn rejoin<R: BufRead>(seen: Vec<u8>, rest: R) -> Chain<Cursor<Vec<u8>>, R> {
     Cursor::new(seen).chain(rest)
 }
 
-fn array(path: &str, input: impl BufRead, each: &mut Each) -> Result<()> {
+fn array(path: &str, input: impl BufRead, each: &mut RowReceiver) -> Result<()> {
     let mut place = RowPosition {
         file: Arc::from(path),
         number: 0,
@@ -169,7 +169,7 @@ fn array(path: &str, input: impl BufRead, each: &mut Each) -> Result<()> {
 /// Reads the elements of the outer array one by one, so that the whole array is never in memory.
 struct RowArray<'a> {
     place: &'a mut RowPosition,
-    each: &'a mut Each<'a>,
+    each: &'a mut RowReceiver<'a>,
     refused: &'a mut Option<Error>,
 }
 

@@ -111,14 +111,14 @@ impl Row {
 }
 
 /// Receives rows, and the errors of broken ones.
-pub(crate) type Each<'a> = dyn FnMut(Result<Row>) -> Result<()> + 'a;
+pub(crate) type RowReceiver<'a> = dyn FnMut(Result<Row>) -> Result<()> + 'a;
 
 /// Passes each row of a file to `each`, in order. The extension selects the reader; `.json` may contain an array or
 /// lines; `.gz` and `.zst` behind it are decompressed. A broken row is passed to `each` as an error (place, clipped row)
 /// if the rows after it can be read.
 ///
 /// Errors: the file cannot be read, or not beyond a row; or `each` stops the reading.
-pub(crate) fn read_rows(path: &str, unit: TextUnit, each: &mut Each) -> Result<()> {
+pub(crate) fn read_rows(path: &str, unit: TextUnit, each: &mut RowReceiver) -> Result<()> {
     let file = Path::new(path);
     if file.is_dir() {
         return Err(Error::format("this is a directory, not a data file")

@@ -1,6 +1,6 @@
 //! Reads csv and tsv with a header row. Every value is a string.
 
-use super::{Each, Row, RowPosition, clip, not_utf8};
+use super::{Row, RowPosition, RowReceiver, clip, not_utf8};
 use ft_base::{Error, Result};
 use serde_json::{Map, Value};
 use std::cell::RefCell;
@@ -48,7 +48,7 @@ fn line_at(breaks: &Breaks, line: &mut u64, mut offset: u64) -> u64 {
 const HEADER: u64 = 1 << 16;
 
 /// Reads a csv file. Its columns are separated by commas, or by semicolons or tabs if the header row has no comma.
-pub(super) fn read_csv(path: &str, file: impl Read, each: &mut Each) -> Result<()> {
+pub(super) fn read_csv(path: &str, file: impl Read, each: &mut RowReceiver) -> Result<()> {
     let mut input = BufReader::new(file);
     let mut header = Vec::new();
     let read = input.by_ref().take(HEADER).read_until(b'\n', &mut header);
@@ -66,7 +66,7 @@ pub(super) fn read_csv(path: &str, file: impl Read, each: &mut Each) -> Result<(
     read_table(path, Cursor::new(header).chain(input), delimiter, each)
 }
 
-pub(super) fn read_table(path: &str, file: impl Read, delimiter: u8, each: &mut Each) -> Result<()> {
+pub(super) fn read_table(path: &str, file: impl Read, delimiter: u8, each: &mut RowReceiver) -> Result<()> {
     let breaks = Breaks::default();
     let mut reader = csv::ReaderBuilder::new()
         .delimiter(delimiter)

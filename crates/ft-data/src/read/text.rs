@@ -1,7 +1,7 @@
 //! Reads text files. A row is a line, a paragraph or the whole file, as its column `text`.
 
 use super::json::cannot_read;
-use super::{Each, MAX_ROW_BYTES, Row, RowPosition, TextUnit, not_utf8};
+use super::{MAX_ROW_BYTES, Row, RowPosition, RowReceiver, TextUnit, not_utf8};
 use ft_base::{Error, Result};
 use serde_json::{Map, Value};
 use std::io::{BufRead, BufReader, Read};
@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 const BOM: &str = "\u{feff}";
 
-pub(super) fn read_text(path: &str, file: impl Read, unit: TextUnit, each: &mut Each) -> Result<()> {
+pub(super) fn read_text(path: &str, file: impl Read, unit: TextUnit, each: &mut RowReceiver) -> Result<()> {
     let mut input = BufReader::with_capacity(1 << 18, file);
     let mut place = RowPosition {
         file: Arc::from(path),

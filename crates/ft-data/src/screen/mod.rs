@@ -13,7 +13,7 @@ pub mod stats;
 mod tests;
 pub(crate) mod waiting;
 
-use super::layout::Layout;
+use super::layout::ColumnLayout;
 use super::read::{Row, RowPosition};
 use ft_base::named;
 use ft_base::units::count;
@@ -27,7 +27,7 @@ use serde_json::{Value, json};
 use stats::RowStats;
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
-use waiting::Placed;
+use waiting::WaitingRow;
 
 named!(
     /// Which repeated rows are dropped.
@@ -70,7 +70,7 @@ impl Default for ScreenSpec {
 
 /// Why a row was dropped.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub enum Reason {
+pub enum DropReason {
     /// The judges disagree, or contradict the label of the row: the share of votes for it.
     Judges(f64),
     /// It shares these words with a row of the evaluation files.
@@ -88,24 +88,24 @@ pub enum Reason {
 
 /// A row that was dropped.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Dropped {
+pub struct DroppedRow {
     /// Its place.
     pub row: RowPosition,
     /// Why.
-    pub reason: Reason,
+    pub reason: DropReason,
 }
 
-impl Dropped {
+impl DroppedRow {
     /// One line of a list of dropped rows.
     pub fn json(&self) -> Value {
         let row = self.row.to_string();
         match &self.reason {
-            Reason::Judges(share) => json!({"row": row, "reason": "judges", "agreement": share}),
-            Reason::Evaluation { row: other, words } => {
+            DropReason::Judges(share) => json!({"row": row, "reason": "judges", "agreement": share}),
+            DropReason::Evaluation { row: other, words } => {
                 json!({"row": row, "reason": "evaluation", "other": other.to_string(), "words": words})
             }
-            Reason::Same(other) => json!({"row": row, "reason": "same", "other": other.to_string()}),
-            Reason::Near(other, similarity) => {
+            DropReason::Same(other) => json!({"row": row, "reason": "same", "other": other.to_string()}),
+            DropReason::Near(other, similarity) => {
                 json!({"row": row, "reason": "near", "other": other.to_string(), "similarity": similarity})
             }
         }
@@ -114,27 +114,27 @@ impl Dropped {
 
 /// The counts of a screen.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
-pub struct Screened {
+pub struct ScreenCounts {
     /// Rows that it saw.
     pub rows: usize,
     /// The dropped rows, in order.
-    pub dropped: Vec<Dropped>,
+    pub dropped: Vec<DroppedRow>,
     /// Agreement of the judges over all rows.
     pub agreement: Option<Agreement>,
     /// Texts of the evaluation files, and those with too few words to be compared.
     pub evaluation_texts: (usize, usize),
 }
 
-impl Screened {
+impl ScreenCounts {
     /// Number of dropped rows for each reason: judges, evaluation, same, near.
     pub fn counts(&self) -> [usize; 4] {
         let mut out = [0; 4];
         for d in &self.dropped {
             out[match d.reason {
-                Reason::Judges(_) => 0,
-                Reason::Evaluation { .. } => 1,
-                Reason::Same(_) => 2,
-                Reason::Near(..) => 3,
+                DropReason::Judges(_) => 0,
+                DropReason::Evaluation { .. } => 1,
+                DropReason::Same(_) => 2,
+                DropReason::Near(..) => 3,
             }] += 1;
         }
         out
@@ -154,17 +154,17 @@ impl Screened {
         ];
         for (kind, (n, name)) in self.counts().into_iter().zip(names).enumerate() {
             let first = self.dropped.iter().find(|d| match d.reason {
-                Reason::Judges(_) => kind == 0,
-                Reason::Evaluation { .. } => kind == 1,
-                Reason::Same(_) => kind == 2,
-                Reason::Near(..) => kind == 3,
+                DropReason::Judges(_) => kind == 0,
+                DropReason::Evaluation { .. } => kind == 1,
+                DropReason::Same(_) => kind == 2,
+                DropReason::Near(..) => kind == 3,
             });
             let Some(first) = first else { continue };
             let example = match &first.reason {
-                Reason::Judges(share) => format!("{} ({:.0} % of the votes)", first.row, 100.0 * share),
-                Reason::Evaluation { row, words } => format!("{} and {row}: \"{words}\"", first.row),
-                Reason::Same(other) => format!("{} is {other}", first.row),
-                Reason::Near(other, similarity) => {
+                DropReason::Judges(share) => format!("{} ({:.0} % of the votes)", first.row, 100.0 * share),
+                DropReason::Evaluation { row, words } => format!("{} and {row}: \"{words}\"", first.row),
+                DropReason::Same(other) => format!("{} is {other}", first.row),
+                DropReason::Near(other, similarity) => {
                     format!("{} is like {other}, similarity {similarity:.2}", first.row)
                 }
             };
@@ -199,19 +199,19 @@ pub struct Screen {
     spec: ScreenSpec,
     overlap: Option<Overlap>,
     counts_texts: bool,
-    state: Mutex<State>,
+    state: Mutex<ScreenState>,
 }
 
 #[derive(Debug, Default)]
-struct State {
-    out: Screened,
+struct ScreenState {
+    out: ScreenCounts,
     exact: HashMap<[u8; 16], u32>,
     near: Option<Signatures>,
     /// The rows that `exact` and `near` refer to.
     kept: Vec<(RowPosition, u32)>,
     vote_counts: VoteCounts,
     /// The report of an earlier process, which dropped the rows.
-    restored: Option<Screened>,
+    restored: Option<ScreenCounts>,
     /// The texts of all rows, if they are counted.
     texts: Option<RowStats>,
     /// Rows are read again in each epoch: a kept row is not a duplicate of itself.
@@ -221,7 +221,7 @@ struct State {
 /// The values that are computed from a row alone.
 struct Print {
     votes: Result<Option<judges::Votes>>,
-    texts: Vec<stats::Measured>,
+    texts: Vec<stats::TextMeasure>,
     compared: Compared,
 }
 
@@ -275,7 +275,7 @@ impl Screen {
         } else {
             Some(Overlap::read(&spec.evaluation, spec.ngram)?)
         };
-        let mut state = State::default();
+        let mut state = ScreenState::default();
         if let Some(overlap) = &overlap {
             state.out.evaluation_texts = (overlap.texts, overlap.short);
         }
@@ -330,7 +330,7 @@ impl Screen {
     }
 
     /// Reports what an earlier process dropped.
-    pub(crate) fn restore(&self, screened: Screened) {
+    pub(crate) fn restore(&self, screened: ScreenCounts) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         state.restored = Some(screened);
     }
@@ -341,10 +341,10 @@ impl Screen {
     }
 
     /// For each row: whether it is kept, or the error of its votes.
-    pub(crate) fn keep(&self, rows: &[(Row, Placed)]) -> Vec<Result<bool>> {
+    pub(crate) fn keep(&self, rows: &[(Row, WaitingRow)]) -> Vec<Result<bool>> {
         let prints: Vec<Print> = rows
             .par_iter()
-            .map(|(row, Placed(layout, origin))| self.print(row, layout, origin.file))
+            .map(|(row, WaitingRow(layout, origin))| self.print(row, layout, origin.file))
             .collect();
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let rows = rows.iter().zip(prints);
@@ -352,7 +352,7 @@ impl Screen {
             .collect()
     }
 
-    fn print(&self, row: &Row, layout: &Layout, file: u32) -> Print {
+    fn print(&self, row: &Row, layout: &ColumnLayout, file: u32) -> Print {
         let parts = parts::of(row, layout);
         let shared = self.overlap.as_ref().and_then(|o| o.find(&parts));
         Print {
@@ -377,7 +377,7 @@ impl Screen {
         }
     }
 
-    fn decide(&self, row: &Row, print: Print, state: &mut State) -> Result<bool> {
+    fn decide(&self, row: &Row, print: Print, state: &mut ScreenState) -> Result<bool> {
         if let Some(texts) = &mut state.texts {
             print.texts.into_iter().for_each(|text| texts.add(text));
         }
@@ -385,7 +385,7 @@ impl Screen {
         state.out.rows += 1;
         let reason = self.reason(votes, print.compared, state);
         let kept = reason.is_none();
-        let dropped = reason.map(|reason| Dropped {
+        let dropped = reason.map(|reason| DroppedRow {
             row: row.place.clone(),
             reason,
         });
@@ -394,22 +394,22 @@ impl Screen {
     }
 
     /// Why the row is dropped; `None`: it is kept.
-    fn reason(&self, votes: Option<judges::Votes>, row: Compared, state: &mut State) -> Option<Reason> {
+    fn reason(&self, votes: Option<judges::Votes>, row: Compared, state: &mut ScreenState) -> Option<DropReason> {
         if let (Some(judges), Some(votes)) = (&self.spec.judges, votes) {
             state.vote_counts.add(&votes);
             if let Some(share) = votes.share
                 && share < judges.min_agreement
             {
-                return Some(Reason::Judges(share));
+                return Some(DropReason::Judges(share));
             }
         }
         if let Some((row, words)) = row.shared {
-            return Some(Reason::Evaluation { row, words });
+            return Some(DropReason::Evaluation { row, words });
         }
         if self.spec.dedup == Dedup::None {
             return None;
         }
-        let State {
+        let ScreenState {
             exact: seen,
             kept,
             near: signatures,
@@ -422,12 +422,12 @@ impl Screen {
             if *rereads && first == Some(&place) {
                 return None;
             }
-            return first.map(|(first, _)| Reason::Same(first.clone()));
+            return first.map(|(first, _)| DropReason::Same(first.clone()));
         }
         if let (Some(signatures), Some(signature)) = (signatures, near) {
             if let Some((first, similarity)) = signatures.find(&signature, self.spec.threshold) {
                 let first = kept.get(first as usize);
-                return first.map(|(first, _)| Reason::Near(first.clone(), similarity));
+                return first.map(|(first, _)| DropReason::Near(first.clone(), similarity));
             }
             signatures.push(&signature);
         }
@@ -437,12 +437,12 @@ impl Screen {
     }
 
     /// The counts of the rows dropped so far.
-    pub fn report(&self) -> Screened {
+    pub fn report(&self) -> ScreenCounts {
         let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(restored) = &state.restored {
             return restored.clone();
         }
-        Screened {
+        ScreenCounts {
             agreement: self.spec.judges.as_ref().map(|_| state.vote_counts.agreement()),
             ..state.out.clone()
         }

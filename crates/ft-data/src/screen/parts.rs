@@ -1,7 +1,7 @@
 //! The texts of a row, each with the role that it has in the row, whatever the format. Rows of different formats with the
 //! same roles and texts have the same parts.
 
-use crate::layout::{Layout, is_turns};
+use crate::layout::{ColumnLayout, is_turns};
 use crate::read::Row;
 use serde_json::Value;
 
@@ -19,7 +19,7 @@ impl RowText {
 }
 
 /// The parts of a row, in the order of the layout's roles.
-pub(super) fn of(row: &Row, layout: &Layout) -> Vec<RowText> {
+pub(super) fn of(row: &Row, layout: &ColumnLayout) -> Vec<RowText> {
     let mut out = Vec::new();
     for (role, columns) in layout.roles() {
         if role == "margin" {

@@ -4,7 +4,7 @@ use super::parts;
 use crate::codec::{ChatRender, TextCodec};
 use crate::dataset::DatasetSpec;
 use crate::faults::BadRows;
-use crate::layout::{Layout, Purpose, Rules};
+use crate::layout::{ColumnLayout, RenderRules, RowPurpose};
 use crate::load::CHUNK_ROWS;
 use crate::peek::RowKind;
 use crate::read::Row;
@@ -73,9 +73,9 @@ pub fn language(text: &str) -> Option<&'static str> {
 }
 
 /// Role, characters and language of a text.
-pub(super) type Measured = (String, u32, Option<&'static str>);
+pub(super) type TextMeasure = (String, u32, Option<&'static str>);
 
-pub(super) fn measure(parts: Vec<parts::RowText>) -> Vec<Measured> {
+pub(super) fn measure(parts: Vec<parts::RowText>) -> Vec<TextMeasure> {
     let one = |part: parts::RowText| {
         let length = u32::try_from(part.text.chars().count()).unwrap_or(u32::MAX);
         (part.role, length, language(&part.text))
@@ -98,14 +98,14 @@ impl RowStats {
         template: Option<&dyn ChatRender>,
     ) -> Result<Self> {
         let purpose = match kind {
-            RowKind::Text => Purpose::Learn,
-            RowKind::Pairs | RowKind::Judged => Purpose::Prefer,
-            RowKind::Prompts => Purpose::Ask,
+            RowKind::Text => RowPurpose::Learn,
+            RowKind::Pairs | RowKind::Judged => RowPurpose::Prefer,
+            RowKind::Prompts => RowPurpose::Ask,
         };
-        let (mut out, mut waiting) = (Self::default(), Vec::<(Row, Arc<Layout>)>::new());
+        let (mut out, mut waiting) = (Self::default(), Vec::<(Row, Arc<ColumnLayout>)>::new());
         let (mut bad, encoder) = (BadRows::new(), spec.encoder(codec, template));
         let rules = match kind {
-            RowKind::Prompts => Rules {
+            RowKind::Prompts => RenderRules {
                 answer,
                 ..spec.rules(&encoder)
             },
@@ -131,7 +131,7 @@ impl RowStats {
         Ok(out)
     }
 
-    fn flush(&mut self, rows: &mut Vec<(Row, Arc<Layout>)>) {
+    fn flush(&mut self, rows: &mut Vec<(Row, Arc<ColumnLayout>)>) {
         let all: Vec<_> = rows
             .par_iter()
             .map(|(row, layout)| measure(parts::of(row, layout)))
@@ -140,7 +140,7 @@ impl RowStats {
         all.into_iter().flatten().for_each(|text| self.add(text));
     }
 
-    pub(super) fn add(&mut self, (role, length, language): Measured) {
+    pub(super) fn add(&mut self, (role, length, language): TextMeasure) {
         let at = self.roles.iter().position(|(known, _)| *known == role);
         let at = at.unwrap_or_else(|| {
             self.roles.push((role, TextStats::default()));
@@ -216,7 +216,7 @@ impl TextStats {
 mod tests {
     use super::*;
     use crate::RowFormat;
-    use crate::layout::Purpose;
+    use crate::layout::RowPurpose;
     use crate::testing::{layout, row};
 
     #[test]
@@ -260,7 +260,7 @@ mod tests {
             let row = row(
                 json!({"messages": [{"role": "user", "content": "Is it so?"}, {"role": "assistant", "content": answer}]}),
             );
-            let layout = layout(&row, RowFormat::Auto, Purpose::Learn).unwrap();
+            let layout = layout(&row, RowFormat::Auto, RowPurpose::Learn).unwrap();
             measure(parts::of(&row, &layout))
                 .into_iter()
                 .for_each(|text| stats.add(text));

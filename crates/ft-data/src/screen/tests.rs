@@ -1,11 +1,11 @@
 //! Tests of the rows that are dropped: duplicates, rows of evaluation files, votes of judges.
 
 use super::judges::Judges;
-use super::waiting::Placed;
+use super::waiting::WaitingRow;
 use super::*;
-use crate::dataset::Origin;
-use crate::layout::Purpose;
-use crate::preference::{self, Want};
+use crate::dataset::RowOrigin;
+use crate::layout::RowPurpose;
+use crate::preference::{self, PreferencePart};
 use crate::prompts::{PromptLimits, PromptSpec, Prompts};
 use crate::testing::{Files, Words, files, layout, row};
 use crate::{ChatRender, Dataset, DatasetSpec, Encoder, Long, Render, RowFormat, TrainOn};
@@ -102,7 +102,7 @@ fn near_duplicates_are_dropped_above_the_threshold() {
     assert_eq!(lines(&load(&f, &screen)), [1, 3]);
     let report = screen.report();
     assert_eq!(report.counts(), [0, 0, 0, 2]);
-    let Reason::Near(first, similarity) = &report.dropped[0].reason else {
+    let DropReason::Near(first, similarity) = &report.dropped[0].reason else {
         panic!()
     };
     assert!(first.number == 1 && (similarity - 0.90).abs() < 0.1, "{similarity}");
@@ -115,7 +115,7 @@ fn near_duplicates_are_dropped_above_the_threshold() {
 fn the_similarity_is_estimated() {
     let of = |text: &str| {
         let row = row(json!({ "text": text }));
-        let layout = layout(&row, RowFormat::Auto, Purpose::Learn).unwrap();
+        let layout = layout(&row, RowFormat::Auto, RowPurpose::Learn).unwrap();
         Signature::of(&parts::of(&row, &layout))
     };
     let (mut sum, mut found, n) = (0.0, 0, 50);
@@ -143,13 +143,13 @@ fn pairs_labels_and_prompts_are_compared_by_their_roles() {
     for kind in [Dedup::Exact, Dedup::Near] {
         let screen = dedup(kind);
         let spec = spec(&f, Some(&screen));
-        let data = preference::load(&spec, Want::Pairs, &Words::chatml(), None).unwrap();
+        let data = preference::load(&spec, PreferencePart::Pairs, &Words::chatml(), None).unwrap();
         assert_eq!(lines(&data), [1, 2], "swapped sides are another preference");
     }
     let judged = |label: bool| json!({"prompt": "q", "completion": a, "label": label}).to_string() + "\n";
     let f = files(&[("j.jsonl", &[judged(true), judged(false), judged(true)].concat())]);
     let screen = dedup(Dedup::Near);
-    let data = preference::load(&spec(&f, Some(&screen)), Want::Judged, &Words::chatml(), None).unwrap();
+    let data = preference::load(&spec(&f, Some(&screen)), PreferencePart::Judged, &Words::chatml(), None).unwrap();
     assert_eq!(lines(&data), [1, 2]);
     let ask = |prompt: &str| json!({"prompt": prompt, "answer": "4"}).to_string() + "\n";
     let f = files(&[("q.jsonl", &[ask("2+2?"), ask("3+1?"), ask("2+2?")].concat())]);
@@ -205,7 +205,7 @@ fn rows_of_the_evaluation_file_are_dropped() {
     });
     assert_eq!(lines(&load(&g, &screen)), [1, 3, 4]);
     let report = screen.report();
-    let Reason::Evaluation { row, words } = &report.dropped[0].reason else {
+    let DropReason::Evaluation { row, words } = &report.dropped[0].reason else {
         panic!()
     };
     assert_eq!(row.number, 2);
@@ -231,13 +231,13 @@ fn short_evaluation_texts_and_scripts_without_spaces() {
     });
     let of = |text: &str| {
         let row = row(json!({ "text": text }));
-        let layout = layout(&row, RowFormat::Auto, Purpose::Learn).unwrap();
-        let origin = Origin {
+        let layout = layout(&row, RowFormat::Auto, RowPurpose::Learn).unwrap();
+        let origin = RowOrigin {
             file: 0,
             number: 1,
             is_line: true,
         };
-        let waiting = [(row, Placed(Arc::new(layout), origin))];
+        let waiting = [(row, WaitingRow(Arc::new(layout), origin))];
         screen.keep(&waiting).remove(0).unwrap()
     };
     assert!(!of("Question: how many legs does a very old spider have"));
@@ -251,7 +251,7 @@ fn short_evaluation_texts_and_scripts_without_spaces() {
     assert!(e.unwrap_err().to_string().contains("no.jsonl"));
 }
 
-fn voted(rows: &[Value], min_agreement: f64) -> (Vec<u64>, Screened) {
+fn voted(rows: &[Value], min_agreement: f64) -> (Vec<u64>, ScreenCounts) {
     let text: String = rows.iter().map(|r| r.to_string() + "\n").collect();
     let f = files(&[("p.jsonl", &text)]);
     let screen = screen(ScreenSpec {
@@ -261,7 +261,7 @@ fn voted(rows: &[Value], min_agreement: f64) -> (Vec<u64>, Screened) {
         }),
         ..ScreenSpec::default()
     });
-    let data = preference::load(&spec(&f, Some(&screen)), Want::Pairs, &Words::chatml(), None).unwrap();
+    let data = preference::load(&spec(&f, Some(&screen)), PreferencePart::Pairs, &Words::chatml(), None).unwrap();
     assert!(data.readings[0].unused().is_empty());
     assert!(data.readings[0].describe("not used").contains("votes from j1, j2, j3"));
     (lines(&data), screen.report())
@@ -281,7 +281,7 @@ fn pairs_on_which_judges_disagree_are_dropped() {
     let (kept, report) = voted(&rows, 0.6);
     assert_eq!(kept, [1, 2, 4]);
     assert_eq!(report.counts(), [1, 0, 0, 0]);
-    assert_eq!(report.dropped[0].reason, Reason::Judges(0.0));
+    assert_eq!(report.dropped[0].reason, DropReason::Judges(0.0));
     let (kept, _) = voted(&rows, 0.7);
     assert_eq!(kept, [1, 4]);
     let agreement = report.agreement.unwrap();
@@ -319,7 +319,7 @@ fn wrong_votes_are_reported_with_their_row() {
             }),
             ..ScreenSpec::default()
         });
-        let e = preference::load(&spec(&f, Some(&screen)), Want::Pairs, &Words::chatml(), None);
+        let e = preference::load(&spec(&f, Some(&screen)), PreferencePart::Pairs, &Words::chatml(), None);
         e.unwrap_err().to_string()
     };
     let e = of("a");

@@ -19,7 +19,7 @@ fn order(packing: bool, shuffle: bool) -> StreamSpec {
         max_length: 16,
         shuffle,
         seed: 3,
-        length: Length::Steps(100),
+        length: RunLength::Steps(100),
     }
 }
 
@@ -137,7 +137,7 @@ fn a_sample_has_the_first_rows_and_a_broken_row_is_named_when_it_is_read() {
     let error = (0..40).find_map(|step| stream.step(step).err()).unwrap().to_string();
     assert!(error.contains("b.jsonl:44"), "{error}");
     let epochs = StreamSpec {
-        length: Length::Epochs(1.0),
+        length: RunLength::Epochs(1.0),
         ..order(false, false)
     };
     assert!(RowStream::new(&spec(&files), &codec, None, epochs, 10).is_err());

@@ -1,15 +1,15 @@
 //! Writes the files of a dataset, part by part; continues after the last complete part.
 
 use super::{
-    CHUNKS, CachePart, Chunk, ENTRY_BYTES, Entry, FORMAT, FileReading, Finished, INDEX, PAIR_BYTES, PAIRS, ROWS,
-    Request, TOKEN_BYTES, TOKENS, TRAINED, TokenFile,
+    CHUNKS, CachePart, ENTRY_BYTES, FORMAT, FileReading, INDEX, PAIR_BYTES, PAIRS, PartEnd, ROWS, RowEntry, RowsFile,
+    TOKEN_BYTES, TOKENS, TRAINED, TokenFile, TokenRequest,
 };
 use super::{chunks, example, hash, pairs};
 use crate::batch::Example;
-use crate::dataset::{Origin, Stats};
-use crate::examples::Measure;
-use crate::load::{Sink, Tokenized, nothing_to_train};
-use crate::mixture::{Share, source_of};
+use crate::dataset::{DatasetStats, RowOrigin};
+use crate::examples::RowMeasure;
+use crate::load::{ExampleSink, TokenizedPart, nothing_to_train};
+use crate::mixture::{SourceShare, source_of};
 use crate::screen::Screen;
 use crate::source;
 use ft_base::files::{self, AppendFile};
@@ -27,17 +27,17 @@ struct Builder {
     chunks: AppendFile,
     /// Bytes that are not in a complete part yet.
     new: CachePart,
-    end: Chunk,
-    all: Vec<Chunk>,
+    end: PartEnd,
+    all: Vec<PartEnd>,
     hasher: blake3::Hasher,
-    shares: Vec<Share>,
+    shares: Vec<SourceShare>,
     margins: Option<bool>,
     /// False after a bad row: the load will fail, and rows after it must be read again.
     clean: bool,
 }
 
 /// Tokenizes the rows. Errors: as `Dataset::load`; a file cannot be written.
-pub(super) fn run(dir: &Path, request: &Request) -> Result<()> {
+pub(super) fn run(dir: &Path, request: &TokenRequest) -> Result<()> {
     let mut builder = Builder::open(dir, request)?;
     let skip = builder.end.read;
     let readings = request.read(skip, &mut builder)?;
@@ -58,7 +58,7 @@ pub(super) fn run(dir: &Path, request: &Request) -> Result<()> {
         }
         preferences.iter().for_each(|p| p.hash(&mut builder.hasher));
     }
-    let finished = Finished {
+    let finished = RowsFile {
         format: FORMAT.to_string(),
         fingerprint: builder.hasher.finalize().to_hex().to_string(),
         stats: builder.end.stats,
@@ -87,7 +87,7 @@ pub(crate) fn hash_row(hasher: &mut blake3::Hasher, row: &Example, buffer: &mut 
 }
 
 impl Builder {
-    fn open(dir: &Path, request: &Request) -> Result<Self> {
+    fn open(dir: &Path, request: &TokenRequest) -> Result<Self> {
         let path = |name| dir.join(name);
         let rows = path(ROWS);
         let mut found = chunks(dir);
@@ -142,7 +142,7 @@ impl Builder {
     }
 }
 
-fn line(chunk: &Chunk) -> String {
+fn line(chunk: &PartEnd) -> String {
     serde_json::to_string(chunk).unwrap_or_default() + "\n"
 }
 
@@ -152,7 +152,7 @@ fn hash_part([tokens, index, sides]: &CachePart, first: u64, hasher: &mut blake3
     let mut buffer = Vec::new();
     let mut sides = sides.as_chunks().0.iter().map(pairs::of);
     let mut margins = None;
-    for entry in index.as_chunks().0.iter().map(Entry::of) {
+    for entry in index.as_chunks().0.iter().map(RowEntry::of) {
         let side = sides.next();
         margins = side.map(|side| side.has_margin);
         if side.is_some_and(|side| side.is_last) {
@@ -165,9 +165,9 @@ fn hash_part([tokens, index, sides]: &CachePart, first: u64, hasher: &mut blake3
     margins
 }
 
-fn hash_again(file: &TokenFile, chunks: &[Chunk], hasher: &mut blake3::Hasher) -> Result<Option<bool>> {
+fn hash_again(file: &TokenFile, chunks: &[PartEnd], hasher: &mut blake3::Hasher) -> Result<Option<bool>> {
     let phase = progress::phase("reading the token cache", chunks.len(), "parts");
-    let (mut from, mut margins) = (Chunk::default(), None);
+    let (mut from, mut margins) = (PartEnd::default(), None);
     for chunk in chunks {
         let part = file.part(&from, chunk).map_err(|e| file.cannot_read(e))?;
         margins = hash_part(&part, from.tokens, hasher).or(margins);
@@ -177,12 +177,12 @@ fn hash_again(file: &TokenFile, chunks: &[Chunk], hasher: &mut blake3::Hasher) -
     Ok(margins)
 }
 
-impl Sink for Builder {
-    fn stats(&mut self) -> &mut Stats {
+impl ExampleSink for Builder {
+    fn stats(&mut self) -> &mut DatasetStats {
         &mut self.end.stats
     }
 
-    fn count(&mut self, origin: Origin, truncated: bool) {
+    fn count(&mut self, origin: RowOrigin, truncated: bool) {
         let source = source_of(&self.shares, origin);
         if let Some((rows, cut)) = self.end.sources.get_mut(source) {
             *rows += 1;
@@ -190,14 +190,14 @@ impl Sink for Builder {
         }
     }
 
-    fn push(&mut self, row: Tokenized) {
-        let Tokenized { example, origin, side } = row;
-        let entry = Entry {
+    fn push(&mut self, row: TokenizedPart) {
+        let TokenizedPart { example, origin, side } = row;
+        let entry = RowEntry {
             first: self.end.tokens,
-            measure: Measure::of(&example),
+            measure: RowMeasure::of(&example),
             origin,
         };
-        let Measure { length, trained, .. } = entry.measure;
+        let RowMeasure { length, trained, .. } = entry.measure;
         self.end.stats.measure(length as usize, trained.into());
         let word = |(id, trained): (&u32, &bool)| (id | if *trained { TRAINED } else { 0 }).to_le_bytes();
         self.new[0].extend(example.ids.iter().zip(&example.trained).flat_map(word));

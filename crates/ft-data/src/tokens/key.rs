@@ -1,6 +1,6 @@
 //! Everything on which the tokens of a dataset depend, as one hash.
 
-use super::{FORMAT, Request};
+use super::{FORMAT, TokenRequest};
 use crate::dataset::DatasetSpec;
 use crate::screen::Screen;
 use ft_base::{Result, files};
@@ -15,7 +15,7 @@ pub(super) fn bytes(spec: &DatasetSpec) -> Result<u64> {
 ///
 /// A file is identified by its path, size and time of change: a hash of 100 GB of text would take minutes at each
 /// start. An editor or a download that changes a file changes its time.
-pub(super) fn of(request: &Request) -> Result<Option<String>> {
+pub(super) fn of(request: &TokenRequest) -> Result<Option<String>> {
     let spec = request.spec;
     let template = match request.template {
         None => Some(String::new()),

@@ -3,7 +3,7 @@
 //! A directory per dataset, named by a hash of everything on which the tokens depend (`key`):
 //!
 //! - `tokens`: for each token 4 bytes, little-endian: the id, and in bit 31 whether it is trained;
-//! - `index`: for each row 32 bytes (`Entry`);
+//! - `index`: for each row 32 bytes (`RowEntry`);
 //! - `pairs`: for each row of preferences 16 bytes (`pairs`);
 //! - `chunks.jsonl`: for each part of both files its end and a hash. The listed parts are complete, so that a stopped
 //!   writer continues after the last part, and a damaged part is found;
@@ -30,13 +30,13 @@ mod tests;
 mod tests_sets;
 
 use super::batch::Example;
-use super::dataset::{Dataset, DatasetSpec, Origin, Stats};
-use super::examples::{Examples, Measure};
-use super::layout::Purpose;
-use super::load::{self, Sink};
-use super::preference::{self, Want};
-use super::reading::Reading;
-use super::screen::Screened;
+use super::dataset::{Dataset, DatasetSpec, DatasetStats, RowOrigin};
+use super::examples::{Examples, RowMeasure};
+use super::layout::RowPurpose;
+use super::load::{self, ExampleSink};
+use super::preference::{self, PreferencePart};
+use super::reading::ReadingReport;
+use super::screen::ScreenCounts;
 use super::source;
 use super::{ChatRender, TextCodec};
 use ft_base::lock::{RunLock, UseMark};
@@ -78,16 +78,16 @@ pub struct TokenCache<'a> {
 }
 
 /// The rows that are wanted: their files, how they are encoded, and for preferences the part of a row that is used.
-pub(super) struct Request<'a> {
+pub(super) struct TokenRequest<'a> {
     pub spec: &'a DatasetSpec<'a>,
     pub codec: &'a dyn TextCodec,
     pub template: Option<&'a dyn ChatRender>,
-    pub want: Option<Want>,
+    pub want: Option<PreferencePart>,
 }
 
-impl Request<'_> {
+impl TokenRequest<'_> {
     /// Reads all rows, and tokenizes those after the first `skip`.
-    fn read(&self, skip: u64, sink: &mut dyn Sink) -> Result<Vec<(usize, Reading)>> {
+    fn read(&self, skip: u64, sink: &mut dyn ExampleSink) -> Result<Vec<(usize, ReadingReport)>> {
         let (spec, codec, template) = (self.spec, self.codec, self.template);
         match self.want {
             None => load::read_into(spec, codec, template, skip, sink),
@@ -98,14 +98,14 @@ impl Request<'_> {
 
 /// Position, sizes and origin of a row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Entry {
+pub(super) struct RowEntry {
     /// Index of its first token.
     pub first: u64,
-    pub measure: Measure,
-    pub origin: Origin,
+    pub measure: RowMeasure,
+    pub origin: RowOrigin,
 }
 
-impl Entry {
+impl RowEntry {
     fn bytes(&self) -> [u8; ENTRY_BYTES] {
         let mut out = [0; ENTRY_BYTES];
         out[..8].copy_from_slice(&self.first.to_le_bytes());
@@ -123,12 +123,12 @@ impl Entry {
         let long = |at: usize| u64::from(word(at)) | u64::from(word(at + 4)) << 32;
         Self {
             first: long(0),
-            measure: Measure {
+            measure: RowMeasure {
                 length: word(8),
                 trained: word(12),
                 answer: word(28) >> 1,
             },
-            origin: Origin {
+            origin: RowOrigin {
                 number: long(16),
                 file: word(24),
                 is_line: word(28) & 1 != 0,
@@ -139,7 +139,7 @@ impl Entry {
 
 /// The end of a complete part of the files, and the hash of the part.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
-struct Chunk {
+struct PartEnd {
     /// Rows of the data files up to here.
     read: u64,
     /// Rows in the index up to here.
@@ -148,7 +148,7 @@ struct Chunk {
     tokens: u64,
     hash: String,
     /// Counts up to here.
-    stats: Stats,
+    stats: DatasetStats,
     /// For each source: rows, and truncated rows, up to here.
     sources: Vec<(usize, usize)>,
 }
@@ -166,16 +166,16 @@ struct FileReading {
 
 /// `rows.json`.
 #[derive(Debug, Serialize, Deserialize)]
-struct Finished {
+struct RowsFile {
     format: String,
     /// Of the dataset (`Dataset::fingerprint`).
     fingerprint: String,
-    stats: Stats,
+    stats: DatasetStats,
     /// For each file that has rows.
     readings: Vec<FileReading>,
-    chunks: Vec<Chunk>,
+    chunks: Vec<PartEnd>,
     /// The rows that the screen dropped when this cache was written.
-    screened: Option<Screened>,
+    screened: Option<ScreenCounts>,
 }
 
 /// Tokens and index of a dataset.
@@ -212,13 +212,13 @@ impl TokenFile {
             .hint("the next start finds the damaged part and writes it again")
     }
 
-    pub(super) fn entry(&self, row: u32) -> Result<Entry> {
+    pub(super) fn entry(&self, row: u32) -> Result<RowEntry> {
         let mut bytes = [0; ENTRY_BYTES];
         let at = u64::from(row) * ENTRY_BYTES as u64;
         self.index
             .read_exact_at(&mut bytes, at)
             .map_err(|e| self.cannot_read(e))?;
-        Ok(Entry::of(&bytes))
+        Ok(RowEntry::of(&bytes))
     }
 
     pub(super) fn example(&self, row: u32) -> Result<Example> {
@@ -231,7 +231,7 @@ impl TokenFile {
     }
 
     /// Calls `each` with the entries of these rows. Rows that are near each other are read at once.
-    pub(super) fn entries_of(&self, rows: impl Iterator<Item = u32>, each: &mut dyn FnMut(Entry)) -> Result<()> {
+    pub(super) fn entries_of(&self, rows: impl Iterator<Item = u32>, each: &mut dyn FnMut(RowEntry)) -> Result<()> {
         let size = self.index.metadata().map_err(|e| self.cannot_read(e))?.len();
         let (mut first, mut block) = (0, Vec::new());
         for row in rows {
@@ -244,13 +244,13 @@ impl TokenFile {
                 read.map_err(|e| self.cannot_read(e))?;
             }
             let entry = block[(at - first) as usize..].first_chunk();
-            each(Entry::of(entry.unwrap_or(&[0; ENTRY_BYTES])));
+            each(RowEntry::of(entry.unwrap_or(&[0; ENTRY_BYTES])));
         }
         Ok(())
     }
 
     /// The bytes between the ends of two parts.
-    fn part(&self, from: &Chunk, to: &Chunk) -> std::io::Result<CachePart> {
+    fn part(&self, from: &PartEnd, to: &PartEnd) -> std::io::Result<CachePart> {
         let rows = (to.rows - from.rows) as usize;
         let mut out = [
             vec![0; ((to.tokens - from.tokens) * TOKEN_BYTES) as usize],
@@ -267,11 +267,11 @@ impl TokenFile {
     }
 
     /// Number of parts, from the first, whose bytes have their hashes.
-    fn intact(&self, chunks: &[Chunk]) -> usize {
+    fn intact(&self, chunks: &[PartEnd]) -> usize {
         let bytes = chunks.last().map_or(0, |c| c.tokens * TOKEN_BYTES);
         let phase = progress::bytes("checking the token cache", bytes);
         let good = |i: usize| {
-            let (zero, to) = (Chunk::default(), &chunks[i]);
+            let (zero, to) = (PartEnd::default(), &chunks[i]);
             let from = if i == 0 { &zero } else { &chunks[i - 1] };
             let grows = from.tokens <= to.tokens && from.rows <= to.rows;
             let whole = grows && self.part(from, to).is_ok_and(|part| hash(&part) == to.hash);
@@ -300,7 +300,7 @@ fn hash(part: &CachePart) -> String {
 }
 
 /// Reads `chunks.jsonl` up to the first line that is not complete.
-fn chunks(dir: &Path) -> Vec<Chunk> {
+fn chunks(dir: &Path) -> Vec<PartEnd> {
     let mut bytes = Vec::new();
     let read = files::open(&dir.join(CHUNKS)).map(|mut file| file.read_to_end(&mut bytes));
     if !matches!(read, Ok(Ok(_))) {
@@ -312,9 +312,9 @@ fn chunks(dir: &Path) -> Vec<Chunk> {
     lines.map_while(|line| serde_json::from_slice(line).ok()).collect()
 }
 
-fn finished(dir: &Path) -> Option<Finished> {
+fn finished(dir: &Path) -> Option<RowsFile> {
     let text = files::read_text(&dir.join(ROWS)).ok()?;
-    let found: Finished = serde_json::from_str(&text).ok()?;
+    let found: RowsFile = serde_json::from_str(&text).ok()?;
     (found.format == FORMAT).then_some(found)
 }
 
@@ -324,7 +324,7 @@ impl TokenCache<'_> {
     ///
     /// # Errors
     /// As `Dataset::load`; the cache cannot be written.
-    pub(super) fn load(&self, request: &Request) -> Result<Option<Dataset>> {
+    pub(super) fn load(&self, request: &TokenRequest) -> Result<Option<Dataset>> {
         if key::bytes(request.spec)? < self.least_bytes {
             return Ok(None);
         }
@@ -363,7 +363,7 @@ impl TokenCache<'_> {
     }
 
     /// `None`: the files are damaged.
-    fn open(&self, dir: &Path, found: &Finished, request: &Request) -> Result<Option<Opened>> {
+    fn open(&self, dir: &Path, found: &RowsFile, request: &TokenRequest) -> Result<Option<CachedDataset>> {
         let spec = request.spec;
         let Ok(file) = TokenFile::open(dir, request.want.is_some()) else {
             return Ok(None);
@@ -385,10 +385,10 @@ impl TokenCache<'_> {
             lengths = order.iter().map(|row| lengths[*row as usize]).collect();
         }
         let encoder = spec.encoder(request.codec, request.template);
-        let purpose = request.want.map_or(Purpose::Learn, |_| Purpose::Prefer);
+        let purpose = request.want.map_or(RowPurpose::Learn, |_| RowPurpose::Prefer);
         let mut readings = Vec::new();
         for of_file in &found.readings {
-            let reading: Option<Reading> = spec.first_reading(of_file.file, purpose, &encoder)?;
+            let reading: Option<ReadingReport> = spec.first_reading(of_file.file, purpose, &encoder)?;
             readings.extend(reading.map(|reading| reading.with(&of_file.columns, &of_file.skipped)));
         }
         if let (Some(screen), Some(screened)) = (spec.screen, &found.screened) {
@@ -410,7 +410,7 @@ impl TokenCache<'_> {
             preferences,
             ..Dataset::default()
         };
-        Ok(Some(Opened {
+        Ok(Some(CachedDataset {
             file,
             order,
             lengths,
@@ -420,14 +420,14 @@ impl TokenCache<'_> {
 }
 
 /// A dataset of the cache, without its examples.
-struct Opened {
+struct CachedDataset {
     file: TokenFile,
     order: Option<Vec<u32>>,
     lengths: Vec<u32>,
     rows: Dataset,
 }
 
-impl Opened {
+impl CachedDataset {
     /// The dataset; its files are not removed while it lives.
     fn in_use(self, used: UseMark) -> Dataset {
         let file = TokenFile {

@@ -2,7 +2,7 @@
 
 use super::{PAIR_BYTES, TokenFile};
 use crate::load::PreferenceSide;
-use crate::preference::Preference;
+use crate::preference::PreferenceDocuments;
 use ft_base::Result;
 use std::os::unix::fs::FileExt;
 
@@ -12,7 +12,7 @@ const LAST: u32 = 2;
 const MARGIN: u32 = 4;
 
 pub(super) fn bytes(side: &PreferenceSide) -> [u8; PAIR_BYTES] {
-    let Preference {
+    let PreferenceDocuments {
         first,
         prompt,
         margin,
@@ -36,7 +36,7 @@ pub(super) fn of(bytes: &[u8; PAIR_BYTES]) -> PreferenceSide {
     }
     let [first, prompt, margin, flags] = words;
     PreferenceSide {
-        preference: Preference {
+        preference: PreferenceDocuments {
             first: first as usize,
             prompt: prompt as usize,
             margin: f32::from_bits(margin),
@@ -50,7 +50,7 @@ pub(super) fn of(bytes: &[u8; PAIR_BYTES]) -> PreferenceSide {
 impl TokenFile {
     /// The order of the rows in the dataset (`None`: that of the file), the number of rows before those that are placed
     /// last, and the documents of the rows in this order.
-    pub(super) fn preferences(&self, rows: u64) -> Result<(Option<Vec<u32>>, usize, Vec<Preference>)> {
+    pub(super) fn preferences(&self, rows: u64) -> Result<(Option<Vec<u32>>, usize, Vec<PreferenceDocuments>)> {
         let mut bytes = vec![0; rows as usize * PAIR_BYTES];
         if let Some(pairs) = &self.pairs {
             pairs.read_exact_at(&mut bytes, 0).map_err(|e| self.cannot_read(e))?;

@@ -1,11 +1,11 @@
 //! Prompts in the cache: a line of JSON for the whole set, and one for each prompt.
 
-use super::{FileReading, Request, TokenCache, key};
-use crate::dataset::Origin;
-use crate::layout::{Purpose, Rules};
+use super::{FileReading, TokenCache, TokenRequest, key};
+use crate::dataset::RowOrigin;
+use crate::layout::{RenderRules, RowPurpose};
 use crate::prompts::{Prompt, PromptContent, PromptSpec, Prompts};
 use crate::read::RowPosition;
-use crate::screen::{Screen, Screened};
+use crate::screen::{Screen, ScreenCounts};
 use crate::source;
 use ft_base::{Error, Result, progress};
 use rayon::prelude::*;
@@ -15,23 +15,23 @@ use std::sync::Arc;
 
 /// The first line.
 #[derive(Serialize, Deserialize)]
-struct Head {
+struct PromptsHeader {
     fingerprint: String,
     dropped: (usize, u64),
     readings: Vec<FileReading>,
     /// The rows that the screen dropped when this cache was written.
-    screened: Option<Screened>,
+    screened: Option<ScreenCounts>,
 }
 
 /// A prompt without its place, which its origin says.
 #[derive(Serialize, Deserialize)]
-struct Line {
+struct PromptLine {
     ids: Vec<u32>,
     said: PromptContent,
     shown: Value,
     answer: Option<Value>,
     columns: Map<String, Value>,
-    origin: Origin,
+    origin: RowOrigin,
 }
 
 fn broken(e: serde_json::Error) -> Error {
@@ -45,7 +45,7 @@ impl TokenCache<'_> {
         if key::bytes(&rows)? < self.least_bytes {
             return Ok(None);
         }
-        let request = Request {
+        let request = TokenRequest {
             spec: &rows,
             codec: spec.encoder.codec,
             template: spec.encoder.template,
@@ -68,7 +68,7 @@ fn bytes(spec: &PromptSpec) -> Result<Vec<u8>> {
         columns: reading.columns(),
         skipped: reading.skipped().to_vec(),
     });
-    let head = Head {
+    let head = PromptsHeader {
         fingerprint: prompts.fingerprint,
         dropped: prompts.dropped,
         readings: readings.collect(),
@@ -76,7 +76,7 @@ fn bytes(spec: &PromptSpec) -> Result<Vec<u8>> {
     };
     let mut out = serde_json::to_vec(&head).map_err(broken)?;
     for (prompt, origin) in prompts.rows.into_iter().zip(prompts.origins) {
-        let line = Line {
+        let line = PromptLine {
             ids: prompt.ids,
             said: prompt.said,
             shown: prompt.shown,
@@ -92,7 +92,7 @@ fn bytes(spec: &PromptSpec) -> Result<Vec<u8>> {
 
 fn read(bytes: &[u8], spec: &PromptSpec) -> Result<Prompts> {
     let mut lines = bytes.split(|b| *b == b'\n');
-    let head: Head = serde_json::from_slice(lines.next().unwrap_or_default()).map_err(broken)?;
+    let head: PromptsHeader = serde_json::from_slice(lines.next().unwrap_or_default()).map_err(broken)?;
     let lines: Vec<&[u8]> = lines.collect();
     let phase = progress::phase("reading cached prompts", lines.len(), "rows");
     let files: Vec<Arc<str>> = spec
@@ -101,8 +101,8 @@ fn read(bytes: &[u8], spec: &PromptSpec) -> Result<Prompts> {
         .flat_map(|s| &s.files)
         .map(|f| f.as_str().into())
         .collect();
-    let one = |line: &&[u8]| -> Result<(Prompt, Origin)> {
-        let line: Line = serde_json::from_slice(line).map_err(broken)?;
+    let one = |line: &&[u8]| -> Result<(Prompt, RowOrigin)> {
+        let line: PromptLine = serde_json::from_slice(line).map_err(broken)?;
         let file = files.get(line.origin.file as usize).cloned();
         let prompt = Prompt {
             ids: line.ids,
@@ -125,13 +125,13 @@ fn read(bytes: &[u8], spec: &PromptSpec) -> Result<Prompts> {
         .collect::<Result<Vec<_>>>()?
         .into_iter()
         .unzip();
-    let rules = Rules {
+    let rules = RenderRules {
         answer: spec.answer,
         ..spec.rows().rules(spec.encoder)
     };
     let mut readings = Vec::new();
     for of_file in &head.readings {
-        let reading = source::first_reading(spec.sources, of_file.file, Purpose::Ask, &rules)?;
+        let reading = source::first_reading(spec.sources, of_file.file, RowPurpose::Ask, &rules)?;
         readings.extend(reading.map(|reading| reading.with(&of_file.columns, &of_file.skipped)));
     }
     if let (Some(screen), Some(screened)) = (spec.screen, head.screened) {

@@ -5,7 +5,7 @@ use crate::codec::IdsAndOffsets;
 use crate::mapping::Mapping;
 use crate::source::Source;
 use crate::testing::{Files, files, real, short_rows as spec};
-use crate::{BatchStream, ColumnRole, Length, StreamSpec};
+use crate::{BatchStream, ColumnRole, RunLength, StreamSpec};
 use std::cell::RefCell;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -124,7 +124,7 @@ impl Place {
         &self,
         limit: u64,
         spec: &DatasetSpec,
-        want: Option<Want>,
+        want: Option<PreferencePart>,
         codec: &dyn TextCodec,
     ) -> Result<Dataset> {
         let cache = TokenCache {
@@ -212,7 +212,7 @@ fn a_cached_set_is_the_set_in_memory_and_is_tokenized_once() {
         max_length: 16,
         shuffle: true,
         seed: 5,
-        length: Length::Epochs(2.0),
+        length: RunLength::Epochs(2.0),
     };
     let stream = |set| BatchStream::new(set, order).unwrap();
     let (a, b) = (stream(&second), stream(&memory));
@@ -223,7 +223,7 @@ fn a_cached_set_is_the_set_in_memory_and_is_tokenized_once() {
     let ((train, eval), (train_too, eval_too)) = (second.split(0.2, 3).unwrap(), memory.split(0.2, 3).unwrap());
     assert_same(&train, &train_too);
     assert_same(&eval, &eval_too);
-    let evals: Vec<Origin> = (0..eval.examples.len()).map(|row| eval.origin(row).unwrap()).collect();
+    let evals: Vec<RowOrigin> = (0..eval.examples.len()).map(|row| eval.origin(row).unwrap()).collect();
     assert!((0..train.examples.len()).all(|row| !evals.contains(&train.origin(row).unwrap())));
     assert!(place.notes.borrow().is_empty());
 }

@@ -5,7 +5,7 @@ use super::*;
 use crate::prompts::{PromptLimits, PromptSpec, Prompts};
 use crate::screen::{Dedup, Screen, ScreenSpec};
 use crate::testing::{Files, files, real, short_rows};
-use crate::{BatchStream, Length, Long, StreamSpec};
+use crate::{BatchStream, Long, RunLength, StreamSpec};
 
 const ROWS: usize = 1400;
 
@@ -38,11 +38,19 @@ fn spec(files: &Files) -> DatasetSpec<'_> {
 
 #[test]
 fn cached_preferences_are_those_in_memory_and_are_tokenized_once() {
-    let wants = [Want::Pairs, Want::PairsAndPrompts, Want::WholePairs, Want::Judged];
+    let wants = [
+        PreferencePart::Pairs,
+        PreferencePart::PairsAndPrompts,
+        PreferencePart::WholePairs,
+        PreferencePart::Judged,
+    ];
     let cases = [pairs(""), pairs(", \"margin\": 0.5"), judged()];
     for (i, files) in cases.iter().enumerate() {
         let (place, codec) = (Place::new(), Counting::new(usize::MAX));
-        for want in wants.into_iter().filter(|want| i < 2 || *want == Want::Judged) {
+        for want in wants
+            .into_iter()
+            .filter(|want| i < 2 || *want == PreferencePart::Judged)
+        {
             let memory = preference::load(&spec(files), want, &real(), None).unwrap();
             let first = place.within(u64::MAX, &spec(files), Some(want), &codec).unwrap();
             assert!(codec.texts() > ROWS);
@@ -61,16 +69,16 @@ fn cached_preferences_are_those_in_memory_and_are_tokenized_once() {
                 max_length: 16,
                 shuffle: true,
                 seed: 5,
-                length: Length::Epochs(1.0),
+                length: RunLength::Epochs(1.0),
             };
             let window = |set| BatchStream::new(set, order).unwrap().window(7).unwrap();
             assert_eq!(window(&second), window(&memory));
-            if want == Want::Judged {
+            if want == PreferencePart::Judged {
                 let joined = |set: &Dataset| [None, Some(9)].map(|seed| set.clone().mismatched(3, 12, seed).unwrap());
                 for (cached, memory) in joined(&second).iter().zip(joined(&memory)) {
                     assert_same(cached, &memory);
                     for (row, measure) in memory.examples.measures().unwrap().into_iter().enumerate() {
-                        assert_eq!(measure, Measure::of(&memory.examples.get(row).unwrap()));
+                        assert_eq!(measure, RowMeasure::of(&memory.examples.get(row).unwrap()));
                     }
                 }
             }
@@ -83,7 +91,10 @@ fn cached_preferences_are_those_in_memory_and_are_tokenized_once() {
 
 #[test]
 fn stopped_preferences_continue_after_their_last_complete_part() {
-    for (files, want, texts) in [(judged(), Want::Judged, 2), (pairs(", \"margin\": 2"), Want::Pairs, 3)] {
+    for (files, want, texts) in [
+        (judged(), PreferencePart::Judged, 2),
+        (pairs(", \"margin\": 2"), PreferencePart::Pairs, 3),
+    ] {
         let place = Place::new();
         let memory = preference::load(&spec(&files), want, &real(), None).unwrap();
         let stopped = place.within(u64::MAX, &spec(&files), Some(want), &Counting::new(texts * 1100));
@@ -103,7 +114,12 @@ fn stopped_preferences_continue_after_their_last_complete_part() {
     let mixed = files(&[("a.jsonl", &text(", \"margin\": 2")), ("b.jsonl", &text(""))]);
     let place = Place::new();
     for most in [4500, usize::MAX] {
-        let failed = place.within(u64::MAX, &spec(&mixed), Some(Want::Pairs), &Counting::new(most));
+        let failed = place.within(
+            u64::MAX,
+            &spec(&mixed),
+            Some(PreferencePart::Pairs),
+            &Counting::new(most),
+        );
         let e = failed.unwrap_err().to_string();
         assert!(most == 4500 || e.contains("`margin`") && e.contains("b.jsonl:1"), "{e}");
     }
@@ -172,7 +188,7 @@ fn the_sets_that_were_not_used_for_the_longest_time_are_removed() {
             max_length,
             ..short_rows(&files)
         };
-        let request = Request {
+        let request = TokenRequest {
             spec: &spec,
             codec: &real(),
             template: None,

@@ -1,6 +1,6 @@
 //! The rank allocation in an AdaLoRA config: PEFT needs all of it to load the adapter.
 
-use super::read::Reader;
+use super::read::ConfigReader;
 use ft_base::Result;
 use serde_json::{Map, Value, json};
 
@@ -45,7 +45,7 @@ impl Default for RankAllocation {
 }
 
 impl RankAllocation {
-    pub(super) fn read(c: &Reader) -> Result<Self> {
+    pub(super) fn read(c: &ConfigReader) -> Result<Self> {
         let d = Self::default();
         let whole = |key: &str, default: usize| match c.get(key) {
             None => Ok(default),

@@ -50,7 +50,7 @@ const MARKS: [&str; 8] = [
 
 /// Meaning of a tensor name in an adapter file.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Key {
+pub enum AdapterKey {
     /// A tensor of the adapter on a module: the module, and its name below it.
     Of(String, &'static str),
     /// Trained rows of the matrix of a module.
@@ -88,7 +88,7 @@ pub fn file_key(part: &str) -> String {
 }
 
 /// Parses a tensor name; `None` for a name that does not belong to this kind of adapter.
-pub fn parse(name: &str, kind: &AdapterKind, dora: bool) -> Option<Key> {
+pub fn parse(name: &str, kind: &AdapterKind, dora: bool) -> Option<AdapterKey> {
     let rest = name.strip_prefix(PREFIX)?;
     for below in below(kind, dora) {
         // Some hand-written files contain the adapter name "default".
@@ -98,7 +98,7 @@ pub fn parse(name: &str, kind: &AdapterKind, dora: bool) -> Option<Key> {
         };
         for end in [format!(".{below}"), by_hand] {
             if let Some(module) = rest.strip_suffix(&end) {
-                return (!module.is_empty()).then(|| Key::Of(module.to_string(), below));
+                return (!module.is_empty()).then(|| AdapterKey::Of(module.to_string(), below));
             }
         }
     }
@@ -107,11 +107,11 @@ pub fn parse(name: &str, kind: &AdapterKind, dora: bool) -> Option<Key> {
         ".token_adapter.trainable_tokens_delta.default",
     ] {
         if let Some(module) = rest.strip_suffix(end).filter(|_| kind.has_rows()) {
-            return Some(Key::Rows(module.to_string()));
+            return Some(AdapterKey::Rows(module.to_string()));
         }
     }
     if MARKS.iter().any(|mark| rest.contains(mark)) {
         return None;
     }
-    Some(Key::Whole(rest.replace(".modules_to_save.default.", ".")))
+    Some(AdapterKey::Whole(rest.replace(".modules_to_save.default.", ".")))
 }

@@ -6,12 +6,12 @@ use ft_base::{Error, Result};
 use serde_json::{Map, Value};
 use std::path::Path;
 
-pub(super) struct Reader<'a> {
+pub(super) struct ConfigReader<'a> {
     pub map: &'a Map<String, Value>,
     pub path: &'a Path,
 }
 
-impl Reader<'_> {
+impl ConfigReader<'_> {
     pub(super) fn get(&self, key: &str) -> Option<&Value> {
         self.map.get(key).filter(|v| !v.is_null())
     }

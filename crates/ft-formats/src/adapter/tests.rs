@@ -148,21 +148,21 @@ fn names_round_trip() {
     for (kind, dora) in &kinds {
         for below in below(kind, *dora) {
             let name = file_key(&format!("{module}.{below}"));
-            assert_eq!(parse(&name, kind, *dora), Some(Key::Of(module.into(), below)));
+            assert_eq!(parse(&name, kind, *dora), Some(AdapterKey::Of(module.into(), below)));
         }
         assert_eq!(
             parse("base_model.model.lm_head.weight", kind, *dora),
-            Some(Key::Whole("lm_head.weight".into()))
+            Some(AdapterKey::Whole("lm_head.weight".into()))
         );
     }
     let lora = |name: &str| parse(name, &AdapterKind::Lora, false);
     assert_eq!(
         lora("base_model.model.model.x.lora_A.default.weight"),
-        Some(Key::Of("model.x".into(), "lora_A.weight"))
+        Some(AdapterKey::Of("model.x".into(), "lora_A.weight"))
     );
     assert_eq!(
         lora("base_model.model.lm_head.modules_to_save.default.weight"),
-        Some(Key::Whole("lm_head.weight".into()))
+        Some(AdapterKey::Whole("lm_head.weight".into()))
     );
     for stranger in [
         "base_model.model.x.lora_magnitude_vector",

@@ -7,7 +7,7 @@ mod read;
 mod write;
 
 pub use blocks::BlockType;
-pub use read::Reader;
+pub use read::GgufReader;
 pub use write::{TensorEntry, write};
 
 /// First four bytes of a file.

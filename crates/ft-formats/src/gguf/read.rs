@@ -14,7 +14,7 @@ const LARGEST_HEADER: u64 = 1 << 30;
 
 /// An open file.
 #[derive(Debug)]
-pub struct Reader {
+pub struct GgufReader {
     path: PathBuf,
     file: File,
     /// The keys, sorted.
@@ -25,7 +25,7 @@ pub struct Reader {
     data: u64,
 }
 
-impl Reader {
+impl GgufReader {
     /// Opens a file and reads its header.
     ///
     /// # Errors
@@ -120,7 +120,7 @@ impl Reader {
         Ok(out)
     }
 
-    /// The values of a tensor, decoded.
+    /// The values of a tensor, dequantized.
     ///
     /// # Errors
     /// As `bytes`.

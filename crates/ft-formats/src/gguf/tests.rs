@@ -116,7 +116,7 @@ fn what_is_written_is_read() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("m.gguf");
     let keys = example(&path);
-    let file = Reader::open(&path).unwrap();
+    let file = GgufReader::open(&path).unwrap();
     assert_eq!(file.keys.clone().into_iter().collect::<Vec<_>>().len(), keys.len());
     assert!(keys.iter().all(|(key, value)| file.keys[key] == *value));
     assert_eq!(file.tensors[0].shape, [2, 32]);
@@ -142,12 +142,12 @@ fn damaged_files_are_errors() {
     let bad = dir.path().join("bad.gguf");
     for cut in (0..whole.len() - 32).step_by(7) {
         std::fs::write(&bad, &whole[..cut]).unwrap();
-        assert!(Reader::open(&bad).is_err(), "{cut}");
+        assert!(GgufReader::open(&bad).is_err(), "{cut}");
     }
     for at in 0..whole.len() - 160 {
         let mut damaged = whole.clone();
         damaged[at] ^= 0x81;
         std::fs::write(&bad, &damaged).unwrap();
-        let _ = Reader::open(&bad);
+        let _ = GgufReader::open(&bad);
     }
 }

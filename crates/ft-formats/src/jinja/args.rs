@@ -1,6 +1,6 @@
 //! Arguments of a call, and how they are bound to the parameters of a function.
 
-use super::fail::{Done, Fail};
+use super::fail::{Fail, JinjaResult};
 use super::value::Value;
 use std::sync::Arc;
 
@@ -12,7 +12,12 @@ pub(super) struct Args {
 
 impl Args {
     /// Values of the parameters `names`, of which the first `required` must be given.
-    pub(super) fn bind<const N: usize>(&self, of: &str, names: [&str; N], required: usize) -> Done<[Option<Value>; N]> {
+    pub(super) fn bind<const N: usize>(
+        &self,
+        of: &str,
+        names: [&str; N],
+        required: usize,
+    ) -> JinjaResult<[Option<Value>; N]> {
         let mut out: [Option<Value>; N] = std::array::from_fn(|_| None);
         if self.positional.len() > N {
             return Err(Fail::failed(format!(
@@ -46,7 +51,7 @@ impl Args {
     }
 
     /// As `bind`, for Python's built-in functions that take no keyword arguments.
-    pub(super) fn bind_unnamed<const N: usize>(&self, of: &str, required: usize) -> Done<[Option<Value>; N]> {
+    pub(super) fn bind_unnamed<const N: usize>(&self, of: &str, required: usize) -> JinjaResult<[Option<Value>; N]> {
         if !self.named.is_empty() {
             return Err(Fail::failed(format!("{of}() takes no keyword arguments")));
         }
@@ -61,7 +66,7 @@ impl Args {
 }
 
 /// An integer argument.
-pub(super) fn int(of: &str, value: &Value) -> Done<i128> {
+pub(super) fn int(of: &str, value: &Value) -> JinjaResult<i128> {
     value.defined()?;
     value.as_int().ok_or_else(|| {
         Fail::failed(format!(
@@ -72,12 +77,12 @@ pub(super) fn int(of: &str, value: &Value) -> Done<i128> {
 }
 
 /// A count that may be used as a length; what is far too large fails where it is used.
-pub(super) fn count(of: &str, value: &Value) -> Done<usize> {
+pub(super) fn count(of: &str, value: &Value) -> JinjaResult<usize> {
     Ok(usize::try_from(int(of, value)?.max(0)).unwrap_or(usize::MAX))
 }
 
 /// A text argument.
-pub(super) fn text<'a>(of: &str, value: &'a Value) -> Done<&'a str> {
+pub(super) fn text<'a>(of: &str, value: &'a Value) -> JinjaResult<&'a str> {
     value.defined()?;
     value
         .as_str()

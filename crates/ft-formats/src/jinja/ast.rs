@@ -195,7 +195,7 @@ pub(super) enum StmtKind {
     SetBlock(Target, Option<Expr>, Body),
     /// Test and statements of each branch, then the statements of `else`.
     If(Vec<(Expr, Vec<Stmt>)>, Vec<Stmt>),
-    For(Arc<For>),
+    For(Arc<ForLoop>),
     With(Vec<(Target, Expr)>, Body),
     Macro(Arc<Macro>),
     /// The call, and the body as a macro `caller`.
@@ -210,7 +210,7 @@ pub(super) enum StmtKind {
 }
 
 #[derive(Debug)]
-pub(super) struct For {
+pub(super) struct ForLoop {
     pub target: Target,
     pub iter: Expr,
     pub test: Option<Expr>,

@@ -1,6 +1,6 @@
 //! Attributes that Python's types have, and those that the sandbox keeps away.
 
-use super::fail::{Done, Fail};
+use super::fail::{Fail, JinjaResult};
 use super::interp::Interp;
 use super::loops;
 use super::value::{Object, Value, View};
@@ -109,7 +109,7 @@ fn changes(value: &Value, name: &str) -> bool {
 }
 
 /// The attribute `name` of the value's type; `None`: it has none.
-pub(super) fn of(interp: &Interp, value: &Value, name: &str) -> Done<Option<Value>> {
+pub(super) fn of(interp: &Interp, value: &Value, name: &str) -> JinjaResult<Option<Value>> {
     if name.starts_with("__") && name.ends_with("__") && name.len() > 4 && !matches!(value, Value::Namespace(_)) {
         // Whether the type has it or not, it cannot be used; a key of that name is no attribute.
         let is_key = matches!(value, Value::Dict(d) if d.get_str(name).is_some());

@@ -2,16 +2,16 @@
 
 use super::args::Args;
 use super::ast::{CallArgs, Const, Expr, ExprKind};
-use super::fail::{Done, Fail, NODE, charge, charge_text, check_stack};
+use super::fail::{Fail, JinjaResult, NODE, charge, charge_text, check_stack};
 use super::interp::Interp;
 use super::loops;
-use super::value::{Dict, Object, Undefined, Value};
+use super::value::{Dict, Object, UndefinedReason, Value};
 use super::{attributes, filters, functions, methods, ops, predicates};
 use std::rc::Rc;
 use std::sync::Arc;
 
 impl Interp<'_> {
-    pub(super) fn eval(&mut self, expr: &Expr) -> Done<Value> {
+    pub(super) fn eval(&mut self, expr: &Expr) -> JinjaResult<Value> {
         charge(NODE)?;
         match &expr.kind {
             ExprKind::Const(value) => Ok(match value {
@@ -39,7 +39,7 @@ impl Interp<'_> {
         }
     }
 
-    fn compound(&mut self, expr: &Expr) -> Done<Value> {
+    fn compound(&mut self, expr: &Expr) -> JinjaResult<Value> {
         match &expr.kind {
             ExprKind::Item(e, index) => {
                 let value = self.eval(e)?;
@@ -102,11 +102,11 @@ impl Interp<'_> {
                 self.test(name, &value, &args).map(Value::Bool)
             }
             ExprKind::Tuple(list) => {
-                let items = list.iter().map(|e| self.eval(e)).collect::<Done<_>>()?;
+                let items = list.iter().map(|e| self.eval(e)).collect::<JinjaResult<_>>()?;
                 Value::tuple(items)
             }
             ExprKind::List(list) => {
-                let items = list.iter().map(|e| self.eval(e)).collect::<Done<_>>()?;
+                let items = list.iter().map(|e| self.eval(e)).collect::<JinjaResult<_>>()?;
                 Value::list(items)
             }
             ExprKind::Dict(pairs) => {
@@ -134,7 +134,7 @@ impl Interp<'_> {
         }
     }
 
-    pub(super) fn arguments(&mut self, args: &CallArgs) -> Done<Args> {
+    pub(super) fn arguments(&mut self, args: &CallArgs) -> JinjaResult<Args> {
         let mut out = Args::default();
         for e in &args.positional {
             out.positional.push(self.eval(e)?);
@@ -171,7 +171,7 @@ impl Interp<'_> {
     }
 
     /// `value.name`: an attribute of the type, else an element.
-    pub(super) fn attribute(&self, value: &Value, name: &Arc<str>) -> Done<Value> {
+    pub(super) fn attribute(&self, value: &Value, name: &Arc<str>) -> JinjaResult<Value> {
         charge(name.len())?;
         value.defined()?;
         if let Some(found) = attributes::of(self, value, name)? {
@@ -186,7 +186,7 @@ impl Interp<'_> {
     }
 
     /// `value[index]`: an element, else an attribute of the type.
-    pub(super) fn item(&self, value: &Value, index: &Value) -> Done<Value> {
+    pub(super) fn item(&self, value: &Value, index: &Value) -> JinjaResult<Value> {
         value.defined()?;
         if let Some(found) = ops::item(value, index)? {
             return Ok(found);
@@ -198,13 +198,13 @@ impl Interp<'_> {
             }
             _ => {
                 let key = self.repr_text(index)?;
-                return Ok(Value::undefined(Undefined::Element(python_object(value), key)));
+                return Ok(Value::undefined(UndefinedReason::Element(python_object(value), key)));
             }
         };
         Ok(attributes::of(self, value, name)?.unwrap_or_else(|| no_attribute(value, name)))
     }
 
-    pub(super) fn call(&mut self, callee: &Value, args: Args) -> Done<Value> {
+    pub(super) fn call(&mut self, callee: &Value, args: Args) -> JinjaResult<Value> {
         callee.defined()?;
         let Value::Object(object) = callee else {
             return Err(Fail::failed(format!("'{}' object is not callable", callee.type_name())));
@@ -229,12 +229,12 @@ impl Interp<'_> {
         }
     }
 
-    pub(super) fn filter(&mut self, name: &str, value: Value, args: Args) -> Done<Value> {
+    pub(super) fn filter(&mut self, name: &str, value: Value, args: Args) -> JinjaResult<Value> {
         charge(NODE)?;
         filters::call(self, name, value, args)
     }
 
-    pub(super) fn test(&mut self, name: &str, value: &Value, args: &Args) -> Done<bool> {
+    pub(super) fn test(&mut self, name: &str, value: &Value, args: &Args) -> JinjaResult<bool> {
         charge(NODE)?;
         predicates::call(self, name, value, args)
     }
@@ -249,5 +249,5 @@ fn python_object(value: &Value) -> String {
 }
 
 fn no_attribute(value: &Value, name: &Arc<str>) -> Value {
-    Value::undefined(Undefined::Attribute(python_object(value), name.clone()))
+    Value::undefined(UndefinedReason::Attribute(python_object(value), name.clone()))
 }

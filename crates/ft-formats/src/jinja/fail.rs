@@ -24,7 +24,7 @@ pub(crate) struct Fail {
     pub line: Option<u32>,
 }
 
-pub(super) type Done<T> = Result<T, Fail>;
+pub(super) type JinjaResult<T> = Result<T, Fail>;
 
 impl Fail {
     fn new(kind: FailKind, text: impl Into<String>) -> Self {
@@ -99,7 +99,7 @@ pub(super) fn begin(input_bytes: usize) {
 }
 
 /// Takes `units` of work from the account. Errors: nothing is left.
-pub(super) fn charge(units: usize) -> Done<()> {
+pub(super) fn charge(units: usize) -> JinjaResult<()> {
     let left = LEFT.get();
     match left.checked_sub(units as u64) {
         Some(rest) => {
@@ -111,7 +111,7 @@ pub(super) fn charge(units: usize) -> Done<()> {
 }
 
 /// Accounts for a text of `bytes` before it is made. Errors: it is too long, or too much work.
-pub(super) fn charge_text(bytes: usize) -> Done<()> {
+pub(super) fn charge_text(bytes: usize) -> JinjaResult<()> {
     if bytes > LONGEST {
         return Err(Fail::limit(format!(
             "the template makes a text of more than {} MiB",
@@ -122,7 +122,7 @@ pub(super) fn charge_text(bytes: usize) -> Done<()> {
 }
 
 /// Errors: a text that grows has become too long.
-pub(super) fn check_text(text: &str) -> Done<()> {
+pub(super) fn check_text(text: &str) -> JinjaResult<()> {
     if text.len() > LONGEST {
         charge_text(text.len())
     } else {
@@ -131,7 +131,7 @@ pub(super) fn check_text(text: &str) -> Done<()> {
 }
 
 /// Accounts for a list of `items` before it is made.
-pub(super) fn charge_items(items: usize) -> Done<()> {
+pub(super) fn charge_items(items: usize) -> JinjaResult<()> {
     const MOST: usize = 1 << 22;
     if items > MOST {
         return Err(Fail::limit(format!(
@@ -142,7 +142,7 @@ pub(super) fn charge_items(items: usize) -> Done<()> {
 }
 
 /// Errors: the calls of this rendering have used up their stack.
-pub(super) fn check_stack() -> Done<()> {
+pub(super) fn check_stack() -> JinjaResult<()> {
     if STACK_TOP.get().abs_diff(here()) > STACK {
         Err(Fail::limit(
             "the template's calls are nested too deeply (recursion limit)",

@@ -1,8 +1,8 @@
 //! The filters behind `|` that work on one value. Those on sequences are in `sequences`.
 
 use super::args::{Args, count, flag, given, int};
-use super::fail::{Done, Fail, charge, charge_text};
-use super::from_json::Style;
+use super::fail::{Fail, JinjaResult, charge, charge_text};
+use super::from_json::JsonStyle;
 use super::interp::Interp;
 use super::ops::{self, escape, same_text};
 use super::sequences;
@@ -69,7 +69,7 @@ pub(super) const NAMES: [&str; 54] = [
     "xmlattr",
 ];
 
-pub(super) fn call(interp: &mut Interp, name: &str, value: Value, args: Args) -> Done<Value> {
+pub(super) fn call(interp: &mut Interp, name: &str, value: Value, args: Args) -> JinjaResult<Value> {
     match name {
         "d" | "default" => {
             let [default, boolean] = args.bind(name, ["default_value", "boolean"], 0)?;
@@ -150,18 +150,18 @@ pub(super) fn call(interp: &mut Interp, name: &str, value: Value, args: Args) ->
 }
 
 /// `soft_str`: text as it is, anything else as `str`.
-fn soft(interp: &Interp, value: &Value) -> Done<Value> {
+fn soft(interp: &Interp, value: &Value) -> JinjaResult<Value> {
     match value {
         Value::Str(_) | Value::Markup(_) => Ok(value.clone()),
         _ => interp.text(value).map(Value::Str),
     }
 }
 
-fn on_text(interp: &mut Interp, name: &str, value: &Value, args: &Args) -> Done<Value> {
+fn on_text(interp: &mut Interp, name: &str, value: &Value, args: &Args) -> JinjaResult<Value> {
     let given_text = soft(interp, value)?;
     let s: &str = given_text.as_str().unwrap_or_default();
     charge(s.len().saturating_mul(3))?;
-    let made = |text: String| -> Done<Value> {
+    let made = |text: String| -> JinjaResult<Value> {
         charge_text(text.len())?;
         Ok(same_text(&given_text, text))
     };
@@ -269,7 +269,7 @@ fn on_text(interp: &mut Interp, name: &str, value: &Value, args: &Args) -> Done<
 }
 
 /// Runs of `\w`.
-fn word_count(s: &str) -> Done<Value> {
+fn word_count(s: &str) -> JinjaResult<Value> {
     charge(s.len().saturating_mul(8))?;
     let is_word = |c: char| c == '_' || c.is_ascii_alphanumeric() || (!c.is_ascii() && is_alpha(c));
     let mut words = 0;
@@ -286,7 +286,7 @@ fn word_count(s: &str) -> Done<Value> {
     Ok(Value::Int(words as i128))
 }
 
-fn indent(value: &Value, text: &Value, args: &Args) -> Done<Value> {
+fn indent(value: &Value, text: &Value, args: &Args) -> JinjaResult<Value> {
     let [width, first, blank] = args.bind("indent", ["width", "first", "blank"], 0)?;
     if value.as_str().is_none() {
         return Err(match value.undefined_error() {
@@ -327,7 +327,7 @@ fn indent(value: &Value, text: &Value, args: &Args) -> Done<Value> {
     Ok(same_text(text, out))
 }
 
-fn tojson(value: &Value, args: &Args) -> Done<Value> {
+fn tojson(value: &Value, args: &Args) -> JinjaResult<Value> {
     let names = ["ensure_ascii", "indent", "separators", "sort_keys"];
     let [ascii, indent, separators, sort] = args.bind("tojson", names, 0)?;
     let indent = match given(indent) {
@@ -354,7 +354,7 @@ fn tojson(value: &Value, args: &Args) -> Done<Value> {
             )
         }
     };
-    let style = Style {
+    let style = JsonStyle {
         ascii: flag(&ascii),
         indent,
         item,
@@ -365,7 +365,7 @@ fn tojson(value: &Value, args: &Args) -> Done<Value> {
 }
 
 /// Errors: digits that Python may read.
-fn foreign_digits(text: &str) -> Done<()> {
+fn foreign_digits(text: &str) -> JinjaResult<()> {
     if text.chars().any(|c| !c.is_ascii() && c.is_numeric()) {
         Err(Fail::unsupported("digits outside of ASCII"))
     } else {
@@ -374,7 +374,7 @@ fn foreign_digits(text: &str) -> Done<()> {
 }
 
 /// `int(text)` of Python: white space around, a sign, single `_` between digits.
-fn parse_int(s: &str, base: u32) -> Done<Option<i128>> {
+fn parse_int(s: &str, base: u32) -> JinjaResult<Option<i128>> {
     charge(s.len().saturating_mul(16))?;
     let t = s.trim_matches(is_space);
     if !t.is_ascii() {
@@ -418,7 +418,7 @@ fn parse_int(s: &str, base: u32) -> Done<Option<i128>> {
 }
 
 /// `float(text)` of Python.
-fn parse_float(s: &str) -> Done<Option<f64>> {
+fn parse_float(s: &str) -> JinjaResult<Option<f64>> {
     charge(s.len().saturating_mul(8))?;
     let t = s.trim_matches(is_space);
     if !t.is_ascii() {
@@ -434,7 +434,7 @@ fn parse_float(s: &str) -> Done<Option<f64>> {
     Ok(t.parse().ok())
 }
 
-fn to_int(value: &Value, default: Value, base: Option<Value>) -> Done<Value> {
+fn to_int(value: &Value, default: Value, base: Option<Value>) -> JinjaResult<Value> {
     value.defined()?;
     let base = base.map_or(Ok(10), |b| int("int", &b))?;
     let truncated = |x: f64| match super::value::whole(x.trunc()) {
@@ -465,7 +465,7 @@ fn to_int(value: &Value, default: Value, base: Option<Value>) -> Done<Value> {
     Ok(found.map_or(default, Value::Int))
 }
 
-fn round(value: &Value, args: &Args) -> Done<Value> {
+fn round(value: &Value, args: &Args) -> JinjaResult<Value> {
     let [precision, method] = args.bind("round", ["precision", "method"], 0)?;
     let precision = precision.map_or(Ok(0), |p| int("round", &p))?;
     let method = method.unwrap_or_else(|| Value::str("common"));
@@ -515,7 +515,7 @@ fn round(value: &Value, args: &Args) -> Done<Value> {
     }
 }
 
-fn file_size(bytes: f64, binary: bool) -> Done<String> {
+fn file_size(bytes: f64, binary: bool) -> JinjaResult<String> {
     let base: f64 = if binary { 1024.0 } else { 1000.0 };
     let prefixes = if binary {
         ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB", "ZiB", "YiB"]

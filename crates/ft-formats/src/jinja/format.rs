@@ -1,7 +1,7 @@
 //! `'{}'.format(values)`, and Python's formats of numbers and text.
 
 use super::args::Args;
-use super::fail::{Done, Fail, NODE, charge, charge_text, check_text};
+use super::fail::{Fail, JinjaResult, NODE, charge, charge_text, check_text};
 use super::interp::Interp;
 use super::print::{exponent, float_text};
 use super::text::padded;
@@ -13,7 +13,7 @@ const DIGITS: usize = 1000;
 
 /// How one value is written: `[[fill]align][sign][#][0][width][grouping][.precision][type]`.
 #[derive(Debug, Clone)]
-pub(super) struct Spec {
+pub(super) struct FormatSpec {
     pub fill: char,
     /// `<`, `>`, `^`, `=`; or what the value's type has.
     pub align: Option<char>,
@@ -57,7 +57,7 @@ fn general(x: f64, precision: usize, alternate: bool) -> String {
 }
 
 /// Digits of a float without its sign.
-pub(super) fn float_digits(x: f64, kind: char, precision: Option<usize>, alternate: bool) -> Done<String> {
+pub(super) fn float_digits(x: f64, kind: char, precision: Option<usize>, alternate: bool) -> JinjaResult<String> {
     if precision.is_some_and(|p| p > DIGITS) {
         return Err(Fail::unsupported(format!("more than {DIGITS} digits behind the point")));
     }
@@ -105,7 +105,7 @@ pub(super) fn int_digits(n: i128, kind: char, alternate: bool) -> (String, &'sta
     (digits, if alternate { prefix } else { "" })
 }
 
-impl Spec {
+impl FormatSpec {
     pub(super) fn plain() -> Self {
         Self {
             fill: ' ',
@@ -119,7 +119,7 @@ impl Spec {
         }
     }
 
-    fn parse(text: &str) -> Done<Self> {
+    fn parse(text: &str) -> JinjaResult<Self> {
         let mut spec = Self::plain();
         let chars: Vec<char> = text.chars().collect();
         let at = |i: usize| chars.get(i).copied();
@@ -145,7 +145,7 @@ impl Spec {
             }
             i += 1;
         }
-        let number = |i: &mut usize| -> Done<Option<usize>> {
+        let number = |i: &mut usize| -> JinjaResult<Option<usize>> {
             let start = *i;
             while at(*i).is_some_and(|c| c.is_ascii_digit()) {
                 *i += 1;
@@ -176,7 +176,7 @@ impl Spec {
         }
     }
 
-    fn text(&self, text: &str) -> Done<String> {
+    fn text(&self, text: &str) -> JinjaResult<String> {
         if !matches!(self.kind, None | Some('s')) {
             return Err(Fail::failed(format!(
                 "Unknown format code '{}' for object of type 'str'",
@@ -199,7 +199,7 @@ impl Spec {
     }
 
     /// `digits` after `sign`, in the width.
-    pub(super) fn aligned(&self, sign: &str, digits: &str, default: char) -> Done<String> {
+    pub(super) fn aligned(&self, sign: &str, digits: &str, default: char) -> JinjaResult<String> {
         let length = sign.chars().count() + digits.chars().count();
         let pad = self.width.saturating_sub(length);
         match self.align.unwrap_or(default) {
@@ -210,7 +210,7 @@ impl Spec {
         }
     }
 
-    pub(super) fn number(&self, is_negative: bool, prefix: &str, digits: String, every: usize) -> Done<String> {
+    pub(super) fn number(&self, is_negative: bool, prefix: &str, digits: String, every: usize) -> JinjaResult<String> {
         let sign = match (is_negative, self.sign) {
             (true, _) => "-",
             (false, '-') => "",
@@ -232,7 +232,7 @@ impl Spec {
         self.aligned(&format!("{sign}{prefix}"), &digits, '>')
     }
 
-    fn value(&self, value: &Value) -> Done<String> {
+    fn value(&self, value: &Value) -> JinjaResult<String> {
         match (value, value.as_int()) {
             (Value::Str(s), _) => self.text(s),
             (Value::Float(x), _) => self.float(*x),
@@ -244,7 +244,7 @@ impl Spec {
         }
     }
 
-    fn int(&self, n: i128) -> Done<String> {
+    fn int(&self, n: i128) -> JinjaResult<String> {
         match self.kind {
             Some('e' | 'E' | 'f' | 'F' | 'g' | 'G' | '%') => self.float(n as f64),
             Some('c') => {
@@ -270,7 +270,7 @@ impl Spec {
         }
     }
 
-    fn float(&self, x: f64) -> Done<String> {
+    fn float(&self, x: f64) -> JinjaResult<String> {
         let digits = match (self.kind, self.precision) {
             (None, None) => float_text(x.abs()),
             (None, Some(_)) => return Err(Fail::unsupported("a float with a precision and no type in its format")),
@@ -299,7 +299,7 @@ pub(super) fn ascii(text: &str) -> String {
 }
 
 /// `'...'.format(...)`.
-pub(super) fn braces(interp: &mut Interp, format: &str, args: &Args) -> Done<String> {
+pub(super) fn braces(interp: &mut Interp, format: &str, args: &Args) -> JinjaResult<String> {
     let mut state = Braces {
         next: Some(0),
         explicit: false,
@@ -314,7 +314,7 @@ struct Braces {
 }
 
 impl Braces {
-    fn run(&mut self, interp: &mut Interp, format: &str, args: &Args, levels: usize) -> Done<String> {
+    fn run(&mut self, interp: &mut Interp, format: &str, args: &Args, levels: usize) -> JinjaResult<String> {
         if levels == 0 {
             return Err(Fail::failed("Max string recursion exceeded"));
         }
@@ -359,7 +359,7 @@ impl Braces {
         }
     }
 
-    fn field(&mut self, interp: &mut Interp, field: &str, args: &Args, levels: usize) -> Done<String> {
+    fn field(&mut self, interp: &mut Interp, field: &str, args: &Args, levels: usize) -> JinjaResult<String> {
         charge(4 * NODE)?;
         // The name ends at the first `!` or `:` outside of brackets.
         let mut inside = false;
@@ -404,11 +404,11 @@ impl Braces {
         if spec.is_empty() {
             Ok(interp.text(&value)?.to_string())
         } else {
-            Spec::parse(&spec)?.value(&value)
+            FormatSpec::parse(&spec)?.value(&value)
         }
     }
 
-    fn lookup(&mut self, interp: &mut Interp, name: &str, args: &Args) -> Done<Value> {
+    fn lookup(&mut self, interp: &mut Interp, name: &str, args: &Args) -> JinjaResult<Value> {
         let end = name.find(['.', '[']).unwrap_or(name.len());
         let (first, mut rest) = name.split_at(end);
         let mut value = if first.is_empty() || first.bytes().all(|b| b.is_ascii_digit()) {

@@ -1,13 +1,13 @@
 //! JSON to values, and `tojson` as `json.dumps`.
 
-use super::fail::{Done, Fail, charge, charge_text, check_text};
+use super::fail::{Fail, JinjaResult, charge, charge_text, check_text};
 use super::print::{float_text, int_text};
 use super::value::{Dict, Value};
 use std::fmt::Write;
 use std::rc::Rc;
 
 /// Errors: nested too deeply.
-pub(super) fn from_json(json: &serde_json::Value) -> Done<Value> {
+pub(super) fn from_json(json: &serde_json::Value) -> JinjaResult<Value> {
     use serde_json::Value as Json;
     charge(20)?;
     Ok(match json {
@@ -23,7 +23,7 @@ pub(super) fn from_json(json: &serde_json::Value) -> Done<Value> {
             charge(s.len())?;
             Value::str(s.as_str())
         }
-        Json::Array(list) => Value::list(list.iter().map(from_json).collect::<Done<_>>()?)?,
+        Json::Array(list) => Value::list(list.iter().map(from_json).collect::<JinjaResult<_>>()?)?,
         Json::Object(map) => {
             let mut out = Dict::default();
             for (key, value) in map {
@@ -35,7 +35,7 @@ pub(super) fn from_json(json: &serde_json::Value) -> Done<Value> {
 }
 
 /// The arguments of `json.dumps` that transformers passes on.
-pub(super) struct Style {
+pub(super) struct JsonStyle {
     pub ascii: bool,
     pub indent: Option<String>,
     pub item: String,
@@ -43,9 +43,9 @@ pub(super) struct Style {
     pub sort: bool,
 }
 
-impl Style {
+impl JsonStyle {
     /// Errors: the value has no JSON, or is too large.
-    pub(super) fn dumps(&self, value: &Value) -> Done<String> {
+    pub(super) fn dumps(&self, value: &Value) -> JinjaResult<String> {
         let mut out = String::new();
         self.write(&mut out, value, 0)?;
         charge_text(out.len())?;
@@ -59,7 +59,7 @@ impl Style {
         }
     }
 
-    fn write(&self, out: &mut String, value: &Value, depth: usize) -> Done<()> {
+    fn write(&self, out: &mut String, value: &Value, depth: usize) -> JinjaResult<()> {
         check_text(out)?;
         charge(20)?;
         match value {
@@ -130,7 +130,7 @@ impl Style {
         Ok(())
     }
 
-    fn string(&self, out: &mut String, text: &str) -> Done<()> {
+    fn string(&self, out: &mut String, text: &str) -> JinjaResult<()> {
         charge(text.len().saturating_mul(2))?;
         out.push('"');
         for c in text.chars() {

@@ -1,9 +1,9 @@
 //! Functions that templates find by name: those of Jinja, and those that transformers adds.
 
 use super::args::{Args, int};
-use super::fail::{Done, Fail, charge, charge_items};
+use super::fail::{Fail, JinjaResult, charge, charge_items};
 use super::interp::Interp;
-use super::value::{Dict, Object, Range, Value};
+use super::value::{Dict, Object, RangeValue, Value};
 use std::cell::Cell;
 use std::rc::Rc;
 
@@ -22,7 +22,7 @@ pub(super) const GLOBALS: [&str; 9] = [
 /// Elements of a range, as Jinja's sandbox allows.
 const RANGE: i128 = 100_000;
 
-pub(super) fn call(interp: &mut Interp, name: &str, args: Args) -> Done<Value> {
+pub(super) fn call(interp: &mut Interp, name: &str, args: Args) -> JinjaResult<Value> {
     match name {
         "range" => {
             let [first, end, step] = args.bind_unnamed("range", 1)?;
@@ -93,7 +93,7 @@ pub(super) fn call(interp: &mut Interp, name: &str, args: Args) -> Done<Value> {
 }
 
 /// Errors: the sandbox allows no such name in a namespace.
-pub(super) fn check_namespace_name(name: &str) -> Done<()> {
+pub(super) fn check_namespace_name(name: &str) -> JinjaResult<()> {
     if name.starts_with('_') {
         Err(Fail::failed(format!(
             "Chat templates cannot store underscore-prefixed attributes on a namespace, but got '{name}'."
@@ -104,7 +104,7 @@ pub(super) fn check_namespace_name(name: &str) -> Done<()> {
 }
 
 /// `dict(mapping or pairs, **named)`.
-fn dict(of: &str, args: Args) -> Done<Dict> {
+fn dict(of: &str, args: Args) -> JinjaResult<Dict> {
     let Args { mut positional, named } = args;
     if positional.len() > 1 {
         return Err(Fail::failed(format!(
@@ -141,7 +141,7 @@ fn dict(of: &str, args: Args) -> Done<Dict> {
     Ok(out)
 }
 
-pub(super) fn from_keys(args: &Args) -> Done<Value> {
+pub(super) fn from_keys(args: &Args) -> JinjaResult<Value> {
     let [keys, value] = args.bind_unnamed("fromkeys", 1)?;
     let value = value.unwrap_or(Value::None);
     let keys = keys.unwrap_or(Value::None).elements()?;
@@ -151,14 +151,14 @@ pub(super) fn from_keys(args: &Args) -> Done<Value> {
 }
 
 /// A range of any length.
-pub(super) fn range(start: i128, stop: i128, step: i128) -> Done<Range> {
+pub(super) fn range(start: i128, stop: i128, step: i128) -> JinjaResult<RangeValue> {
     const MOST: i128 = 1 << 100;
     if start.abs() > MOST || stop.abs() > MOST {
         return Err(Fail::unsupported("a range of such large integers"));
     }
     let span = if step > 0 { stop - start } else { start - stop };
     let length = if span <= 0 { 0 } else { (span - 1) / step.abs() + 1 };
-    Ok(Range {
+    Ok(RangeValue {
         start,
         stop,
         step,
@@ -167,7 +167,7 @@ pub(super) fn range(start: i128, stop: i128, step: i128) -> Done<Range> {
 }
 
 /// The local time now, in the format of C's `strftime`.
-fn strftime_now(format: &str) -> Done<String> {
+fn strftime_now(format: &str) -> JinjaResult<String> {
     let bad = || Fail::failed("strftime_now: the format cannot be used");
     charge(1000)?;
     if format.is_empty() {

@@ -1,11 +1,11 @@
 //! Runs the tree: scopes, output and statements. Expressions are in `eval`, loops in `loops`.
 
 use super::args::Args;
-use super::ast::{Body, Expr, ExprKind, For, Macro, Name, Stmt, StmtKind, Target};
-use super::fail::{Done, Fail, LONGEST, NODE, begin, charge, charge_text, check_stack};
+use super::ast::{Body, Expr, ExprKind, ForLoop, Macro, Name, Stmt, StmtKind, Target};
+use super::fail::{Fail, JinjaResult, LONGEST, NODE, begin, charge, charge_text, check_stack};
 use super::loops;
 use super::parser::Tree;
-use super::value::{Dict, Loop, Object, Undefined, Value};
+use super::value::{Dict, Loop, Object, UndefinedReason, Value};
 use std::cell::RefCell;
 use std::ops::Range;
 use std::rc::Rc;
@@ -55,7 +55,7 @@ impl<'t> Interp<'t> {
         variables: &[(&str, Value)],
         input_bytes: usize,
         marks: Option<[char; 2]>,
-    ) -> Done<Output> {
+    ) -> JinjaResult<Output> {
         begin(input_bytes);
         let given = |name: &Arc<str>| variables.iter().find(|(n, _)| *n == &**name).map(|(_, v)| v.clone());
         let mut interp = Self {
@@ -93,7 +93,7 @@ impl<'t> Interp<'t> {
         }
     }
 
-    pub(super) fn enter(&mut self, outer: usize, body: &Body) -> Done<usize> {
+    pub(super) fn enter(&mut self, outer: usize, body: &Body) -> JinjaResult<usize> {
         charge(body.unset.len().saturating_mul(32))?;
         let before = self.scope;
         self.scopes.push(Scope {
@@ -114,7 +114,7 @@ impl<'t> Interp<'t> {
         }
     }
 
-    pub(super) fn set(&mut self, name: Name, value: Option<Value>) -> Done<()> {
+    pub(super) fn set(&mut self, name: Name, value: Option<Value>) -> JinjaResult<()> {
         let vars = &mut self.scopes[self.scope].vars;
         charge(vars.len())?;
         match vars.iter_mut().find(|(n, _)| *n == name) {
@@ -125,7 +125,7 @@ impl<'t> Interp<'t> {
     }
 
     /// The variable: of the scopes from inside out, of the conversation, or a function of Jinja.
-    pub(super) fn get(&self, name: Name) -> Done<Value> {
+    pub(super) fn get(&self, name: Name) -> JinjaResult<Value> {
         let mut at = Some(self.scope);
         while let Some(i) = at {
             charge(self.scopes[i].vars.len())?;
@@ -145,10 +145,10 @@ impl<'t> Interp<'t> {
     }
 
     fn not_set(&self, name: Name) -> Value {
-        Value::undefined(Undefined::Name(self.name(name)))
+        Value::undefined(UndefinedReason::Name(self.name(name)))
     }
 
-    pub(super) fn write(&mut self, text: &str) -> Done<()> {
+    pub(super) fn write(&mut self, text: &str) -> JinjaResult<()> {
         let held: usize = self.out.iter().map(String::len).sum();
         if held + text.len() > LONGEST {
             return Err(Fail::limit(format!(
@@ -164,7 +164,7 @@ impl<'t> Interp<'t> {
     }
 
     /// The output of `inner`, as text.
-    pub(super) fn capture(&mut self, inner: impl FnOnce(&mut Self) -> Done<()>) -> Done<String> {
+    pub(super) fn capture(&mut self, inner: impl FnOnce(&mut Self) -> JinjaResult<()>) -> JinjaResult<String> {
         self.out.push(String::new());
         let done = inner(self);
         let text = self.out.pop().unwrap_or_default();
@@ -172,14 +172,14 @@ impl<'t> Interp<'t> {
     }
 
     /// The statements of a body in a scope of its own.
-    pub(super) fn body(&mut self, body: &Body) -> Done<()> {
+    pub(super) fn body(&mut self, body: &Body) -> JinjaResult<()> {
         let before = self.enter(self.scope, body)?;
         let done = self.block(&body.nodes);
         self.leave(before);
         done.map(|_| ())
     }
 
-    pub(super) fn block(&mut self, nodes: &[Stmt]) -> Done<Flow> {
+    pub(super) fn block(&mut self, nodes: &[Stmt]) -> JinjaResult<Flow> {
         for node in nodes {
             let flow = self.statement(node).map_err(|e| e.at(node.line))?;
             if flow != Flow::Next {
@@ -189,7 +189,7 @@ impl<'t> Interp<'t> {
         Ok(Flow::Next)
     }
 
-    fn statement(&mut self, node: &Stmt) -> Done<Flow> {
+    fn statement(&mut self, node: &Stmt) -> JinjaResult<Flow> {
         charge(NODE)?;
         match &node.kind {
             StmtKind::Text(text) => self.write(text)?,
@@ -224,7 +224,7 @@ impl<'t> Interp<'t> {
     }
 
     /// The statements that `statement` does not run itself: few templates have them.
-    fn rare(&mut self, node: &Stmt) -> Done<()> {
+    fn rare(&mut self, node: &Stmt) -> JinjaResult<()> {
         check_stack()?;
         match &node.kind {
             StmtKind::SetBlock(target, filter, body) => {
@@ -285,7 +285,7 @@ impl<'t> Interp<'t> {
         }
     }
 
-    fn generation(&mut self, body: &Body) -> Done<()> {
+    fn generation(&mut self, body: &Body) -> JinjaResult<()> {
         let is_top = self.out.len() == 1;
         self.is_captured |= !is_top;
         if let Some([start, _]) = self.marks {
@@ -308,7 +308,7 @@ impl<'t> Interp<'t> {
     }
 
     /// A filter or a chain of them on `value`; the innermost one has no value of its own.
-    fn filter_chain(&mut self, filter: &Expr, value: Value) -> Done<Value> {
+    fn filter_chain(&mut self, filter: &Expr, value: Value) -> JinjaResult<Value> {
         let ExprKind::Filter(inner, name, args) = &filter.kind else {
             return self.eval(filter);
         };
@@ -320,7 +320,7 @@ impl<'t> Interp<'t> {
         self.filter(name, value, args).map_err(|e| e.at(filter.line))
     }
 
-    pub(super) fn assign(&mut self, target: &Target, value: Value) -> Done<()> {
+    pub(super) fn assign(&mut self, target: &Target, value: Value) -> JinjaResult<()> {
         match target {
             Target::Name(name) => self.set(*name, Some(value))?,
             Target::Attribute(name, attribute) => {
@@ -357,7 +357,7 @@ impl<'t> Interp<'t> {
         Ok(())
     }
 
-    fn make_macro(&mut self, code: &Arc<Macro>) -> Done<Value> {
+    fn make_macro(&mut self, code: &Arc<Macro>) -> JinjaResult<Value> {
         // Its scopes stay until the end.
         charge(40 * NODE)?;
         let mut at = Some(self.scope);
@@ -373,7 +373,7 @@ impl<'t> Interp<'t> {
     }
 
     /// Calls a macro. Errors: its own, or arguments that it does not take.
-    pub(super) fn call_macro(&mut self, code: &Macro, scope: usize, args: Args) -> Done<Value> {
+    pub(super) fn call_macro(&mut self, code: &Macro, scope: usize, args: Args) -> JinjaResult<Value> {
         check_stack()?;
         let Args {
             mut positional,
@@ -390,7 +390,7 @@ impl<'t> Interp<'t> {
             .map_or_else(|| "None".into(), |n| format!("'{}'", self.name(n)));
         let more = positional.split_off(positional.len().min(code.args.len()));
         let before = self.enter(scope, &code.body)?;
-        let run = || -> Done<String> {
+        let run = || -> JinjaResult<String> {
             let mut given = positional.into_iter();
             let mut missing = Vec::new();
             let mut found_caller = false;
@@ -452,7 +452,7 @@ impl<'t> Interp<'t> {
         Ok(Value::str(text))
     }
 
-    fn set_word(&mut self, word: &str, value: Value) -> Done<()> {
+    fn set_word(&mut self, word: &str, value: Value) -> JinjaResult<()> {
         match self.tree.word(word)? {
             Some(name) => self.set(name, Some(value)),
             None => Ok(()),
@@ -460,7 +460,13 @@ impl<'t> Interp<'t> {
     }
 
     /// One run through a loop; `recursive` tells the depth of a call of `loop(...)`.
-    pub(super) fn run_loop(&mut self, node: &Arc<For>, iterable: Value, scope: usize, depth0: i128) -> Done<()> {
+    pub(super) fn run_loop(
+        &mut self,
+        node: &Arc<ForLoop>,
+        iterable: Value,
+        scope: usize,
+        depth0: i128,
+    ) -> JinjaResult<()> {
         check_stack()?;
         let source = match &node.test {
             Some(test) => loops::filtered(self, node, test, iterable, scope)?,
@@ -468,7 +474,7 @@ impl<'t> Interp<'t> {
         };
         let state = Rc::new(Object::Loop(Box::new(RefCell::new(Loop {
             length: match &source {
-                super::value::Source::Items(_, length) if node.test.is_none() => Some(*length as i128),
+                super::value::LoopSource::Items(_, length) if node.test.is_none() => Some(*length as i128),
                 _ => None,
             },
             source,
@@ -507,7 +513,7 @@ impl<'t> Interp<'t> {
         Ok(())
     }
 
-    fn loop_statement(&mut self, node: &Arc<For>) -> Done<()> {
+    fn loop_statement(&mut self, node: &Arc<ForLoop>) -> JinjaResult<()> {
         let iterable = self.eval(&node.iter)?;
         if !iterable.is_iterable() {
             return Err(Fail::failed(format!("'{}' object is not iterable", iterable.type_name())).at(node.line));

@@ -1,6 +1,6 @@
 //! Text to tokens, with the white space that `trim_blocks`, `lstrip_blocks` and the signs `-` and `+` take away.
 
-use super::fail::{Done, Fail};
+use super::fail::{Fail, JinjaResult};
 use super::unicode::is_space;
 use std::sync::Arc;
 
@@ -55,7 +55,7 @@ struct Lexer<'a> {
 }
 
 /// Tokens with their lines. The last one is `End`.
-pub(super) fn tokens(source: &str) -> Done<Vec<(Token, u32)>> {
+pub(super) fn tokens(source: &str) -> JinjaResult<Vec<(Token, u32)>> {
     let source = source.replace("\r\n", "\n").replace('\r', "\n");
     let source = source.strip_suffix('\n').unwrap_or(&source);
     let mut lexer = Lexer {
@@ -95,7 +95,7 @@ impl<'a> Lexer<'a> {
         }
     }
 
-    fn root(&mut self) -> Done<()> {
+    fn root(&mut self) -> JinjaResult<()> {
         loop {
             let rest = self.rest();
             let begin = rest
@@ -174,7 +174,7 @@ impl<'a> Lexer<'a> {
         true
     }
 
-    fn comment(&mut self) -> Done<()> {
+    fn comment(&mut self) -> JinjaResult<()> {
         let Some(at) = self.rest().find("#}") else {
             return Err(Fail::syntax("Missing end of comment tag"));
         };
@@ -184,7 +184,7 @@ impl<'a> Lexer<'a> {
         Ok(())
     }
 
-    fn raw(&mut self) -> Done<()> {
+    fn raw(&mut self) -> JinjaResult<()> {
         let rest = self.rest();
         for (at, _) in rest.match_indices("{%") {
             let tail = &rest[at + 2..];
@@ -209,7 +209,7 @@ impl<'a> Lexer<'a> {
     }
 
     /// Tokens up to the end of the tag.
-    fn inside(&mut self, block: bool) -> Done<()> {
+    fn inside(&mut self, block: bool) -> JinjaResult<()> {
         let (tag, end) = if block {
             ("%}", Token::BlockEnd)
         } else {
@@ -291,7 +291,7 @@ fn digits(text: &str, base: u32) -> usize {
     i
 }
 
-fn number(text: &str, after_dot: bool) -> Done<(Token, usize)> {
+fn number(text: &str, after_dot: bool) -> JinjaResult<(Token, usize)> {
     let whole = digits(text, 10);
     // `a.0.1` are two indices, not a float.
     if !after_dot {
@@ -336,13 +336,13 @@ fn number(text: &str, after_dot: bool) -> Done<(Token, usize)> {
     integer(&text[..length], 10).map(|v| (v, length))
 }
 
-fn integer(text: &str, base: u32) -> Done<Token> {
+fn integer(text: &str, base: u32) -> JinjaResult<Token> {
     i128::from_str_radix(&text.replace('_', ""), base)
         .map(Token::Int)
         .map_err(|_| Fail::unsupported("an integer of more than 127 bits"))
 }
 
-fn string(text: &str, quote: char) -> Done<(Token, usize)> {
+fn string(text: &str, quote: char) -> JinjaResult<(Token, usize)> {
     let mut out = String::new();
     let mut chars = text.char_indices().skip(1);
     while let Some((at, c)) = chars.next() {
@@ -396,7 +396,7 @@ fn string(text: &str, quote: char) -> Done<(Token, usize)> {
     Err(Fail::syntax("a string has no end"))
 }
 
-fn character(code: &str, base: u32) -> Done<char> {
+fn character(code: &str, base: u32) -> JinjaResult<char> {
     let code = u32::from_str_radix(code, base).map_err(|_| Fail::syntax("invalid escape in a string"))?;
     match char::from_u32(code) {
         Some(c) => Ok(c),

@@ -1,15 +1,15 @@
 //! The variable `loop`: where a loop stands, what comes next, and calls of a recursive one.
 
 use super::args::Args;
-use super::ast::{Body, Expr, For};
-use super::fail::{Done, Fail, NODE, charge, charge_text};
+use super::ast::{Body, Expr, ForLoop};
+use super::fail::{Fail, JinjaResult, NODE, charge, charge_text};
 use super::interp::Interp;
-use super::value::{Loop, Object, Seq, Source, Value};
+use super::value::{Loop, LoopSource, Object, Seq, Value};
 use std::cell::RefCell;
 use std::rc::Rc;
 use std::sync::Arc;
 
-fn state(object: &Object) -> Done<&RefCell<Loop>> {
+fn state(object: &Object) -> JinjaResult<&RefCell<Loop>> {
     match object {
         Object::Loop(state) => Ok(state),
         _ => Err(Fail::failed("not a loop")),
@@ -17,7 +17,7 @@ fn state(object: &Object) -> Done<&RefCell<Loop>> {
 }
 
 /// The next element, which becomes the current one.
-pub(super) fn step(object: &Rc<Object>) -> Done<Option<Value>> {
+pub(super) fn step(object: &Rc<Object>) -> JinjaResult<Option<Value>> {
     let mut l = state(object)?.borrow_mut();
     let next = match l.after.take() {
         Some(item) => Some(item),
@@ -29,7 +29,7 @@ pub(super) fn step(object: &Rc<Object>) -> Done<Option<Value>> {
     Ok(Some(item))
 }
 
-fn peek(state: &RefCell<Loop>) -> Done<Option<Value>> {
+fn peek(state: &RefCell<Loop>) -> JinjaResult<Option<Value>> {
     let mut l = state.borrow_mut();
     if l.after.is_none() {
         l.after = l.source.next()?;
@@ -38,7 +38,7 @@ fn peek(state: &RefCell<Loop>) -> Done<Option<Value>> {
 }
 
 /// The number of elements; of an iterator, all are read for it.
-pub(super) fn length(state: &RefCell<Loop>) -> Done<i128> {
+pub(super) fn length(state: &RefCell<Loop>) -> JinjaResult<i128> {
     let mut l = state.borrow_mut();
     if let Some(length) = l.length {
         return Ok(length);
@@ -48,13 +48,13 @@ pub(super) fn length(state: &RefCell<Loop>) -> Done<i128> {
         rest.push(item);
     }
     let length = rest.len() as i128 + l.index0 + 1 + i128::from(l.after.is_some());
-    l.source = Source::Items(rest.into(), 0);
+    l.source = LoopSource::Items(rest.into(), 0);
     l.length = Some(length);
     Ok(length)
 }
 
 /// An attribute of `loop`. `None`: there is no such attribute.
-pub(super) fn attribute(object: &Rc<Object>, name: &str) -> Done<Option<Value>> {
+pub(super) fn attribute(object: &Rc<Object>, name: &str) -> JinjaResult<Option<Value>> {
     let state = state(object)?;
     let (index0, depth0) = {
         let l = state.borrow();
@@ -81,7 +81,7 @@ pub(super) fn attribute(object: &Rc<Object>, name: &str) -> Done<Option<Value>> 
     }))
 }
 
-pub(super) fn method(object: &Rc<Object>, name: &str, args: Args) -> Done<Value> {
+pub(super) fn method(object: &Rc<Object>, name: &str, args: Args) -> JinjaResult<Value> {
     let state = state(object)?;
     if !args.named.is_empty() {
         return Err(Fail::failed(format!("loop.{name}() takes no keyword arguments")));
@@ -105,7 +105,7 @@ pub(super) fn method(object: &Rc<Object>, name: &str, args: Args) -> Done<Value>
 }
 
 /// `loop(iterable)` of a recursive loop.
-pub(super) fn call(interp: &mut Interp, object: &Rc<Object>, args: &Args) -> Done<Value> {
+pub(super) fn call(interp: &mut Interp, object: &Rc<Object>, args: &Args) -> JinjaResult<Value> {
     let state = state(object)?;
     let [iterable] = args.bind("loop", ["iterable"], 1)?;
     let (recursive, depth0) = {
@@ -126,11 +126,11 @@ pub(super) fn call(interp: &mut Interp, object: &Rc<Object>, args: &Args) -> Don
 /// The elements for which `test` holds.
 pub(super) fn filtered(
     interp: &mut Interp,
-    node: &Arc<For>,
+    node: &Arc<ForLoop>,
     test: &Expr,
     iterable: Value,
     scope: usize,
-) -> Done<Source> {
+) -> JinjaResult<LoopSource> {
     let mut out = Vec::new();
     for item in iterable.elements_ahead()? {
         charge(NODE)?;
@@ -145,5 +145,5 @@ pub(super) fn filtered(
         }
     }
     let length = out.len();
-    Ok(Source::Items(out.into(), length))
+    Ok(LoopSource::Items(out.into(), length))
 }

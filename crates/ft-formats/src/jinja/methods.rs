@@ -1,7 +1,7 @@
 //! Methods of text, lists, dicts and numbers.
 
 use super::args::{Args, count, flag, given, int, text};
-use super::fail::{Done, Fail, charge, charge_text};
+use super::fail::{Fail, JinjaResult, charge, charge_text};
 use super::format;
 use super::interp::Interp;
 use super::ops::same_text;
@@ -10,7 +10,7 @@ use super::unicode::{is_alpha, is_printable, is_space};
 use super::value::{Dict, Object, Value, View};
 use std::rc::Rc;
 
-pub(super) fn call(interp: &mut Interp, receiver: &Value, name: &str, args: Args) -> Done<Value> {
+pub(super) fn call(interp: &mut Interp, receiver: &Value, name: &str, args: Args) -> JinjaResult<Value> {
     match receiver {
         Value::Markup(_) if !["lower", "upper", "strip", "startswith", "endswith"].contains(&name) => {
             Err(Fail::unsupported(format!("`{name}` of escaped text")))
@@ -52,13 +52,13 @@ fn not_here(receiver: &Value, name: &str) -> Fail {
     Fail::unsupported(format!("`{name}` of a {}", receiver.type_name()))
 }
 
-fn in_sequence(items: &[Value], name: &str, args: &Args) -> Done<Value> {
+fn in_sequence(items: &[Value], name: &str, args: &Args) -> JinjaResult<Value> {
     let [item, start, stop] = args.bind_unnamed(name, 1)?;
     let item = item.unwrap_or(Value::None);
     if name == "count" && start.is_some() {
         return Err(Fail::failed("count() takes exactly one argument"));
     }
-    let bound = |v: &Option<Value>, default: i128| -> Done<usize> {
+    let bound = |v: &Option<Value>, default: i128| -> JinjaResult<usize> {
         let n = items.len() as i128;
         let at = v.as_ref().map_or(Ok(default), |v| int(name, v))?;
         Ok(if at < 0 { at.saturating_add(n).max(0) } else { at.min(n) } as usize)
@@ -80,7 +80,7 @@ fn in_sequence(items: &[Value], name: &str, args: &Args) -> Done<Value> {
     }
 }
 
-fn on_dict(receiver: &Value, dict: &Rc<Dict>, name: &str, args: &Args) -> Done<Value> {
+fn on_dict(receiver: &Value, dict: &Rc<Dict>, name: &str, args: &Args) -> JinjaResult<Value> {
     Ok(match name {
         "get" => {
             let [key, default] = args.bind_unnamed(name, 1)?;
@@ -102,7 +102,7 @@ fn on_dict(receiver: &Value, dict: &Rc<Dict>, name: &str, args: &Args) -> Done<V
     })
 }
 
-fn on_number(receiver: &Value, name: &str, args: &Args) -> Done<Value> {
+fn on_number(receiver: &Value, name: &str, args: &Args) -> JinjaResult<Value> {
     match (receiver, receiver.as_int(), name) {
         (Value::Float(x), _, "is_integer") => {
             args.bind_unnamed::<0>(name, 0)?;
@@ -134,14 +134,14 @@ fn window<'a>(
     s: &'a str,
     start: &Option<Value>,
     end: &Option<Value>,
-) -> Done<Option<(&'a str, usize, usize)>> {
+) -> JinjaResult<Option<(&'a str, usize, usize)>> {
     let (start, end) = (given(start.clone()), given(end.clone()));
     if start.is_none() && end.is_none() {
         return Ok(Some((s, 0, 0)));
     }
     charge(s.len())?;
     let length = s.chars().count() as i128;
-    let bound = |v: &Option<Value>, default: i128| -> Done<i128> {
+    let bound = |v: &Option<Value>, default: i128| -> JinjaResult<i128> {
         let at = v.as_ref().map_or(Ok(default), |v| int(of, v))?;
         Ok(if at < 0 { at.saturating_add(length).max(0) } else { at })
     };
@@ -154,7 +154,7 @@ fn window<'a>(
     Ok(Some((&s[from..to], start as usize, from)))
 }
 
-fn separator(of: &str, value: Option<Value>) -> Done<Option<String>> {
+fn separator(of: &str, value: Option<Value>) -> JinjaResult<Option<String>> {
     match given(value) {
         None => Ok(None),
         Some(v) => match text(of, &v)? {
@@ -167,7 +167,7 @@ fn separator(of: &str, value: Option<Value>) -> Done<Option<String>> {
     }
 }
 
-fn fill(of: &str, value: Option<Value>) -> Done<char> {
+fn fill(of: &str, value: Option<Value>) -> JinjaResult<char> {
     let Some(value) = value else { return Ok(' ') };
     let mut chars = text(of, &value)?.chars();
     match (chars.next(), chars.next()) {
@@ -176,7 +176,7 @@ fn fill(of: &str, value: Option<Value>) -> Done<char> {
     }
 }
 
-fn all_of<'a>(parts: impl Iterator<Item = &'a str>) -> Done<Value> {
+fn all_of<'a>(parts: impl Iterator<Item = &'a str>) -> JinjaResult<Value> {
     let mut items = Vec::new();
     for part in parts {
         // Counted as they come: there may be as many as the text has bytes.
@@ -186,8 +186,8 @@ fn all_of<'a>(parts: impl Iterator<Item = &'a str>) -> Done<Value> {
     Value::list(items)
 }
 
-fn on_text(interp: &mut Interp, receiver: &Value, s: &str, name: &str, args: &Args) -> Done<Value> {
-    let made = |text: String| -> Done<Value> {
+fn on_text(interp: &mut Interp, receiver: &Value, s: &str, name: &str, args: &Args) -> JinjaResult<Value> {
+    let made = |text: String| -> JinjaResult<Value> {
         charge_text(text.len())?;
         Ok(same_text(receiver, text))
     };
@@ -206,7 +206,7 @@ fn on_text(interp: &mut Interp, receiver: &Value, s: &str, name: &str, args: &Ar
             let Some((s, ..)) = window(name, s, &start, &end)? else {
                 return Ok(Value::Bool(false));
             };
-            let is = |v: &Value| -> Done<bool> {
+            let is = |v: &Value| -> JinjaResult<bool> {
                 let part = text(name, v)?;
                 charge(part.len() / 4 + 16)?;
                 Ok(match name {

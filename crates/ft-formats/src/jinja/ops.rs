@@ -1,8 +1,8 @@
 //! Operators: arithmetic, comparison, membership, indices and slices, as Python computes them.
 
 use super::ast::{Binary, Compare};
-use super::fail::{Done, Fail, charge, charge_items, charge_text};
-use super::value::{Range, Value, View, whole};
+use super::fail::{Fail, JinjaResult, charge, charge_items, charge_text};
+use super::value::{RangeValue, Value, View, whole};
 use std::cmp::Ordering;
 use std::rc::Rc;
 
@@ -14,11 +14,11 @@ fn unsupported_operands(op: &str, a: &Value, b: &Value) -> Fail {
     ))
 }
 
-fn too_big<T>() -> Done<T> {
+fn too_big<T>() -> JinjaResult<T> {
     Err(Fail::unsupported("an integer of more than 127 bits"))
 }
 
-pub(super) fn escape(text: &str) -> Done<String> {
+pub(super) fn escape(text: &str) -> JinjaResult<String> {
     charge(text.len())?;
     // All that is escaped is of one byte.
     let more = |b: u8| match b {
@@ -42,12 +42,12 @@ pub(super) fn escape(text: &str) -> Done<String> {
     Ok(out)
 }
 
-fn joined(a: &str, b: &str) -> Done<String> {
+fn joined(a: &str, b: &str) -> JinjaResult<String> {
     charge_text(a.len() + b.len())?;
     Ok([a, b].concat())
 }
 
-pub(super) fn binary(op: Binary, a: &Value, b: &Value) -> Done<Value> {
+pub(super) fn binary(op: Binary, a: &Value, b: &Value) -> JinjaResult<Value> {
     let name = match op {
         Binary::Add => "+",
         Binary::Sub => "-",
@@ -101,7 +101,7 @@ pub(super) fn binary(op: Binary, a: &Value, b: &Value) -> Done<Value> {
     }
 }
 
-fn repeated(many: &Value, times: i128) -> Done<Value> {
+fn repeated(many: &Value, times: i128) -> JinjaResult<Value> {
     let length = match many {
         Value::Str(s) | Value::Markup(s) => s.len(),
         Value::List(s) | Value::Tuple(s) | Value::Group(s) => s.items.len(),
@@ -143,7 +143,7 @@ fn floor_div_rem(x: i128, y: i128) -> Option<(i128, i128)> {
     }
 }
 
-fn integers(op: Binary, x: i128, y: i128) -> Done<Value> {
+fn integers(op: Binary, x: i128, y: i128) -> JinjaResult<Value> {
     const EXACT: i128 = 1 << 53;
     let zero = || Err(Fail::failed("integer division or modulo by zero"));
     let value = match op {
@@ -197,7 +197,7 @@ fn float_div_rem(x: f64, y: f64) -> (f64, f64) {
     (floor, rem)
 }
 
-fn floats(op: Binary, x: f64, y: f64) -> Done<Value> {
+fn floats(op: Binary, x: f64, y: f64) -> JinjaResult<Value> {
     Ok(Value::Float(match op {
         Binary::Add => x + y,
         Binary::Sub => x - y,
@@ -222,7 +222,7 @@ fn floats(op: Binary, x: f64, y: f64) -> Done<Value> {
     }))
 }
 
-pub(super) fn negative(value: &Value, minus: bool) -> Done<Value> {
+pub(super) fn negative(value: &Value, minus: bool) -> JinjaResult<Value> {
     value.defined()?;
     match (value, value.as_int()) {
         (Value::Float(x), _) => Ok(Value::Float(if minus { -x } else { *x })),
@@ -239,7 +239,7 @@ pub(super) fn negative(value: &Value, minus: bool) -> Done<Value> {
 
 impl Value {
     /// `a == b`. Errors: what Python compares by address.
-    pub(super) fn equals(&self, other: &Value) -> Done<bool> {
+    pub(super) fn equals(&self, other: &Value) -> JinjaResult<bool> {
         charge(16)?;
         Ok(match (self, other) {
             (Self::Str(a) | Self::Markup(a), Self::Str(b) | Self::Markup(b)) => {
@@ -313,7 +313,7 @@ fn number_order(a: &Value, b: &Value) -> Option<Ordering> {
 }
 
 /// Order of two values; `None` where NaN is involved. Errors: they have none.
-pub(super) fn order(a: &Value, b: &Value, op: &str) -> Done<Option<Ordering>> {
+pub(super) fn order(a: &Value, b: &Value, op: &str) -> JinjaResult<Option<Ordering>> {
     charge(4)?;
     a.defined()?;
     b.defined()?;
@@ -345,7 +345,7 @@ pub(super) fn order(a: &Value, b: &Value, op: &str) -> Done<Option<Ordering>> {
     )))
 }
 
-pub(super) fn compare(op: Compare, a: &Value, b: &Value) -> Done<bool> {
+pub(super) fn compare(op: Compare, a: &Value, b: &Value) -> JinjaResult<bool> {
     let is = |name: &str, wanted: fn(Ordering) -> bool| Ok(order(a, b, name)?.is_some_and(wanted));
     match op {
         Compare::Eq => a.equals(b),
@@ -360,7 +360,7 @@ pub(super) fn compare(op: Compare, a: &Value, b: &Value) -> Done<bool> {
 }
 
 /// `item in whole`.
-pub(super) fn contains(inside: &Value, item: &Value) -> Done<bool> {
+pub(super) fn contains(inside: &Value, item: &Value) -> JinjaResult<bool> {
     match inside {
         Value::Str(text) | Value::Markup(text) => match item.as_str() {
             Some(part) => {
@@ -401,7 +401,7 @@ pub(super) fn contains(inside: &Value, item: &Value) -> Done<bool> {
     }
 }
 
-fn any_equal(items: &[Value], item: &Value) -> Done<bool> {
+fn any_equal(items: &[Value], item: &Value) -> JinjaResult<bool> {
     for element in items {
         if element.equals(item)? {
             return Ok(true);
@@ -411,7 +411,7 @@ fn any_equal(items: &[Value], item: &Value) -> Done<bool> {
 }
 
 /// Places of `keys` in ascending or descending order; equal ones keep theirs. Errors: two have no order.
-pub(super) fn sorted(keys: &[Value], reverse: bool) -> Done<Vec<usize>> {
+pub(super) fn sorted(keys: &[Value], reverse: bool) -> JinjaResult<Vec<usize>> {
     charge_items(keys.len())?;
     let mut failure = None;
     let mut places: Vec<usize> = (0..keys.len()).collect();
@@ -436,7 +436,7 @@ pub(super) fn sorted(keys: &[Value], reverse: bool) -> Done<Vec<usize>> {
 }
 
 /// `whole[index]`; `None`: there is no such element, or it takes no index.
-pub(super) fn item(whole: &Value, index: &Value) -> Done<Option<Value>> {
+pub(super) fn item(whole: &Value, index: &Value) -> JinjaResult<Option<Value>> {
     if let Value::Dict(dict) = whole {
         // A key that cannot be hashed is not there.
         return Ok(match index {
@@ -484,7 +484,7 @@ pub(super) fn same_text(like: &Value, text: String) -> Value {
 }
 
 /// `whole[start:stop:step]`. Errors: it cannot be sliced.
-pub(super) fn slice(whole: &Value, parts: [&Value; 3]) -> Done<Value> {
+pub(super) fn slice(whole: &Value, parts: [&Value; 3]) -> JinjaResult<Value> {
     whole.defined()?;
     let number = |v: &Value| match v {
         Value::None => Ok(None),
@@ -538,7 +538,7 @@ pub(super) fn slice(whole: &Value, parts: [&Value; 3]) -> Done<Value> {
         }
         Value::List(seq) => Value::list(places.map(|i| seq.items[i].clone()).collect())?,
         Value::Tuple(seq) | Value::Group(seq) => Value::tuple(places.map(|i| seq.items[i].clone()).collect())?,
-        Value::Range(of) => Value::Range(Rc::new(Range {
+        Value::Range(of) => Value::Range(Rc::new(RangeValue {
             start: of.start + start * of.step,
             stop: of.start + stop * of.step,
             step: of.step.saturating_mul(step),

@@ -1,18 +1,18 @@
 //! Tokens to expressions, weakest operator first.
 
 use super::ast::{Binary, CallArgs, Compare, Const, Expr, ExprKind};
-use super::fail::{Done, Fail};
+use super::fail::{Fail, JinjaResult};
 use super::lexer::Token;
 use super::parser::Parser;
 use std::sync::Arc;
 
 impl Parser {
     /// An expression, or a tuple where commas follow.
-    pub(super) fn tuple(&mut self, conditions: bool, loop_head: bool) -> Done<Expr> {
+    pub(super) fn tuple(&mut self, conditions: bool, loop_head: bool) -> JinjaResult<Expr> {
         self.tuple_in(conditions, loop_head, false)
     }
 
-    fn tuple_in(&mut self, conditions: bool, loop_head: bool, brackets: bool) -> Done<Expr> {
+    fn tuple_in(&mut self, conditions: bool, loop_head: bool, brackets: bool) -> JinjaResult<Expr> {
         let line = self.line();
         let mut items = Vec::new();
         let mut is_tuple = false;
@@ -40,11 +40,11 @@ impl Parser {
         Expr::new(ExprKind::Tuple(items), line)
     }
 
-    pub(super) fn expression(&mut self) -> Done<Expr> {
+    pub(super) fn expression(&mut self) -> JinjaResult<Expr> {
         self.nested(Self::condition)
     }
 
-    fn condition(&mut self) -> Done<Expr> {
+    fn condition(&mut self) -> JinjaResult<Expr> {
         let line = self.line();
         let mut value = self.or()?;
         while self.skip_word("if") {
@@ -59,7 +59,7 @@ impl Parser {
         Ok(value)
     }
 
-    fn or(&mut self) -> Done<Expr> {
+    fn or(&mut self) -> JinjaResult<Expr> {
         let line = self.line();
         let mut left = self.and()?;
         while self.skip_word("or") {
@@ -68,7 +68,7 @@ impl Parser {
         Ok(left)
     }
 
-    fn and(&mut self) -> Done<Expr> {
+    fn and(&mut self) -> JinjaResult<Expr> {
         let line = self.line();
         let mut left = self.not()?;
         while self.skip_word("and") {
@@ -77,7 +77,7 @@ impl Parser {
         Ok(left)
     }
 
-    fn not(&mut self) -> Done<Expr> {
+    fn not(&mut self) -> JinjaResult<Expr> {
         let line = self.line();
         if self.skip_word("not") {
             Expr::new(ExprKind::Not(Box::new(self.nested(Self::not)?)), line)
@@ -86,7 +86,7 @@ impl Parser {
         }
     }
 
-    fn compare(&mut self) -> Done<Expr> {
+    fn compare(&mut self) -> JinjaResult<Expr> {
         let line = self.line();
         let first = self.sum()?;
         let mut rest = Vec::new();
@@ -116,7 +116,7 @@ impl Parser {
         }
     }
 
-    fn sum(&mut self) -> Done<Expr> {
+    fn sum(&mut self) -> JinjaResult<Expr> {
         let line = self.line();
         let mut left = self.concat()?;
         loop {
@@ -130,7 +130,7 @@ impl Parser {
         }
     }
 
-    fn concat(&mut self) -> Done<Expr> {
+    fn concat(&mut self) -> JinjaResult<Expr> {
         let line = self.line();
         let first = self.product()?;
         if !self.is_op("~") {
@@ -143,7 +143,7 @@ impl Parser {
         Expr::new(ExprKind::Concat(all), line)
     }
 
-    fn product(&mut self) -> Done<Expr> {
+    fn product(&mut self) -> JinjaResult<Expr> {
         let line = self.line();
         let mut left = self.power()?;
         loop {
@@ -159,7 +159,7 @@ impl Parser {
         }
     }
 
-    fn power(&mut self) -> Done<Expr> {
+    fn power(&mut self) -> JinjaResult<Expr> {
         let line = self.line();
         let mut left = self.unary(true)?;
         while self.skip_op("**") {
@@ -168,7 +168,7 @@ impl Parser {
         Ok(left)
     }
 
-    fn unary(&mut self, with_filters: bool) -> Done<Expr> {
+    fn unary(&mut self, with_filters: bool) -> JinjaResult<Expr> {
         let line = self.line();
         let node = if self.skip_op("-") {
             Expr::new(ExprKind::Neg(Box::new(self.nested(|p| p.unary(false))?)), line)?
@@ -181,7 +181,7 @@ impl Parser {
         if with_filters { self.filtered(node) } else { Ok(node) }
     }
 
-    fn primary(&mut self) -> Done<Expr> {
+    fn primary(&mut self) -> JinjaResult<Expr> {
         let line = self.line();
         let kind = match self.token().clone() {
             Token::Name(name) => {
@@ -247,7 +247,7 @@ impl Parser {
     }
 
     /// Expressions with commas up to `end`.
-    fn items(&mut self, end: &str) -> Done<Vec<Expr>> {
+    fn items(&mut self, end: &str) -> JinjaResult<Vec<Expr>> {
         let mut items = Vec::new();
         while !self.is_op(end) {
             if !items.is_empty() {
@@ -262,7 +262,7 @@ impl Parser {
         Ok(items)
     }
 
-    fn postfix(&mut self, mut node: Expr) -> Done<Expr> {
+    fn postfix(&mut self, mut node: Expr) -> JinjaResult<Expr> {
         loop {
             node = match self.token() {
                 Token::Op(".") => self.attribute(node)?,
@@ -273,7 +273,7 @@ impl Parser {
         }
     }
 
-    fn filtered(&mut self, mut node: Expr) -> Done<Expr> {
+    fn filtered(&mut self, mut node: Expr) -> JinjaResult<Expr> {
         loop {
             if self.is_op("|") {
                 match self.filters(Some(Box::new(node)), false)? {
@@ -290,7 +290,7 @@ impl Parser {
         }
     }
 
-    fn attribute(&mut self, node: Expr) -> Done<Expr> {
+    fn attribute(&mut self, node: Expr) -> JinjaResult<Expr> {
         let line = self.line();
         self.step();
         match self.step() {
@@ -303,7 +303,7 @@ impl Parser {
         }
     }
 
-    fn subscript(&mut self, node: Expr) -> Done<Expr> {
+    fn subscript(&mut self, node: Expr) -> JinjaResult<Expr> {
         let line = self.line();
         self.step();
         let mut parts: [Option<Expr>; 3] = [None, None, None];
@@ -350,13 +350,13 @@ impl Parser {
         Expr::new(ExprKind::Item(Box::new(node), item), line)
     }
 
-    fn call(&mut self, node: Expr) -> Done<Expr> {
+    fn call(&mut self, node: Expr) -> JinjaResult<Expr> {
         let line = self.line();
         let args = self.arguments()?;
         Expr::new(ExprKind::Call(Box::new(node), Box::new(args)), line)
     }
 
-    fn arguments(&mut self) -> Done<CallArgs> {
+    fn arguments(&mut self) -> JinjaResult<CallArgs> {
         let line = self.line();
         self.expect_op("(")?;
         let wrong = || Fail::syntax("invalid syntax for function call expression").at(line);
@@ -402,7 +402,7 @@ impl Parser {
     }
 
     /// Filters behind `|`; the first one without it if `inline`.
-    pub(super) fn filters(&mut self, mut node: Option<Box<Expr>>, mut inline: bool) -> Done<Option<Expr>> {
+    pub(super) fn filters(&mut self, mut node: Option<Box<Expr>>, mut inline: bool) -> JinjaResult<Option<Expr>> {
         let mut last = None;
         while inline || self.is_op("|") {
             if !inline {
@@ -425,7 +425,7 @@ impl Parser {
         Ok(last)
     }
 
-    fn dotted_name(&mut self) -> Done<Arc<str>> {
+    fn dotted_name(&mut self) -> JinjaResult<Arc<str>> {
         let mut name = self.expect_name()?;
         while self.skip_op(".") {
             name = format!("{name}.{}", self.expect_name()?).into();
@@ -433,7 +433,7 @@ impl Parser {
         Ok(name)
     }
 
-    fn test(&mut self, node: Expr) -> Done<Expr> {
+    fn test(&mut self, node: Expr) -> JinjaResult<Expr> {
         self.step();
         let line = self.line();
         let negated = self.skip_word("not");
@@ -464,6 +464,6 @@ impl Parser {
     }
 }
 
-fn binary(op: Binary, left: Expr, right: Expr, line: u32) -> Done<Expr> {
+fn binary(op: Binary, left: Expr, right: Expr, line: u32) -> JinjaResult<Expr> {
     Expr::new(ExprKind::Binary(op, Box::new(left), Box::new(right)), line)
 }

@@ -1,7 +1,7 @@
 //! Tokens to statements. Expressions are in `parse_expr`.
 
-use super::ast::{Body, Expr, ExprKind, For, Macro, Name, Stmt, StmtKind, Target};
-use super::fail::{Done, Fail, begin, charge};
+use super::ast::{Body, Expr, ExprKind, ForLoop, Macro, Name, Stmt, StmtKind, Target};
+use super::fail::{Fail, JinjaResult, begin, charge};
 use super::lexer::{self, Token};
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -24,7 +24,7 @@ pub(super) struct Tree {
 
 impl Tree {
     /// The number of a name, if the template has it.
-    pub(super) fn word(&self, word: &str) -> Done<Option<Name>> {
+    pub(super) fn word(&self, word: &str) -> JinjaResult<Option<Name>> {
         charge(self.names.len())?;
         let at = self.names.iter().position(|n| **n == *word);
         Ok(at.map(|n| n as Name))
@@ -44,7 +44,7 @@ pub(super) struct Parser {
     marks_generation: bool,
 }
 
-pub(super) fn parse(source: &str) -> Done<Tree> {
+pub(super) fn parse(source: &str) -> JinjaResult<Tree> {
     begin(source.len());
     let mut parser = Parser {
         tokens: lexer::tokens(source)?,
@@ -123,11 +123,11 @@ impl Parser {
         found
     }
 
-    pub(super) fn unexpected<T>(&self, expected: &str) -> Done<T> {
+    pub(super) fn unexpected<T>(&self, expected: &str) -> JinjaResult<T> {
         Err(Fail::syntax(format!("expected {expected}, got {}", self.token().describe())).at(self.line()))
     }
 
-    pub(super) fn expect_op(&mut self, op: &str) -> Done<()> {
+    pub(super) fn expect_op(&mut self, op: &str) -> JinjaResult<()> {
         if self.skip_op(op) {
             Ok(())
         } else {
@@ -135,7 +135,7 @@ impl Parser {
         }
     }
 
-    pub(super) fn expect_word(&mut self, word: &str) -> Done<()> {
+    pub(super) fn expect_word(&mut self, word: &str) -> JinjaResult<()> {
         if self.skip_word(word) {
             Ok(())
         } else {
@@ -143,7 +143,7 @@ impl Parser {
         }
     }
 
-    pub(super) fn expect_name(&mut self) -> Done<Arc<str>> {
+    pub(super) fn expect_name(&mut self) -> JinjaResult<Arc<str>> {
         match self.token() {
             Token::Name(name) => {
                 let name = name.clone();
@@ -154,7 +154,7 @@ impl Parser {
         }
     }
 
-    fn expect_block_end(&mut self) -> Done<()> {
+    fn expect_block_end(&mut self) -> JinjaResult<()> {
         match self.token() {
             Token::BlockEnd => {
                 self.at += 1;
@@ -175,7 +175,7 @@ impl Parser {
     }
 
     /// A bracket is entered, or left. Errors: too deep.
-    pub(super) fn nested<T>(&mut self, inner: impl FnOnce(&mut Self) -> Done<T>) -> Done<T> {
+    pub(super) fn nested<T>(&mut self, inner: impl FnOnce(&mut Self) -> JinjaResult<T>) -> JinjaResult<T> {
         self.brackets += 1;
         if self.brackets > BRACKETS {
             return Err(Fail::limit("an expression is nested too deeply").at(self.line()));
@@ -186,7 +186,7 @@ impl Parser {
     }
 
     /// Statements up to a tag of `ends`, which stays.
-    fn statements(&mut self, ends: &[&str]) -> Done<Vec<Stmt>> {
+    fn statements(&mut self, ends: &[&str]) -> JinjaResult<Vec<Stmt>> {
         let mut out = Vec::new();
         loop {
             let line = self.line();
@@ -238,7 +238,7 @@ impl Parser {
     }
 
     /// The end of the opening tag, and the statements up to a tag of `ends`, whose name stays.
-    fn block(&mut self, ends: &[&str]) -> Done<Vec<Stmt>> {
+    fn block(&mut self, ends: &[&str]) -> JinjaResult<Vec<Stmt>> {
         self.skip_op(":");
         self.expect_block_end()?;
         self.blocks += 1;
@@ -250,7 +250,7 @@ impl Parser {
         out
     }
 
-    fn body(&mut self, end: &str) -> Done<Body> {
+    fn body(&mut self, end: &str) -> JinjaResult<Body> {
         let nodes = self.block(&[end])?;
         self.at += 1;
         Ok(Body {
@@ -259,7 +259,7 @@ impl Parser {
         })
     }
 
-    fn statement(&mut self, ends: &[&str]) -> Done<StmtKind> {
+    fn statement(&mut self, ends: &[&str]) -> JinjaResult<StmtKind> {
         let line = self.line();
         let tag = self.expect_name()?;
         Ok(match &*tag {
@@ -355,7 +355,7 @@ impl Parser {
     }
 
     /// A name that is written to.
-    pub(super) fn write(&mut self, name: &Arc<str>) -> Done<Name> {
+    pub(super) fn write(&mut self, name: &Arc<str>) -> JinjaResult<Name> {
         if ["true", "false", "none", "True", "False", "None"].contains(&&**name) {
             return Err(Fail::syntax(format!("can't assign to '{name}'")).at(self.line()));
         }
@@ -365,7 +365,7 @@ impl Parser {
     }
 
     /// `a`, `a.b` with `attributes`, or several with commas between them.
-    fn target(&mut self, attributes: bool) -> Done<Target> {
+    fn target(&mut self, attributes: bool) -> JinjaResult<Target> {
         let mut list = Vec::new();
         let mut is_tuple = false;
         loop {
@@ -388,7 +388,7 @@ impl Parser {
         }
     }
 
-    fn one_target(&mut self, attributes: bool) -> Done<Target> {
+    fn one_target(&mut self, attributes: bool) -> JinjaResult<Target> {
         if self.skip_op("(") {
             let inner = self.nested(|p| p.target(attributes))?;
             self.expect_op(")")?;
@@ -404,7 +404,7 @@ impl Parser {
         Ok(Target::Name(self.write(&name)?))
     }
 
-    fn set(&mut self) -> Done<StmtKind> {
+    fn set(&mut self) -> JinjaResult<StmtKind> {
         let target = self.target(true)?;
         if self.skip_op("=") {
             return Ok(StmtKind::Set(target, self.tuple(true, false)?));
@@ -414,7 +414,7 @@ impl Parser {
         Ok(StmtKind::SetBlock(target, filter, body))
     }
 
-    fn branches(&mut self) -> Done<StmtKind> {
+    fn branches(&mut self) -> JinjaResult<StmtKind> {
         let mut branches = Vec::new();
         loop {
             let test = self.tuple(false, false)?;
@@ -433,7 +433,7 @@ impl Parser {
         }
     }
 
-    fn loop_over(&mut self, line: u32) -> Done<StmtKind> {
+    fn loop_over(&mut self, line: u32) -> JinjaResult<StmtKind> {
         let target = self.target(false)?;
         if target_names(&target)
             .iter()
@@ -458,7 +458,7 @@ impl Parser {
         } else {
             Body::default()
         };
-        Ok(StmtKind::For(Arc::new(For {
+        Ok(StmtKind::For(Arc::new(ForLoop {
             target,
             iter,
             test,
@@ -473,7 +473,7 @@ impl Parser {
         })))
     }
 
-    fn call_block(&mut self) -> Done<StmtKind> {
+    fn call_block(&mut self) -> JinjaResult<StmtKind> {
         // The signature comes before the call, the body after it.
         let args = if self.is_op("(") { self.signature()? } else { Vec::new() };
         let line = self.line();
@@ -485,7 +485,7 @@ impl Parser {
         Ok(StmtKind::CallBlock(call, Arc::new(body)))
     }
 
-    fn signature(&mut self) -> Done<Vec<(Name, Option<Expr>)>> {
+    fn signature(&mut self) -> JinjaResult<Vec<(Name, Option<Expr>)>> {
         self.expect_op("(")?;
         let mut args: Vec<(Name, Option<Expr>)> = Vec::new();
         while !self.is_op(")") {
@@ -507,12 +507,12 @@ impl Parser {
         Ok(args)
     }
 
-    fn callable(&mut self, name: Option<Name>, end: &str) -> Done<Macro> {
+    fn callable(&mut self, name: Option<Name>, end: &str) -> JinjaResult<Macro> {
         let args = self.signature()?;
         self.callable_body(name, args, end)
     }
 
-    fn callable_body(&mut self, name: Option<Name>, args: Vec<(Name, Option<Expr>)>, end: &str) -> Done<Macro> {
+    fn callable_body(&mut self, name: Option<Name>, args: Vec<(Name, Option<Expr>)>, end: &str) -> JinjaResult<Macro> {
         let before = self.uses.len();
         let loops = std::mem::take(&mut self.loops);
         let body = self.body(end)?;

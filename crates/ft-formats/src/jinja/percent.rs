@@ -1,15 +1,15 @@
 //! `'%s' % values` and the filter `format`.
 
 use super::args::Args;
-use super::fail::{Done, Fail, NODE, charge, charge_text, check_text};
-use super::format::{Spec, ascii, float_digits, int_digits};
+use super::fail::{Fail, JinjaResult, NODE, charge, charge_text, check_text};
+use super::format::{FormatSpec, ascii, float_digits, int_digits};
 use super::print::quote;
 use super::text::padded;
 use super::unicode::is_printable;
 use super::value::Value;
 
 /// The text of `percent` for a value that is no text or number.
-fn shown(value: &Value, repr: bool) -> Done<String> {
+fn shown(value: &Value, repr: bool) -> JinjaResult<String> {
     match value {
         Value::Str(s) | Value::Markup(s) if !repr => {
             charge_text(s.len())?;
@@ -29,7 +29,7 @@ fn shown(value: &Value, repr: bool) -> Done<String> {
 }
 
 /// `format % args`.
-pub(super) fn percent(format: &str, args: &Value) -> Done<Value> {
+pub(super) fn percent(format: &str, args: &Value) -> JinjaResult<Value> {
     charge(format.len())?;
     let values: Vec<Value> = match args {
         Value::Tuple(seq) | Value::Group(seq) => {
@@ -72,7 +72,7 @@ pub(super) fn percent(format: &str, args: &Value) -> Done<Value> {
             let found = dict.get_str(key).cloned();
             named = Some(found.ok_or_else(|| Fail::failed(format!("KeyError: '{key}'")))?);
         }
-        let mut spec = Spec::plain();
+        let mut spec = FormatSpec::plain();
         let (mut left, mut zero) = (false, false);
         while let Some((_, flag)) = chars.next_if(|(_, c)| "-+ #0".contains(*c)) {
             match flag {
@@ -90,7 +90,7 @@ pub(super) fn percent(format: &str, args: &Value) -> Done<Value> {
                 .ok_or_else(|| Fail::failed("not enough arguments for format string"))
         };
         let mut number =
-            |chars: &mut std::iter::Peekable<std::str::CharIndices>, left: &mut bool| -> Done<Option<usize>> {
+            |chars: &mut std::iter::Peekable<std::str::CharIndices>, left: &mut bool| -> JinjaResult<Option<usize>> {
                 if chars.next_if(|(_, c)| *c == '*').is_some() {
                     let n = next()?.as_int().ok_or_else(|| Fail::failed("* wants int"))?;
                     *left |= n < 0;
@@ -148,7 +148,7 @@ pub(super) fn percent(format: &str, args: &Value) -> Done<Value> {
     Ok(Value::str(out))
 }
 
-fn conversion(spec: &Spec, kind: char, value: &Value) -> Done<String> {
+fn conversion(spec: &FormatSpec, kind: char, value: &Value) -> JinjaResult<String> {
     match kind {
         's' | 'r' | 'a' => {
             let mut text = shown(value, kind != 's')?;
@@ -205,7 +205,7 @@ fn conversion(spec: &Spec, kind: char, value: &Value) -> Done<String> {
 }
 
 /// The filter `format`: named values as a mapping, others as a tuple.
-pub(super) fn filter(value: &str, args: &Args) -> Done<Value> {
+pub(super) fn filter(value: &str, args: &Args) -> JinjaResult<Value> {
     match (args.positional.is_empty(), args.named.is_empty()) {
         (false, false) => Err(Fail::failed(
             "can't handle positional and keyword arguments at the same time",

@@ -2,7 +2,7 @@
 
 use super::args::Args;
 use super::ast::Compare;
-use super::fail::{Done, Fail};
+use super::fail::{Fail, JinjaResult};
 use super::filters;
 use super::interp::Interp;
 use super::ops;
@@ -51,14 +51,14 @@ pub(super) const NAMES: [&str; 39] = [
     "upper",
 ];
 
-pub(super) fn call(interp: &Interp, name: &str, value: &Value, args: &Args) -> Done<bool> {
+pub(super) fn call(interp: &Interp, name: &str, value: &Value, args: &Args) -> JinjaResult<bool> {
     let none = || args.bind::<0>(name, [], 0).map(|_| ());
-    let other = || -> Done<Value> {
+    let other = || -> JinjaResult<Value> {
         let [other] = args.bind(name, [argument_name(name)], 1)?;
         Ok(other.unwrap_or(Value::None))
     };
     let compare = |op: Compare| ops::compare(op, value, &other()?);
-    let rest = |by: &Value, wanted: i128| -> Done<bool> {
+    let rest = |by: &Value, wanted: i128| -> JinjaResult<bool> {
         let rest = ops::binary(super::ast::Binary::Mod, value, by)?;
         rest.equals(&Value::Int(wanted))
     };
@@ -134,7 +134,7 @@ fn argument_name(test: &str) -> &'static str {
 }
 
 /// `value is other`: the same object. Errors: Python may or may not keep one object for equal values.
-fn same(value: &Value, other: &Value) -> Done<bool> {
+fn same(value: &Value, other: &Value) -> JinjaResult<bool> {
     use std::rc::Rc;
     Ok(match (value, other) {
         (Value::None, Value::None) => true,

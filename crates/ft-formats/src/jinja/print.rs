@@ -1,6 +1,6 @@
 //! `str(value)` and `repr(value)` of Python.
 
-use super::fail::{Done, Fail, charge, charge_text, check_text};
+use super::fail::{Fail, JinjaResult, charge, charge_text, check_text};
 use super::interp::Interp;
 use super::unicode::is_printable;
 use super::value::{Dict, Object, Value, View, whole};
@@ -38,7 +38,7 @@ pub(super) fn exponent(text: &str) -> String {
 
 impl Interp<'_> {
     /// `str(value)`. Errors: the text would hold an address in memory, or is too long.
-    pub(super) fn text(&self, value: &Value) -> Done<Arc<str>> {
+    pub(super) fn text(&self, value: &Value) -> JinjaResult<Arc<str>> {
         Ok(match value {
             Value::Str(s) | Value::Markup(s) => s.clone(),
             Value::Undefined(_) => "".into(),
@@ -51,7 +51,7 @@ impl Interp<'_> {
         })
     }
 
-    pub(super) fn repr_text(&self, value: &Value) -> Done<String> {
+    pub(super) fn repr_text(&self, value: &Value) -> JinjaResult<String> {
         let mut out = String::new();
         repr(&mut out, value, 0, &self.namespaces)?;
         charge_text(out.len())?;
@@ -60,14 +60,19 @@ impl Interp<'_> {
 }
 
 /// `repr` of a value that holds no namespace.
-pub(super) fn simple_repr(value: &Value) -> Done<String> {
+pub(super) fn simple_repr(value: &Value) -> JinjaResult<String> {
     let mut out = String::new();
     repr(&mut out, value, 0, &[])?;
     charge_text(out.len())?;
     Ok(out)
 }
 
-fn sequence<'v>(out: &mut String, items: impl Iterator<Item = &'v Value>, depth: usize, spaces: &[Dict]) -> Done<()> {
+fn sequence<'v>(
+    out: &mut String,
+    items: impl Iterator<Item = &'v Value>,
+    depth: usize,
+    spaces: &[Dict],
+) -> JinjaResult<()> {
     for (i, item) in items.enumerate() {
         if i > 0 {
             out.push_str(", ");
@@ -77,7 +82,7 @@ fn sequence<'v>(out: &mut String, items: impl Iterator<Item = &'v Value>, depth:
     Ok(())
 }
 
-fn repr(out: &mut String, value: &Value, depth: usize, spaces: &[Dict]) -> Done<()> {
+fn repr(out: &mut String, value: &Value, depth: usize, spaces: &[Dict]) -> JinjaResult<()> {
     if depth > 250 {
         return Err(Fail::limit("a value is nested too deeply"));
     }
@@ -161,7 +166,7 @@ fn pairs<'v>(
     entries: impl Iterator<Item = &'v (Value, Value)>,
     depth: usize,
     spaces: &[Dict],
-) -> Done<()> {
+) -> JinjaResult<()> {
     out.push('{');
     for (i, (key, value)) in entries.enumerate() {
         if i > 0 {
@@ -183,7 +188,7 @@ fn address(value: &Value) -> Fail {
 }
 
 /// A string between the quotes that Python chooses.
-pub(super) fn quote(out: &mut String, text: &str) -> Done<()> {
+pub(super) fn quote(out: &mut String, text: &str) -> JinjaResult<()> {
     charge(text.len().saturating_mul(6))?;
     let mark = if text.contains('\'') && !text.contains('"') {
         '"'

@@ -4,8 +4,8 @@
 //! scope outside knows, is undefined until then, even if the conversation has a variable of that name. (Set inside an
 //! `if`, it is not.)
 
-use super::ast::{Body, Expr, For, Macro, Name, Stmt, StmtKind, Target};
-use super::fail::{Done, NODE, charge};
+use super::ast::{Body, Expr, ForLoop, Macro, Name, Stmt, StmtKind, Target};
+use super::fail::{JinjaResult, NODE, charge};
 use super::parser::target_names;
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -21,20 +21,20 @@ struct Scope {
 }
 
 /// The scopes around, the innermost last.
-type Outside<'a> = &'a [Scope];
+type OuterScopes<'a> = &'a [Scope];
 
-fn known_outside(outside: Outside, name: Name) -> bool {
+fn known_outside(outside: OuterScopes, name: Name) -> bool {
     outside.iter().any(|s| s.refs.contains_key(&name))
 }
 
 impl Scope {
-    fn read(&mut self, outside: Outside, name: Name) {
+    fn read(&mut self, outside: OuterScopes, name: Name) {
         if !known_outside(outside, name) {
             self.refs.entry(name).or_insert(false);
         }
     }
 
-    fn write(&mut self, outside: Outside, name: Name) {
+    fn write(&mut self, outside: OuterScopes, name: Name) {
         self.stores.insert(name);
         self.refs.entry(name).or_insert(!known_outside(outside, name));
     }
@@ -44,11 +44,11 @@ impl Scope {
         self.refs.insert(name, false);
     }
 
-    fn expr(&mut self, outside: Outside, expr: &Expr) {
+    fn expr(&mut self, outside: OuterScopes, expr: &Expr) {
         expr.names(&mut |name| self.read(outside, name));
     }
 
-    fn target(&mut self, outside: Outside, target: &Target) {
+    fn target(&mut self, outside: OuterScopes, target: &Target) {
         match target {
             Target::Name(name) => self.write(outside, *name),
             Target::Attribute(name, _) => self.read(outside, *name),
@@ -56,7 +56,7 @@ impl Scope {
         }
     }
 
-    fn nodes(&mut self, outside: Outside, nodes: &[Stmt]) -> Done<()> {
+    fn nodes(&mut self, outside: OuterScopes, nodes: &[Stmt]) -> JinjaResult<()> {
         for node in nodes {
             charge(NODE)?;
             match &node.kind {
@@ -86,11 +86,16 @@ impl Scope {
     }
 
     /// Accounts for copies of this scope, and for their merging.
-    fn charge_copies(&self, copies: usize) -> Done<()> {
+    fn charge_copies(&self, copies: usize) -> JinjaResult<()> {
         charge((self.refs.len() + self.stores.len()).saturating_mul(copies * COPY))
     }
 
-    fn branches(&mut self, outside: Outside, branches: &[(Expr, Vec<Stmt>)], otherwise: &[Stmt]) -> Done<()> {
+    fn branches(
+        &mut self,
+        outside: OuterScopes,
+        branches: &[(Expr, Vec<Stmt>)],
+        otherwise: &[Stmt],
+    ) -> JinjaResult<()> {
         let Some(((test, body), rest)) = branches.split_first() else {
             return Ok(());
         };
@@ -127,11 +132,11 @@ impl Scope {
 /// Fills `unset` of a template and of all bodies in it.
 ///
 /// Errors: too much work.
-pub(super) fn resolve(body: &mut Body) -> Done<()> {
+pub(super) fn resolve(body: &mut Body) -> JinjaResult<()> {
     body_of(body, &mut Vec::new(), Scope::default())
 }
 
-fn body_of(body: &mut Body, outside: &mut Vec<Scope>, mut scope: Scope) -> Done<()> {
+fn body_of(body: &mut Body, outside: &mut Vec<Scope>, mut scope: Scope) -> JinjaResult<()> {
     scope.nodes(outside, &body.nodes)?;
     body.unset = scope
         .refs
@@ -146,7 +151,7 @@ fn body_of(body: &mut Body, outside: &mut Vec<Scope>, mut scope: Scope) -> Done<
     Ok(())
 }
 
-fn inner(nodes: &mut [Stmt], outside: &mut Vec<Scope>) -> Done<()> {
+fn inner(nodes: &mut [Stmt], outside: &mut Vec<Scope>) -> JinjaResult<()> {
     for node in nodes {
         match &mut node.kind {
             StmtKind::If(branches, otherwise) => {
@@ -166,7 +171,7 @@ fn inner(nodes: &mut [Stmt], outside: &mut Vec<Scope>) -> Done<()> {
             }
             StmtKind::For(node) => {
                 // Only this tree holds it yet.
-                let Some(For {
+                let Some(ForLoop {
                     target,
                     body,
                     otherwise,

@@ -1,13 +1,13 @@
 //! Filters on lists, dicts and iterators.
 
 use super::args::{Args, count, flag, given, int};
-use super::fail::{Done, Fail, NODE, charge, charge_items, charge_text, check_text};
+use super::fail::{Fail, JinjaResult, NODE, charge, charge_items, charge_text, check_text};
 use super::interp::Interp;
 use super::ops::{self, sorted};
 use super::value::{Dict, Value};
 use std::sync::Arc;
 
-pub(super) fn call(interp: &mut Interp, name: &str, value: Value, mut args: Args) -> Done<Value> {
+pub(super) fn call(interp: &mut Interp, name: &str, value: Value, mut args: Args) -> JinjaResult<Value> {
     match name {
         "list" => {
             args.bind::<0>(name, [], 0)?;
@@ -92,7 +92,7 @@ pub(super) fn call(interp: &mut Interp, name: &str, value: Value, mut args: Args
             let keys: Vec<Value> = dict
                 .iter()
                 .map(|(k, v)| folded(if at == 0 { k } else { v }.clone(), flag(&case)))
-                .collect::<Done<_>>()?;
+                .collect::<JinjaResult<_>>()?;
             let items = pairs(dict)?;
             let order = sorted(&keys, flag(&reverse))?;
             Value::list(order.into_iter().map(|i| items[i].clone()).collect())
@@ -302,7 +302,7 @@ pub(super) fn call(interp: &mut Interp, name: &str, value: Value, mut args: Args
 }
 
 /// The first argument, which names a filter or a test.
-fn filter_name(args: &mut Args, missing: &str) -> Done<Arc<str>> {
+fn filter_name(args: &mut Args, missing: &str) -> JinjaResult<Arc<str>> {
     if args.positional.is_empty() {
         return Err(Fail::failed(missing));
     }
@@ -312,14 +312,14 @@ fn filter_name(args: &mut Args, missing: &str) -> Done<Arc<str>> {
     }
 }
 
-fn pairs(dict: &Dict) -> Done<Vec<Value>> {
+fn pairs(dict: &Dict) -> JinjaResult<Vec<Value>> {
     dict.iter()
         .map(|(k, v)| Value::tuple(vec![k.clone(), v.clone()]))
         .collect()
 }
 
 /// Text in lower case, unless case matters.
-fn folded(value: Value, case_sensitive: bool) -> Done<Value> {
+fn folded(value: Value, case_sensitive: bool) -> JinjaResult<Value> {
     match (&value, case_sensitive) {
         (Value::Str(s) | Value::Markup(s), false) => {
             charge_text(s.len())?;
@@ -330,7 +330,7 @@ fn folded(value: Value, case_sensitive: bool) -> Done<Value> {
 }
 
 /// Numbers and lists as `sum` adds them.
-fn add(a: &Value, b: &Value) -> Done<Value> {
+fn add(a: &Value, b: &Value) -> JinjaResult<Value> {
     // From Python 3.12 on, sums of floats are corrected; the last digits depend on the version.
     if matches!(b, Value::Float(_)) && matches!(a, Value::Float(x) if *x != 0.0) {
         return Err(Fail::unsupported(
@@ -347,7 +347,7 @@ fn key_of(
     attribute: &Option<Value>,
     case_sensitive: bool,
     default: Option<Value>,
-) -> Done<Value> {
+) -> JinjaResult<Value> {
     let found = match given(attribute.clone()) {
         Some(attribute) => attribute_of(interp, item.clone(), &attribute, default)?,
         None => item.clone(),
@@ -356,8 +356,8 @@ fn key_of(
 }
 
 /// `item.a.0.b`, by names and indices with dots between them.
-fn attribute_of(interp: &Interp, item: Value, attribute: &Value, default: Option<Value>) -> Done<Value> {
-    let step = |item: Value, key: &Value| -> Done<Value> {
+fn attribute_of(interp: &Interp, item: Value, attribute: &Value, default: Option<Value>) -> JinjaResult<Value> {
+    let step = |item: Value, key: &Value| -> JinjaResult<Value> {
         let found = interp.item(&item, key)?;
         Ok(match (&default, found.is_undefined()) {
             (Some(default), true) => default.clone(),

@@ -1,6 +1,6 @@
 //! Functions on text that Python has and Rust has differently.
 
-use super::fail::{Done, Fail, charge, charge_text};
+use super::fail::{Fail, JinjaResult, charge, charge_text};
 use super::unicode::{is_alpha, is_line_end, is_space};
 use std::collections::HashSet;
 
@@ -26,7 +26,7 @@ fn is_cased(c: char) -> bool {
 }
 
 /// The character as the first of a word. Errors: it becomes several.
-fn titled(c: char, out: &mut String) -> Done<()> {
+fn titled(c: char, out: &mut String) -> JinjaResult<()> {
     match c {
         'Ǆ' | 'ǅ' | 'ǆ' => out.push('ǅ'),
         'Ǉ' | 'ǈ' | 'ǉ' => out.push('ǈ'),
@@ -45,7 +45,7 @@ fn titled(c: char, out: &mut String) -> Done<()> {
     Ok(())
 }
 
-pub(super) fn capitalized(text: &str) -> Done<String> {
+pub(super) fn capitalized(text: &str) -> JinjaResult<String> {
     charge_text(text.len())?;
     let mut chars = text.chars();
     let mut out = String::with_capacity(text.len());
@@ -67,7 +67,7 @@ fn lowered_after(text: &str, from: usize) -> String {
 }
 
 /// `str.title`: a letter after a letter is lower case.
-pub(super) fn title(text: &str) -> Done<String> {
+pub(super) fn title(text: &str) -> JinjaResult<String> {
     charge_text(text.len())?;
     charge(text.len().saturating_mul(20))?;
     if text.contains('Σ') {
@@ -87,7 +87,7 @@ pub(super) fn title(text: &str) -> Done<String> {
 }
 
 /// The filter `title`: words begin after white space and after `-({[<`.
-pub(super) fn title_words(text: &str) -> Done<String> {
+pub(super) fn title_words(text: &str) -> JinjaResult<String> {
     charge_text(text.len())?;
     charge(text.len().saturating_mul(30))?;
     let breaks = |c: char| is_space(c) || "-({[<".contains(c);
@@ -104,7 +104,7 @@ pub(super) fn title_words(text: &str) -> Done<String> {
     Ok(out)
 }
 
-pub(super) fn swap_case(text: &str) -> Done<String> {
+pub(super) fn swap_case(text: &str) -> JinjaResult<String> {
     charge_text(text.len())?;
     if text.contains('Σ') || text.chars().any(is_title) {
         return Err(Fail::unsupported("`swapcase` of Σ or of a titlecase letter"));
@@ -142,7 +142,7 @@ pub(super) fn is_title_case(text: &str) -> bool {
 }
 
 /// The answer for each character, if the text is not empty. Errors: outside of ASCII it is not known.
-pub(super) fn all(text: &str, what: &str, wanted: fn(char) -> bool) -> Done<bool> {
+pub(super) fn all(text: &str, what: &str, wanted: fn(char) -> bool) -> JinjaResult<bool> {
     charge(text.len())?;
     if text.is_ascii() {
         return Ok(!text.is_empty() && text.chars().all(wanted));
@@ -155,7 +155,7 @@ pub(super) fn all(text: &str, what: &str, wanted: fn(char) -> bool) -> Done<bool
     Err(Fail::unsupported(format!("`{what}` of letters outside of ASCII")))
 }
 
-pub(super) fn stripped<'a>(text: &'a str, chars: Option<&str>, start: bool, end: bool) -> Done<&'a str> {
+pub(super) fn stripped<'a>(text: &'a str, chars: Option<&str>, start: bool, end: bool) -> JinjaResult<&'a str> {
     charge(
         text.len()
             .saturating_mul(4)
@@ -171,7 +171,7 @@ pub(super) fn stripped<'a>(text: &'a str, chars: Option<&str>, start: bool, end:
 }
 
 /// `str.splitlines`.
-pub(super) fn lines(text: &str, keep_ends: bool) -> Done<Vec<&str>> {
+pub(super) fn lines(text: &str, keep_ends: bool) -> JinjaResult<Vec<&str>> {
     let mut out = Vec::new();
     let mut rest = text;
     while !rest.is_empty() {
@@ -188,7 +188,7 @@ pub(super) fn lines(text: &str, keep_ends: bool) -> Done<Vec<&str>> {
 }
 
 /// `str.split` without a separator.
-pub(super) fn words(text: &str, most: Option<usize>) -> Done<Vec<&str>> {
+pub(super) fn words(text: &str, most: Option<usize>) -> JinjaResult<Vec<&str>> {
     let mut out = Vec::new();
     let mut rest = text.trim_start_matches(is_space);
     while !rest.is_empty() {
@@ -205,7 +205,7 @@ pub(super) fn words(text: &str, most: Option<usize>) -> Done<Vec<&str>> {
 }
 
 /// `str.rsplit` without a separator.
-pub(super) fn words_from_end(text: &str, most: usize) -> Done<Vec<&str>> {
+pub(super) fn words_from_end(text: &str, most: usize) -> JinjaResult<Vec<&str>> {
     let mut out = Vec::new();
     let mut rest = text.trim_end_matches(is_space);
     while !rest.is_empty() {
@@ -227,7 +227,7 @@ pub(super) fn words_from_end(text: &str, most: usize) -> Done<Vec<&str>> {
 }
 
 /// `str.replace` with a count, accounted for before it is made.
-pub(super) fn replaced(text: &str, old: &str, new: &str, count: Option<usize>) -> Done<String> {
+pub(super) fn replaced(text: &str, old: &str, new: &str, count: Option<usize>) -> JinjaResult<String> {
     charge(text.len().saturating_mul(2).saturating_add(old.len()))?;
     let most = count.unwrap_or(usize::MAX);
     if old.is_empty() {
@@ -245,7 +245,7 @@ pub(super) fn replaced(text: &str, old: &str, new: &str, count: Option<usize>) -
 }
 
 /// `text` with `left` and `right` times `fill` around it.
-pub(super) fn padded(text: &str, left: usize, right: usize, fill: char) -> Done<String> {
+pub(super) fn padded(text: &str, left: usize, right: usize, fill: char) -> JinjaResult<String> {
     let more = left.saturating_add(right).saturating_mul(fill.len_utf8());
     charge_text(text.len().saturating_add(more))?;
     let mut out = String::with_capacity(text.len() + more);
@@ -256,7 +256,7 @@ pub(super) fn padded(text: &str, left: usize, right: usize, fill: char) -> Done<
 }
 
 /// `str.center`.
-pub(super) fn centered(text: &str, width: usize, fill: char) -> Done<String> {
+pub(super) fn centered(text: &str, width: usize, fill: char) -> JinjaResult<String> {
     charge(text.len())?;
     let length = text.chars().count();
     let pad = width.saturating_sub(length);

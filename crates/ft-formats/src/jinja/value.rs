@@ -2,8 +2,8 @@
 //! forbids changes. Only namespaces can change; the interpreter stores them and a value has only their index, so values
 //! never form a reference cycle.
 
-use super::ast::{For, Macro};
-use super::fail::{Done, Fail, charge, charge_items};
+use super::ast::{ForLoop, Macro};
+use super::fail::{Fail, JinjaResult, charge, charge_items};
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::collections::VecDeque;
@@ -16,7 +16,7 @@ const DEPTH: u32 = 200;
 
 #[derive(Clone)]
 pub(super) enum Value {
-    Undefined(Rc<Undefined>),
+    Undefined(Rc<UndefinedReason>),
     None,
     Bool(bool),
     Int(i128),
@@ -29,7 +29,7 @@ pub(super) enum Value {
     /// A tuple of `groupby`, with the fields `grouper` and `list`.
     Group(Rc<Seq>),
     Dict(Rc<Dict>),
-    Range(Rc<Range>),
+    Range(Rc<RangeValue>),
     View(View, Rc<Dict>),
     /// Gives its elements once.
     Iter(Rc<Iter>),
@@ -39,7 +39,7 @@ pub(super) enum Value {
 }
 
 /// Why a value is undefined.
-pub(super) enum Undefined {
+pub(super) enum UndefinedReason {
     Name(Arc<str>),
     Attribute(String, Arc<str>),
     Element(String, String),
@@ -58,7 +58,7 @@ pub(super) struct Seq {
     depth: u32,
 }
 
-pub(super) struct Range {
+pub(super) struct RangeValue {
     pub start: i128,
     pub stop: i128,
     pub step: i128,
@@ -89,7 +89,7 @@ pub(super) enum Object {
 
 /// The variable `loop`.
 pub(super) struct Loop {
-    pub source: Source,
+    pub source: LoopSource,
     pub index0: i128,
     pub length: Option<i128>,
     pub before: Option<Value>,
@@ -98,17 +98,17 @@ pub(super) struct Loop {
     pub depth0: i128,
     pub changed: Option<Vec<Value>>,
     /// The statement and the scope around it, if it is recursive.
-    pub recursive: Option<(Arc<For>, usize)>,
+    pub recursive: Option<(Arc<ForLoop>, usize)>,
 }
 
 /// The elements of a loop.
-pub(super) enum Source {
+pub(super) enum LoopSource {
     Items(VecDeque<Value>, usize),
     Shared(Rc<Iter>),
 }
 
-impl Source {
-    pub(super) fn next(&mut self) -> Done<Option<Value>> {
+impl LoopSource {
+    pub(super) fn next(&mut self) -> JinjaResult<Option<Value>> {
         match self {
             Self::Items(items, _) => Ok(items.pop_front()),
             Self::Shared(iter) => iter.next(),
@@ -118,14 +118,14 @@ impl Source {
 
 impl Seq {
     /// Errors: nested too deeply, or too much work.
-    pub(super) fn new(items: Vec<Value>) -> Done<Rc<Self>> {
+    pub(super) fn new(items: Vec<Value>) -> JinjaResult<Rc<Self>> {
         charge_items(items.len())?;
         let depth = deeper(items.iter())?;
         Ok(Rc::new(Self { items, depth }))
     }
 }
 
-fn deeper<'a>(values: impl Iterator<Item = &'a Value>) -> Done<u32> {
+fn deeper<'a>(values: impl Iterator<Item = &'a Value>) -> JinjaResult<u32> {
     let depth = 1 + values.map(Value::depth).max().unwrap_or(0);
     if depth > DEPTH {
         Err(Fail::limit("a value is nested too deeply"))
@@ -135,7 +135,7 @@ fn deeper<'a>(values: impl Iterator<Item = &'a Value>) -> Done<u32> {
 }
 
 impl Iter {
-    pub(super) fn next(&self) -> Done<Option<Value>> {
+    pub(super) fn next(&self) -> JinjaResult<Option<Value>> {
         if self.read_ahead.get() {
             return Err(Fail::unsupported(format!(
                 "a {} that is used again after a filter has read it",
@@ -146,7 +146,7 @@ impl Iter {
     }
 }
 
-impl Range {
+impl RangeValue {
     pub(super) fn get(&self, index: usize) -> i128 {
         self.start + self.step * index as i128
     }
@@ -166,7 +166,7 @@ const FEW: usize = 12;
 
 impl Dict {
     /// A later pair replaces an earlier one with the same key. Errors: a key cannot be hashed.
-    pub(super) fn new(pairs: impl IntoIterator<Item = (Value, Value)>) -> Done<Self> {
+    pub(super) fn new(pairs: impl IntoIterator<Item = (Value, Value)>) -> JinjaResult<Self> {
         let mut out = Self::default();
         for (key, value) in pairs {
             out.insert(key, value)?;
@@ -174,7 +174,7 @@ impl Dict {
         Ok(out)
     }
 
-    pub(super) fn insert(&mut self, key: Value, value: Value) -> Done<()> {
+    pub(super) fn insert(&mut self, key: Value, value: Value) -> JinjaResult<()> {
         // An entry, its hash and its place.
         charge_items(4)?;
         self.depth = self.depth.max(deeper([&key, &value].into_iter())?);
@@ -195,7 +195,7 @@ impl Dict {
         Ok(())
     }
 
-    fn find(&self, key: &Value) -> Done<Option<usize>> {
+    fn find(&self, key: &Value) -> JinjaResult<Option<usize>> {
         charge(32)?;
         let hash = hash_of(key)?;
         let same = |at: usize| key.equals(&self.entries[at].0);
@@ -218,7 +218,7 @@ impl Dict {
     }
 
     /// Errors: the key cannot be hashed.
-    pub(super) fn get(&self, key: &Value) -> Done<Option<&Value>> {
+    pub(super) fn get(&self, key: &Value) -> JinjaResult<Option<&Value>> {
         Ok(self.find(key)?.map(|at| &self.entries[at].1))
     }
 
@@ -248,7 +248,7 @@ fn hash_of_str(text: &str) -> u64 {
 }
 
 /// Equal values have equal hashes. Errors: lists and dicts have none.
-pub(super) fn hash_of(value: &Value) -> Done<u64> {
+pub(super) fn hash_of(value: &Value) -> JinjaResult<u64> {
     let mut hasher = DefaultHasher::new();
     match value {
         Value::Undefined(_) => 1u8.hash(&mut hasher),
@@ -287,15 +287,15 @@ impl Value {
         Self::Str(text.into())
     }
 
-    pub(super) fn list(items: Vec<Value>) -> Done<Self> {
+    pub(super) fn list(items: Vec<Value>) -> JinjaResult<Self> {
         Ok(Self::List(Seq::new(items)?))
     }
 
-    pub(super) fn tuple(items: Vec<Value>) -> Done<Self> {
+    pub(super) fn tuple(items: Vec<Value>) -> JinjaResult<Self> {
         Ok(Self::Tuple(Seq::new(items)?))
     }
 
-    pub(super) fn iter_of(items: Vec<Value>, kind: &'static str) -> Done<Self> {
+    pub(super) fn iter_of(items: Vec<Value>, kind: &'static str) -> JinjaResult<Self> {
         charge_items(items.len())?;
         // An iterator counts as one level; what it gives is checked where it is kept.
         let depth = deeper(items.iter())?;
@@ -307,12 +307,12 @@ impl Value {
         })))
     }
 
-    pub(super) fn undefined(why: Undefined) -> Self {
+    pub(super) fn undefined(why: UndefinedReason) -> Self {
         Self::Undefined(Rc::new(why))
     }
 
     pub(super) fn hint(text: impl Into<String>) -> Self {
-        Self::undefined(Undefined::Hint(text.into()))
+        Self::undefined(UndefinedReason::Hint(text.into()))
     }
 
     /// Text, marked safe or not.
@@ -395,15 +395,15 @@ impl Value {
     pub(super) fn undefined_error(&self) -> Option<Fail> {
         let Self::Undefined(why) = self else { return None };
         Some(Fail::failed(match &**why {
-            Undefined::Name(name) => format!("'{name}' is undefined"),
-            Undefined::Attribute(of, name) => format!("'{of}' has no attribute '{name}'"),
-            Undefined::Element(of, key) => format!("{of} has no element {key}"),
-            Undefined::Hint(text) => text.clone(),
+            UndefinedReason::Name(name) => format!("'{name}' is undefined"),
+            UndefinedReason::Attribute(of, name) => format!("'{of}' has no attribute '{name}'"),
+            UndefinedReason::Element(of, key) => format!("{of} has no element {key}"),
+            UndefinedReason::Hint(text) => text.clone(),
         }))
     }
 
     /// Errors: the value is undefined.
-    pub(super) fn defined(&self) -> Done<&Self> {
+    pub(super) fn defined(&self) -> JinjaResult<&Self> {
         self.undefined_error().map_or(Ok(self), Err)
     }
 
@@ -423,7 +423,7 @@ impl Value {
     }
 
     /// `len(value)`. Errors: it has none.
-    pub(super) fn length(&self) -> Done<usize> {
+    pub(super) fn length(&self) -> JinjaResult<usize> {
         Ok(match self {
             Self::Undefined(_) => 0,
             Self::Str(s) | Self::Markup(s) => {
@@ -452,7 +452,7 @@ impl Value {
     }
 
     /// All elements; an iterator is empty then. Errors: the value cannot be iterated.
-    pub(super) fn elements(&self) -> Done<Vec<Value>> {
+    pub(super) fn elements(&self) -> JinjaResult<Vec<Value>> {
         let items: Vec<Value> = match self {
             Self::Undefined(_) => Vec::new(),
             Self::Str(s) | Self::Markup(s) => {
@@ -465,7 +465,7 @@ impl Value {
             Self::View(View::Values, d) => d.iter().map(|(_, v)| v.clone()).collect(),
             Self::View(View::Items, d) => {
                 let pair = |(k, v): &(Value, Value)| Value::tuple(vec![k.clone(), v.clone()]);
-                d.iter().map(pair).collect::<Done<_>>()?
+                d.iter().map(pair).collect::<JinjaResult<_>>()?
             }
             Self::Range(r) => (0..r.length).map(|i| Value::Int(r.get(i))).collect(),
             Self::Iter(i) => {
@@ -485,7 +485,7 @@ impl Value {
     }
 
     /// As `elements`, for a filter that jinja2 runs only when its result is read.
-    pub(super) fn elements_ahead(&self) -> Done<Vec<Value>> {
+    pub(super) fn elements_ahead(&self) -> JinjaResult<Vec<Value>> {
         let items = self.elements()?;
         if let Self::Iter(i) = self {
             i.read_ahead.set(true);
@@ -494,13 +494,13 @@ impl Value {
     }
 
     /// The elements of a `for` loop of a template. Errors: the value cannot be iterated.
-    pub(super) fn source(&self) -> Done<Source> {
+    pub(super) fn source(&self) -> JinjaResult<LoopSource> {
         match self {
-            Self::Iter(iter) => Ok(Source::Shared(iter.clone())),
+            Self::Iter(iter) => Ok(LoopSource::Shared(iter.clone())),
             _ => {
                 let items = self.elements()?;
                 let length = items.len();
-                Ok(Source::Items(items.into(), length))
+                Ok(LoopSource::Items(items.into(), length))
             }
         }
     }

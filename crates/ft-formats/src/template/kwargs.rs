@@ -1,6 +1,6 @@
 //! Variables that a user gives to a template, such as `enable_thinking`, as `chat_template_kwargs` of transformers.
 
-use super::{ChatTemplate, Program};
+use super::{ChatTemplate, TemplateProgram};
 use ft_base::{Error, Result};
 use serde_json::{Map, Value};
 
@@ -50,11 +50,11 @@ impl ChatTemplate {
         self.tools.as_ref().map(|program| self.with_defaults(program))
     }
 
-    fn programs(&self) -> impl Iterator<Item = &Program> {
+    fn programs(&self) -> impl Iterator<Item = &TemplateProgram> {
         std::iter::once(&self.default).chain(&self.tools)
     }
 
-    fn with_defaults(&self, program: &Program) -> String {
+    fn with_defaults(&self, program: &TemplateProgram) -> String {
         let mut out = String::new();
         for (name, value) in self.kwargs.iter().filter(|(name, _)| program.parsed.reads(name)) {
             let set = format!("{{%- set {name} = {} %}}", literal(value));

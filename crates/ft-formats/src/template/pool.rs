@@ -1,7 +1,7 @@
 //! The processes that render chat templates: started when they are needed, kept for the next conversations.
 
-use super::wire::{JobText, Reader, Request};
-use super::{Answer, ChatTemplate, RenderJob};
+use super::wire::{JobReader, JobText, RenderRequest};
+use super::{ChatTemplate, RenderJob, RenderResult};
 use crate::jinja;
 use ft_base::worker::{self, Worker};
 use ft_base::{Error, Result};
@@ -19,18 +19,18 @@ struct Renderer {
     programs: HashSet<u64>,
 }
 
-struct Pool {
+struct RendererPool {
     idle: Vec<Renderer>,
     busy: usize,
 }
 
-static POOL: Mutex<Pool> = Mutex::new(Pool {
+static POOL: Mutex<RendererPool> = Mutex::new(RendererPool {
     idle: Vec::new(),
     busy: 0,
 });
 static FREE: Condvar = Condvar::new();
 
-fn lock() -> MutexGuard<'static, Pool> {
+fn lock() -> MutexGuard<'static, RendererPool> {
     // Nothing is half done while the lock is held.
     POOL.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -42,28 +42,28 @@ pub(super) fn rest() {
 }
 
 /// A place among the busy ones, given back when it is dropped.
-struct Busy;
+struct BusyGuard;
 
-impl Drop for Busy {
+impl Drop for BusyGuard {
     fn drop(&mut self) {
         lock().busy -= 1;
         FREE.notify_one();
     }
 }
 
-fn take() -> (Busy, Option<Renderer>) {
+fn take() -> (BusyGuard, Option<Renderer>) {
     let mut pool = lock();
     while pool.busy >= MOST {
         pool = FREE.wait(pool).unwrap_or_else(PoisonError::into_inner);
     }
     pool.busy += 1;
-    (Busy, pool.idle.pop())
+    (BusyGuard, pool.idle.pop())
 }
 
 /// Answers of a process; `None`: the conversations are to be rendered in this one.
 ///
 /// Errors: no process could be started, or it ended.
-pub(super) fn answers(template: &ChatTemplate, jobs: &[RenderJob]) -> Option<Result<Vec<Vec<Answer>>>> {
+pub(super) fn answers(template: &ChatTemplate, jobs: &[RenderJob]) -> Option<Result<Vec<Vec<RenderResult>>>> {
     if !worker::is_available() {
         return None;
     }
@@ -102,11 +102,11 @@ pub(super) fn answers(template: &ChatTemplate, jobs: &[RenderJob]) -> Option<Res
 }
 
 impl Renderer {
-    fn ask(&mut self, template: &ChatTemplate, jobs: &[RenderJob], out: &mut Vec<Vec<Answer>>) -> Result<()> {
+    fn ask(&mut self, template: &ChatTemplate, jobs: &[RenderJob], out: &mut Vec<Vec<RenderResult>>) -> Result<()> {
         let Some(first) = jobs.first() else { return Ok(()) };
         let program = template.program(first.tools);
         let is_new = self.programs.insert(program.id);
-        let request = Request {
+        let request = RenderRequest {
             program: program.id,
             source: is_new.then_some(&*program.source),
             variables: &template.tokens,
@@ -133,13 +133,13 @@ impl Renderer {
             let wrong = || Error::new("the answer of the process that renders chat templates cannot be read");
             let mut answer = vec![0u8; length.ok_or_else(wrong)?];
             self.worker.receive(&mut answer).map_err(stopped)?;
-            out.push(Reader(&answer).job(job.asks.len()).ok_or_else(wrong)?);
+            out.push(JobReader(&answer).job(job.asks.len()).ok_or_else(wrong)?);
         }
         Ok(())
     }
 }
 
-fn stopped(why: worker::End) -> Error {
+fn stopped(why: worker::WorkerEnd) -> Error {
     let limit = "the template has a very long or endless loop: use another one with `ChatTemplate::from_file`";
     Error::format(format!("chat template was stopped: it {why}")).hint(limit)
 }

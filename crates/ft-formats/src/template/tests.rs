@@ -207,8 +207,8 @@ fn what_is_not_supported_is_said() {
 
 #[test]
 fn answers_cross_the_pipe_as_they_are() {
-    let answers: Vec<Answer> = vec![
-        Ok(Rendered {
+    let answers: Vec<RenderResult> = vec![
+        Ok(RenderedChat {
             text: "héllo\0".into(),
             generation: vec![0..3, 3..3],
         }),
@@ -227,21 +227,24 @@ fn answers_cross_the_pipe_as_they_are() {
     wire::put_job(&mut bytes, &answers);
     let body = &bytes[8..];
     assert_eq!(u64::from_le_bytes(bytes[..8].try_into().unwrap()), body.len() as u64);
-    let shown = |answers: &[Answer]| format!("{answers:?}");
-    assert_eq!(shown(&wire::Reader(body).job(3).unwrap()), shown(&answers));
+    let shown = |answers: &[RenderResult]| format!("{answers:?}");
+    assert_eq!(shown(&wire::JobReader(body).job(3).unwrap()), shown(&answers));
     // Bytes that are cut short, too many, or false are no answer.
     for n in 0..body.len() {
-        assert!(wire::Reader(&body[..n]).job(3).is_none(), "{n}");
+        assert!(wire::JobReader(&body[..n]).job(3).is_none(), "{n}");
     }
-    assert!(wire::Reader(body).job(2).is_none());
+    assert!(wire::JobReader(body).job(2).is_none());
     for i in 0..body.len() {
         let mut other = body.to_vec();
         other[i] ^= 0xff;
-        let _ = wire::Reader(&other).job(3);
+        let _ = wire::JobReader(&other).job(3);
     }
     let mut range = body.to_vec();
     range[24] = 2;
-    assert!(wire::Reader(&range).job(3).is_none(), "a range inside of a character");
+    assert!(
+        wire::JobReader(&range).job(3).is_none(),
+        "a range inside of a character"
+    );
 }
 
 #[test]

@@ -4,7 +4,7 @@
 //! asks: a byte 0, the text, its ranges; or a byte 1 and a failure. Numbers are little-endian, texts come after their
 //! length. The asking side believes none of it.
 
-use super::{Answer, Rendered, answer};
+use super::{RenderResult, RenderedChat, answer};
 use crate::jinja::{self, Fail, FailKind};
 use ft_base::worker;
 use serde::{Deserialize, Serialize};
@@ -22,7 +22,7 @@ const FLUSH_AFTER: Duration = Duration::from_secs(1);
 
 /// The template to use: by its number, with its text when the process has not seen it.
 #[derive(Serialize)]
-pub(super) struct Request<'a> {
+pub(super) struct RenderRequest<'a> {
     pub program: u64,
     pub source: Option<&'a str>,
     pub variables: &'a Map<String, Value>,
@@ -129,7 +129,7 @@ fn put_text(out: &mut Vec<u8>, text: &str) {
     out.extend(text.as_bytes());
 }
 
-pub(super) fn put_job(out: &mut Vec<u8>, answers: &[Answer]) {
+pub(super) fn put_job(out: &mut Vec<u8>, answers: &[RenderResult]) {
     let at = out.len();
     out.extend([0u8; 8]);
     for answer in answers {
@@ -156,9 +156,9 @@ pub(super) fn put_job(out: &mut Vec<u8>, answers: &[Answer]) {
 }
 
 /// Reads what `put_job` wrote; `None`: it is something else.
-pub(super) struct Reader<'a>(pub &'a [u8]);
+pub(super) struct JobReader<'a>(pub &'a [u8]);
 
-impl Reader<'_> {
+impl JobReader<'_> {
     fn bytes(&mut self, n: usize) -> Option<&[u8]> {
         let (head, tail) = self.0.split_at_checked(n)?;
         self.0 = tail;
@@ -176,7 +176,7 @@ impl Reader<'_> {
     }
 
     /// The answers to `count` asks, and nothing behind them.
-    pub(super) fn job(mut self, count: usize) -> Option<Vec<Answer>> {
+    pub(super) fn job(mut self, count: usize) -> Option<Vec<RenderResult>> {
         let mut out = Vec::with_capacity(count);
         for _ in 0..count {
             out.push(match self.bytes(1)?[0] {
@@ -190,7 +190,7 @@ impl Reader<'_> {
                         text.get(start..end)?;
                         generation.push(start..end);
                     }
-                    Ok(Rendered { text, generation })
+                    Ok(RenderedChat { text, generation })
                 }
                 1 => {
                     let kind = *KINDS.get(usize::from(self.bytes(1)?[0]))?;

@@ -20,7 +20,7 @@ pub(super) const QWEN3_5: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}
 
 /// Tokenizer classes that build their own pipeline.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Class {
+pub(super) enum TokenizerClass {
     Llama,
     CodeLlama,
     Gemma,
@@ -30,7 +30,7 @@ pub(super) enum Class {
     GptNeox,
 }
 
-impl Class {
+impl TokenizerClass {
     fn named(name: &str) -> Option<Self> {
         Some(match name.strip_suffix("Fast").unwrap_or(name) {
             "LlamaTokenizer" => Self::Llama,
@@ -95,7 +95,7 @@ struct Pipeline {
 /// builds. Returns true if this changes how text is split.
 ///
 /// Errors: a part that the crate `tokenizers` refuses.
-pub(super) fn rebuild(inner: &mut Tokenizer, class: Class, config: &Map<String, Value>) -> Result<bool> {
+pub(super) fn rebuild(inner: &mut Tokenizer, class: TokenizerClass, config: &Map<String, Value>) -> Result<bool> {
     let ModelWrapper::BPE(bpe) = inner.get_model() else {
         // The file has another model type than the class builds.
         return Ok(false);
@@ -170,7 +170,7 @@ fn without_offsets(value: &mut Value) {
     }
 }
 
-fn pipeline(class: Class, config: &Map<String, Value>) -> Pipeline {
+fn pipeline(class: TokenizerClass, config: &Map<String, Value>) -> Pipeline {
     let flag = |key: &str| config.get(key).and_then(Value::as_bool);
     let unk = || content(config.get("unk_token")).unwrap_or_else(|| "<unk>".into());
     let level = |prefix: bool, regex: bool| json!({"type": "ByteLevel", "add_prefix_space": prefix, "trim_offsets": true, "use_regex": regex});
@@ -207,7 +207,7 @@ fn pipeline(class: Class, config: &Map<String, Value>) -> Pipeline {
     };
     let prefix = flag("add_prefix_space");
     match class {
-        Class::Llama => {
+        TokenizerClass::Llama => {
             // Absent means false, as in the class.
             let legacy = flag("legacy").unwrap_or(false);
             let scheme = match (prefix.unwrap_or(true), legacy) {
@@ -217,18 +217,18 @@ fn pipeline(class: Class, config: &Map<String, Value>) -> Pipeline {
             };
             sentences(Value::Null, metaspace(scheme), pieces(prefix.unwrap_or(true)), None)
         }
-        Class::CodeLlama => {
+        TokenizerClass::CodeLlama => {
             let scheme = if prefix.unwrap_or(true) { "first" } else { "never" };
             sentences(Value::Null, metaspace(scheme), pieces(true), Some(unk()))
         }
-        Class::Gemma => sentences(
+        TokenizerClass::Gemma => sentences(
             json!({"type": "Replace", "pattern": {"String": " "}, "content": "▁"}),
             json!({"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": false}),
             pieces(false),
             Some(unk()),
         ),
-        Class::Qwen2 | Class::Qwen3_5 => {
-            let words = if class == Class::Qwen2 { QWEN2 } else { QWEN3_5 };
+        TokenizerClass::Qwen2 | TokenizerClass::Qwen3_5 => {
+            let words = if class == TokenizerClass::Qwen2 { QWEN2 } else { QWEN3_5 };
             let split = json!({"type": "Split", "pattern": {"Regex": words}, "behavior": "Isolated", "invert": false});
             let level = level(prefix.unwrap_or(false), false);
             bytes(
@@ -236,8 +236,8 @@ fn pipeline(class: Class, config: &Map<String, Value>) -> Pipeline {
                 json!({"type": "Sequence", "pretokenizers": [split, level]}),
             )
         }
-        Class::Gpt2 => bytes(Value::Null, level(prefix.unwrap_or(false), true)),
-        Class::GptNeox => bytes(json!({"type": "NFC"}), level(prefix.unwrap_or(false), true)),
+        TokenizerClass::Gpt2 => bytes(Value::Null, level(prefix.unwrap_or(false), true)),
+        TokenizerClass::GptNeox => bytes(json!({"type": "NFC"}), level(prefix.unwrap_or(false), true)),
     }
 }
 

@@ -26,7 +26,7 @@ pub enum TokenKind {
 
 /// How a text becomes tokens.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Splitting {
+pub enum TextSplitting {
     /// Byte-level BPE after a pre-tokenizer.
     ByteLevel {
         /// Pairs of tokens separated by a space, best first.
@@ -53,7 +53,7 @@ pub struct Vocabulary {
     /// By id.
     pub kinds: Vec<TokenKind>,
     /// How texts are split.
-    pub splitting: Splitting,
+    pub splitting: TextSplitting,
     /// A text begins with the beginning-of-sequence token.
     pub adds_bos: bool,
     /// A text ends with the end-of-sequence token.
@@ -75,9 +75,9 @@ const GPT2: &str = "ByteLevel";
 const DIGITS: &str = "Digits";
 
 /// The patterns of a pre-tokenizer, its flag `ignore_merges`, the name, and the difference.
-type Known = (&'static [&'static str], bool, &'static str, Option<&'static str>);
+type KnownPretokenizer = (&'static [&'static str], bool, &'static str, Option<&'static str>);
 
-const KNOWN: [Known; 10] = [
+const KNOWN: [KnownPretokenizer; 10] = [
     (&[LLAMA3], true, "llama-bpe", None),
     (&[LLAMA3], false, "smaug-bpe", None),
     (&[QWEN2], false, "qwen2", None),
@@ -122,16 +122,16 @@ impl Tokenizer {
         }
         let merges = merges(model);
         let splitting = if model["byte_fallback"] == Value::Bool(true) {
-            Splitting::Sentences {
+            TextSplitting::Sentences {
                 scores: Vec::new(),
                 space_before: space_before(&file),
             }
         } else {
             let ignores = model["ignore_merges"] == Value::Bool(true);
             let patterns = patterns(&file)?;
-            let equal = |(known, own, ..): &&Known| *own == ignores && patterns == *known;
+            let equal = |(known, own, ..): &&KnownPretokenizer| *own == ignores && patterns == *known;
             let found = KNOWN.iter().find(equal);
-            Splitting::ByteLevel {
+            TextSplitting::ByteLevel {
                 merges: merges.iter().map(|[left, right]| format!("{left} {right}")).collect(),
                 pre_tokenizer: found.map(|(.., name, _)| *name),
                 differs: found.and_then(|(.., differs)| *differs),
@@ -143,7 +143,7 @@ impl Tokenizer {
             .as_str()
             .or(self.named("unk_token").map(|t| t.text.as_str()));
         let added = self.inner.get_added_tokens_decoder();
-        let sentences = matches!(splitting, Splitting::Sentences { .. });
+        let sentences = matches!(splitting, TextSplitting::Sentences { .. });
         for id in 0..self.size as u32 {
             let Some(token) = self.id_to_token(id) else { continue };
             let byte = sentences && token.len() == 6 && token.starts_with("<0x") && token.ends_with('>');
@@ -157,7 +157,7 @@ impl Tokenizer {
             tokens[id as usize] = token;
         }
         let splitting = match splitting {
-            Splitting::Sentences { space_before, .. } => Splitting::Sentences {
+            TextSplitting::Sentences { space_before, .. } => TextSplitting::Sentences {
                 scores: scores(&tokens, &merges),
                 space_before,
             },
@@ -267,7 +267,7 @@ mod tests {
         let chat = of("tests/parity/goldens/tokenizers/chat", 322).unwrap();
         assert_eq!((chat.tokens.len(), chat.kinds[321]), (322, TokenKind::Unused));
         assert_eq!(chat.tokens[321], "[PAD321]");
-        let Splitting::ByteLevel {
+        let TextSplitting::ByteLevel {
             merges,
             pre_tokenizer,
             differs,
@@ -283,13 +283,16 @@ mod tests {
         assert!(bos.adds_bos && !bos.adds_eos);
         assert!(matches!(
             bos.splitting,
-            Splitting::ByteLevel {
+            TextSplitting::ByteLevel {
                 pre_tokenizer: Some("gpt-2"),
                 ..
             }
         ));
         let tiny = of("assets/tiny", 896).unwrap();
-        assert!(matches!(tiny.splitting, Splitting::ByteLevel { differs: Some(_), .. }));
+        assert!(matches!(
+            tiny.splitting,
+            TextSplitting::ByteLevel { differs: Some(_), .. }
+        ));
         assert!(
             of("assets/tiny", 100)
                 .unwrap_err()
@@ -309,7 +312,7 @@ mod tests {
             "merges": [["a", "a"], ["▁", "a"]], "byte_fallback": true}}"#;
         ft_base::files::write_atomic(&dir.path().join("tokenizer.json"), json.as_bytes()).unwrap();
         let v = Tokenizer::load(dir.path()).unwrap().vocabulary(7).unwrap();
-        let Splitting::Sentences { scores, space_before } = &v.splitting else {
+        let TextSplitting::Sentences { scores, space_before } = &v.splitting else {
             panic!()
         };
         assert!(*space_before && scores[5] > scores[4] && scores[4] > scores[3]);

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 /// The elements of a tensor that one file has.
 #[derive(Debug)]
-pub(super) struct Piece {
+pub(super) struct FilePiece {
     /// First byte in the whole tensor.
     at: u64,
     bytes: u64,
@@ -20,7 +20,7 @@ pub(super) struct Piece {
 }
 
 /// Bytes of a read that follow each other in one file.
-pub(super) struct Run {
+pub(super) struct FileRun {
     /// Index into `Weights::files`.
     pub(super) file: usize,
     /// First byte in that file.
@@ -79,7 +79,7 @@ impl Weights {
                     .found(format!("a piece from element {first} on"))
                     .expected(format!("one from element {next} on")));
             }
-            joined.push(Piece {
+            joined.push(FilePiece {
                 at: bytes,
                 bytes: info.bytes,
                 file: info.file,
@@ -104,11 +104,11 @@ impl Weights {
 
     /// A read of `count` bytes that begins at byte `at` of the tensor: where these bytes are, in order, if the tensor
     /// is in pieces.
-    pub(super) fn runs(&self, info: &TensorInfo, at: u64, count: usize) -> Option<Vec<Run>> {
+    pub(super) fn runs(&self, info: &TensorInfo, at: u64, count: usize) -> Option<Vec<FileRun>> {
         let end = at + count as u64;
-        let of = |piece: &Piece| {
+        let of = |piece: &FilePiece| {
             let (begin, end) = (at.max(piece.at), end.min(piece.at + piece.bytes));
-            (begin < end).then(|| Run {
+            (begin < end).then(|| FileRun {
                 file: piece.file,
                 offset: piece.offset + (begin - piece.at),
                 bytes: (end - begin) as usize,

@@ -1,34 +1,34 @@
 //! Reads parts of tensors into the caller's memory, for weights that are read from the disk repeatedly. The parts are
 //! dropped from the page cache after the read; otherwise the whole model would fill it.
 
-use super::pieces::Run;
+use super::pieces::FileRun;
 use super::{Number, PIECE, TensorInfo, Weights, decode};
 use crate::dtype::StoredDtype;
 use ft_base::{Error, Result, files};
 use half::{bf16, f16};
 
 /// Element types that a file may store directly.
-trait Plain: Copy {
+trait StoredNumber: Copy {
     const STORED: StoredDtype;
 }
 
-impl Plain for f32 {
+impl StoredNumber for f32 {
     const STORED: StoredDtype = StoredDtype::F32;
 }
 
-impl Plain for bf16 {
+impl StoredNumber for bf16 {
     const STORED: StoredDtype = StoredDtype::Bf16;
 }
 
-impl Plain for f16 {
+impl StoredNumber for f16 {
     const STORED: StoredDtype = StoredDtype::F16;
 }
 
-impl Plain for i16 {
+impl StoredNumber for i16 {
     const STORED: StoredDtype = StoredDtype::I16;
 }
 
-fn bytes_of<T: Plain>(numbers: &mut [T]) -> &mut [u8] {
+fn bytes_of<T: StoredNumber>(numbers: &mut [T]) -> &mut [u8] {
     let len = size_of_val(numbers);
     // SAFETY: the same memory, borrowed for the same lifetime; every bit pattern of these types is valid.
     unsafe { std::slice::from_raw_parts_mut(numbers.as_mut_ptr().cast(), len) }
@@ -105,7 +105,7 @@ impl Weights {
         Ok(())
     }
 
-    fn read_at<T: Plain + Number>(&self, name: &str, first: usize, out: &mut [T]) -> Result<()> {
+    fn read_at<T: StoredNumber + Number>(&self, name: &str, first: usize, out: &mut [T]) -> Result<()> {
         let info = self.must(name)?;
         self.readable(info)?;
         self.inside(name, first, out.len())?;
@@ -125,7 +125,7 @@ impl Weights {
         Ok(())
     }
 
-    fn plain<T: Plain>(&self, name: &str, first: usize, out: &mut [T]) -> Result<()> {
+    fn plain<T: StoredNumber>(&self, name: &str, first: usize, out: &mut [T]) -> Result<()> {
         let size = size_of::<T>();
         let mut at = (first * size) as u64;
         for part in bytes_of(out).chunks_mut(PIECE) {
@@ -142,7 +142,7 @@ impl Weights {
             return Ok(());
         }
         if let Some(runs) = self.runs(info, at, out.len()) {
-            let forget = |run: &Run| files::forget(&self.handles[run.file], run.offset, run.bytes as u64);
+            let forget = |run: &FileRun| files::forget(&self.handles[run.file], run.offset, run.bytes as u64);
             runs.iter().for_each(forget);
             return Ok(());
         }

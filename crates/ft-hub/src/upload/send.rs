@@ -4,7 +4,7 @@
 //! that would change nothing is not made. The token goes to the hub's own address only; a server for large files gets the
 //! headers that the hub names.
 
-use super::{Content, LocalFile, Upload, UploadReport};
+use super::{LocalFile, Upload, UploadContent, UploadReport};
 use crate::HubSettings;
 use crate::errors::{RequestedObject, explain};
 use crate::http::{Client, HttpFault, HttpResult, encode};
@@ -24,7 +24,7 @@ const LFS: &str = "application/vnd.git-lfs+json";
 const JSON: &str = "application/json";
 
 /// A file with what the hub and this machine know of it.
-struct Planned<'a> {
+struct PlannedFile<'a> {
     file: &'a LocalFile,
     size: u64,
     large: bool,
@@ -35,7 +35,7 @@ struct Planned<'a> {
 /// As `upload`, after its checks.
 pub(super) fn send(settings: &HubSettings, upload: &Upload) -> Result<UploadReport> {
     let client = Client::new(settings)?;
-    Sender {
+    FileSender {
         settings,
         client,
         upload,
@@ -43,13 +43,13 @@ pub(super) fn send(settings: &HubSettings, upload: &Upload) -> Result<UploadRepo
     .run()
 }
 
-struct Sender<'a> {
+struct FileSender<'a> {
     settings: &'a HubSettings,
     client: Client,
     upload: &'a Upload<'a>,
 }
 
-impl Sender<'_> {
+impl FileSender<'_> {
     fn run(&self) -> Result<UploadReport> {
         let asking = progress::phase(format!("requesting {} from the hub", self.upload.id), 0, "");
         self.create()?;
@@ -69,7 +69,7 @@ impl Sender<'_> {
                 kept += 1;
                 continue;
             }
-            planned.push(Planned {
+            planned.push(PlannedFile {
                 file,
                 size,
                 large,
@@ -216,8 +216,8 @@ impl Sender<'_> {
     }
 
     /// Sends the large files that the hub does not have. Returns their bytes.
-    fn send_large(&self, planned: &[Planned]) -> Result<u64> {
-        let large: Vec<&Planned> = planned.iter().filter(|p| p.large).collect();
+    fn send_large(&self, planned: &[PlannedFile]) -> Result<u64> {
+        let large: Vec<&PlannedFile> = planned.iter().filter(|p| p.large).collect();
         if large.is_empty() {
             return Ok(0);
         }
@@ -258,7 +258,7 @@ impl Sender<'_> {
         Ok(sent)
     }
 
-    fn send_whole(&self, planned: &Planned, action: &Value, phase: &Phase) -> Result<()> {
+    fn send_whole(&self, planned: &PlannedFile, action: &Value, phase: &Phase) -> Result<()> {
         let href = action["href"].as_str().unwrap_or_default();
         let headers: Vec<(String, String)> = action["header"]
             .as_object()
@@ -275,7 +275,7 @@ impl Sender<'_> {
     }
 
     /// Sends a file in parts, each to an address of its own, then says their tags.
-    fn send_parts(&self, planned: &Planned, action: &Value, piece: u64, phase: &Phase) -> Result<()> {
+    fn send_parts(&self, planned: &PlannedFile, action: &Value, piece: u64, phase: &Phase) -> Result<()> {
         let name = planned.file.name.as_str();
         let mut parts = Vec::new();
         for number in 1..=planned.size.div_ceil(piece) {
@@ -304,7 +304,7 @@ impl Sender<'_> {
     }
 
     /// Makes the commit. Returns its hash.
-    fn commit(&self, planned: &[Planned]) -> Result<String> {
+    fn commit(&self, planned: &[PlannedFile]) -> Result<String> {
         let mut lines = vec![json!({"key": "header", "value": {"summary": self.upload.message, "description": ""}})];
         for p in planned {
             let value = if p.large {
@@ -358,12 +358,12 @@ impl LocalFile {
     /// Bytes `from..from + length` of the file.
     fn part(&self, from: u64, length: u64) -> Result<Box<dyn Read + Send>> {
         match &self.content {
-            Content::Bytes(bytes) => {
+            UploadContent::Bytes(bytes) => {
                 let mut all = Cursor::new(bytes.clone());
                 all.set_position(from);
                 Ok(Box::new(all.take(length)))
             }
-            Content::Path(path) => {
+            UploadContent::Path(path) => {
                 let mut file = files::open(path)?;
                 let moved = file.seek(SeekFrom::Start(from));
                 moved.map_err(|e| Error::io("cannot read the file").at_path(path).cause(e))?;

@@ -4,7 +4,7 @@
 use super::math::{LANES, exp, fma, max_lanes, sum_lanes, tanh, vectorized};
 use super::product::task_gemm::{OperandSide, OutputTile, TaskGemm, cache_friendly_stride};
 use super::product::{CpuBackend, Matrix};
-use super::{LINE, Shared, with_scratch};
+use super::{LINE, SharedSlice, with_scratch};
 use crate::attention::AttentionSpec;
 use rayon::prelude::*;
 
@@ -100,7 +100,7 @@ impl<'a> Cutter<'a> {
 }
 
 /// The query heads and the query blocks of one task.
-struct Task {
+struct AttentionTask {
     document: DocumentRange,
     kv_head: usize,
     heads: std::ops::Range<usize>,
@@ -108,7 +108,7 @@ struct Task {
     blocks: usize,
 }
 
-fn tasks(spec: &AttentionSpec, q_documents: &[usize], k_documents: &[usize]) -> Vec<Task> {
+fn tasks(spec: &AttentionSpec, q_documents: &[usize], k_documents: &[usize]) -> Vec<AttentionTask> {
     let group = spec.heads / spec.kv_heads;
     let documents = || {
         let offsets = q_documents.windows(2).zip(k_documents.windows(2));
@@ -135,7 +135,7 @@ fn tasks(spec: &AttentionSpec, q_documents: &[usize], k_documents: &[usize]) -> 
     let mut tasks = Vec::new();
     for document in documents() {
         for first in (0..document.blocks()).step_by(blocks) {
-            tasks.extend((0..spec.kv_heads * parts).map(|part| Task {
+            tasks.extend((0..spec.kv_heads * parts).map(|part| AttentionTask {
                 document,
                 kv_head: part / parts,
                 heads: part * heads..(part + 1) * heads,
@@ -164,7 +164,7 @@ pub(crate) fn forward(
     o: &mut [f32],
     lse: &mut [f32],
 ) {
-    let (o, lse) = (Shared::new(o), Shared::new(lse));
+    let (o, lse) = (SharedSlice::new(o), SharedSlice::new(lse));
     let tasks = tasks(job.spec, q_documents, k_documents);
     tasks
         .into_par_iter()
@@ -172,7 +172,7 @@ pub(crate) fn forward(
         .for_each(|task| run(job, &task, o, lse));
 }
 
-fn run(job: &ForwardJob<'_>, task: &Task, o: Shared, lse: Shared) {
+fn run(job: &ForwardJob<'_>, task: &AttentionTask, o: SharedSlice, lse: SharedSlice) {
     let ForwardJob { backend, spec, q, k, v } = *job;
     let e = spec.head_dim;
     let (q_width, k_width) = (spec.heads * e, spec.kv_heads * e);
@@ -200,7 +200,7 @@ fn run(job: &ForwardJob<'_>, task: &Task, o: Shared, lse: Shared) {
                 let rows = Matrix::k_inner(&q[at..], q_width);
                 let q = gemm.pack_operand(OperandSide::A, rows, (b.queries, e), packed_q);
                 let to = OutputTile {
-                    c: Shared::new(scores),
+                    c: SharedSlice::new(scores),
                     at: 0,
                     stride,
                     add: false,

@@ -4,7 +4,7 @@ use super::attention::{BLOCKS, Cutter, DocumentRange, QUERIES, QueryBlock, keys_
 use super::math::{add_slice, dot, exp, fma, tanh, vectorized};
 use super::product::task_gemm::{OperandSide, OutputTile, PACK_UNIT, PackedOperand, TaskGemm, cache_friendly_stride};
 use super::product::{CpuBackend, Matrix};
-use super::{Shared, with_scratch};
+use super::{SharedSlice, with_scratch};
 use crate::attention::{AttentionGradInputs, AttentionSpec};
 use rayon::prelude::*;
 
@@ -44,10 +44,10 @@ pub(crate) fn backward(
         };
         tasks.extend((0..spec.kv_heads * parts).map(|part| (document, part)));
     }
-    let out = Out {
-        dq: Shared::new(&mut dq),
-        dk: Shared::new(&mut dk),
-        dv: Shared::new(&mut dv),
+    let out = GradientSlices {
+        dq: SharedSlice::new(&mut dq),
+        dk: SharedSlice::new(&mut dk),
+        dv: SharedSlice::new(&mut dv),
         parts,
     };
     let job = BackwardJob {
@@ -70,16 +70,16 @@ pub(crate) fn backward(
 
 /// The gradients.
 #[derive(Clone, Copy)]
-struct Out {
-    dq: Shared,
+struct GradientSlices {
+    dq: SharedSlice,
     /// `[N, K·parts·E]`
-    dk: Shared,
-    dv: Shared,
+    dk: SharedSlice,
+    dv: SharedSlice,
     parts: usize,
 }
 
 /// The packed keys and values of a run of blocks.
-struct Keys<'a> {
+struct PackedKeys<'a> {
     /// First key, counted over all documents.
     low: usize,
     /// K for the scores, K for dq, V for the gradients of the probabilities.
@@ -93,7 +93,7 @@ struct BackwardJob<'a> {
     gemm: TaskGemm,
     saved: &'a AttentionGradInputs<&'a [f32]>,
     spec: &'a AttentionSpec,
-    out: Out,
+    out: GradientSlices,
 }
 
 /// The heads of a block: a query head, and the part of a key head to which it belongs.
@@ -117,7 +117,7 @@ impl BackwardJob<'_> {
             let at = low * k_width + part / out.parts * e;
             let [scores, dq, values] = lens.map(|len| scratch.take(len));
             let k_inner = |values| Matrix::k_inner(values, k_width);
-            let keys = Keys {
+            let keys = PackedKeys {
                 low,
                 scores: gemm.pack_operand(OperandSide::B, k_inner(&saved.k[at..]), (keys, e), scores),
                 dq: gemm.pack_operand(OperandSide::B, Matrix::k_outer(&saved.k[at..], k_width), (e, keys), dq),
@@ -132,7 +132,7 @@ impl BackwardJob<'_> {
         });
     }
 
-    fn block(&self, b: QueryBlock, QueryHead { head, part }: QueryHead, keys: &Keys<'_>, scratch: &mut [f32]) {
+    fn block(&self, b: QueryBlock, QueryHead { head, part }: QueryHead, keys: &PackedKeys<'_>, scratch: &mut [f32]) {
         let BackwardJob { gemm, saved, spec, out } = *self;
         let (heads, e) = (spec.heads, spec.head_dim);
         let q_width = heads * e;
@@ -147,7 +147,7 @@ impl BackwardJob<'_> {
             let from = Matrix::k_inner(&from[at_q..], q_width);
             let a = gemm.pack_operand(OperandSide::A, from, (b.queries, e), rows);
             let to = OutputTile {
-                c: Shared::new(scores),
+                c: SharedSlice::new(scores),
                 at: 0,
                 stride,
                 add: false,
@@ -185,7 +185,7 @@ impl BackwardJob<'_> {
         // SAFETY: these rows of this head belong to this task alone.
         unsafe { gemm.multiply((b.queries, e, b.keys), to, &a, &keys.dq.part(0, first)) };
         // Computes `dst [keys, E] += scores [queries, keys]ᵀ · rows of a head`.
-        let mut add = |dst: Shared, scores: &[f32], from: &[f32]| {
+        let mut add = |dst: SharedSlice, scores: &[f32], from: &[f32]| {
             let from = Matrix::k_outer(&from[at_q..], q_width);
             let rows = gemm.pack_operand(OperandSide::B, from, (e, b.queries), columns);
             let transposed = Matrix::k_outer(scores, stride);
@@ -209,7 +209,7 @@ pub(crate) fn scratch(gemm: TaskGemm, e: usize, keys: usize, longest: usize) -> 
     key_lens(gemm, e, keys).iter().sum::<usize>() + block_lens(gemm, e, longest).iter().sum::<usize>()
 }
 
-/// Returns the elements of the packed keys and values, in the order of `Keys`.
+/// Returns the elements of the packed keys and values, in the order of `PackedKeys`.
 fn key_lens(gemm: TaskGemm, e: usize, keys: usize) -> [usize; 3] {
     [(keys, e), (e, keys), (keys, e)].map(|(vectors, k)| gemm.packed_len(OperandSide::B, vectors, k))
 }

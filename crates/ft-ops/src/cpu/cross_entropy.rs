@@ -6,7 +6,7 @@
 
 use super::math::{LANES, exp, fma, sum_lanes, tanh, vectorized};
 use super::product::{CInit, Matrix, WeightRows, product};
-use super::storage::{Values, unwritten};
+use super::storage::{StoredElements, unwritten};
 use rayon::prelude::*;
 
 /// Rows of the head per product.
@@ -59,7 +59,7 @@ struct TargetLogit {
 
 /// Maximum of a row and the sum of its exponentials.
 #[derive(Clone, Copy)]
-struct End {
+struct RowExpSum {
     max: f32,
     sum: f64,
 }
@@ -69,7 +69,7 @@ struct TokenGroup {
     /// `[tokens, blocks of the vocabulary]`
     blocks: Vec<BlockSum>,
     hits: Vec<TargetLogit>,
-    ends: Vec<End>,
+    ends: Vec<RowExpSum>,
     targets: Vec<u32>,
     /// Factor of each token's gradient; empty: 1.
     weights: Vec<f32>,
@@ -131,7 +131,7 @@ impl TokenGroup {
     /// Returns the result of every token, after all pieces were processed.
     fn finish(&mut self) -> Vec<TokenLoss> {
         let per = (self.blocks.len() / self.hits.len().max(1)).max(1);
-        let rows: Vec<(TokenLoss, End)> = self
+        let rows: Vec<(TokenLoss, RowExpSum)> = self
             .blocks
             .par_chunks(per)
             .zip(self.hits.par_iter().zip(&self.targets))
@@ -209,7 +209,7 @@ pub(super) fn multiply(h: &[f32], head: WeightRows<'_>, sizes: LogitsSizes, logi
         (count, width, d),
         logits,
         CInit::Zero,
-        Matrix::k_inner(Values::F32(h), d),
+        Matrix::k_inner(StoredElements::F32(h), d),
         head.forward(),
         head.rounding(),
     );
@@ -222,7 +222,7 @@ pub(super) fn back(dlogits: &[f32], head: WeightRows<'_>, sizes: LogitsSizes, fi
         (count, d, width),
         dh,
         if first == 0 { CInit::Zero } else { CInit::C },
-        Matrix::k_inner(Values::F32(dlogits), width),
+        Matrix::k_inner(StoredElements::F32(dlogits), width),
         head.backward(),
         head.rounding(),
     );
@@ -273,8 +273,8 @@ pub(crate) fn run(
                     (width, d, count),
                     &mut dw[first * d..][..width * d],
                     CInit::C,
-                    Matrix::k_outer(Values::F32(logits), width),
-                    Matrix::k_outer(Values::F32(gathered), d),
+                    Matrix::k_outer(StoredElements::F32(logits), width),
+                    Matrix::k_outer(StoredElements::F32(gathered), d),
                     job.head.rounding(),
                 );
             }
@@ -295,7 +295,7 @@ pub(crate) fn run(
 
 /// Cross-entropy with a streamed head, which arrives twice in parts of whole pieces: first `survey` of all parts in
 /// order, then `finish`, then (only for the gradient) `turn` of all parts in order.
-pub(crate) struct Streamed {
+pub(crate) struct StreamedCrossEntropy {
     /// `[trained, D]`
     h: Vec<f32>,
     /// `[trained, D]`
@@ -306,7 +306,7 @@ pub(crate) struct Streamed {
     d: usize,
 }
 
-/// The settings of `Streamed`.
+/// The settings of `StreamedCrossEntropy`.
 pub(crate) struct StreamedSettings {
     /// D: elements of a hidden state.
     pub d: usize,
@@ -320,7 +320,7 @@ pub(crate) struct StreamedSettings {
     pub chunk: usize,
 }
 
-impl Streamed {
+impl StreamedCrossEntropy {
     /// Takes the tokens `trained` of `h` `[N, D]`; `targets` `[N]`.
     pub(crate) fn new(h: &[f32], targets: &[u32], trained: &[usize], settings: &StreamedSettings) -> Self {
         let StreamedSettings {
@@ -406,7 +406,7 @@ impl Streamed {
 }
 
 /// Merges the blocks of a row.
-fn row(blocks: &[BlockSum], hit: TargetLogit, target: usize) -> (TokenLoss, End) {
+fn row(blocks: &[BlockSum], hit: TargetLogit, target: usize) -> (TokenLoss, RowExpSum) {
     let max = blocks
         .iter()
         .fold(f32::NEG_INFINITY, |m, b| if b.max > m { b.max } else { m });
@@ -414,7 +414,7 @@ fn row(blocks: &[BlockSum], hit: TargetLogit, target: usize) -> (TokenLoss, End)
     let before = &blocks[..target / BLOCK];
     let correct = hit.logit == max && !hit.second && before.iter().all(|b| b.max < max);
     let loss = (max as f64 - hit.logit as f64) + sum.ln();
-    (TokenLoss { loss, correct }, End { max, sum })
+    (TokenLoss { loss, correct }, RowExpSum { max, sum })
 }
 
 /// Caps the logits if `cap` is not 0. Returns the largest, and whether all were finite before.

@@ -11,8 +11,8 @@
 use super::attention::Cutter;
 use super::math::{dot, exp, fma, vectorized};
 use super::product::task_gemm::{OperandSide, OutputTile, TaskGemm};
-use super::product::{CpuBackend, Matrix, Rounding, Sizes};
-use super::{Shared, with_scratch};
+use super::product::{CpuBackend, GemmSizes, Matrix, Rounding};
+use super::{SharedSlice, with_scratch};
 use crate::delta_rule::DeltaHeads;
 use rayon::prelude::*;
 
@@ -22,7 +22,7 @@ pub(crate) const CHUNK: usize = 64;
 const EPS: f32 = 1e-6;
 
 /// The tensors of the operation.
-pub(crate) struct Slices<'a> {
+pub(crate) struct DeltaSlices<'a> {
     pub qkv: &'a [f32],
     pub a: &'a [f32],
     pub b: &'a [f32],
@@ -32,17 +32,17 @@ pub(crate) struct Slices<'a> {
 
 /// The tokens of a chunk, counted over all documents.
 #[derive(Clone, Copy)]
-pub(crate) struct Chunk {
+pub(crate) struct TokenChunk {
     pub first: usize,
     pub tokens: usize,
 }
 
 /// The chunks of a document.
-pub(crate) fn chunks(start: usize, end: usize) -> impl DoubleEndedIterator<Item = Chunk> + ExactSizeIterator {
+pub(crate) fn chunks(start: usize, end: usize) -> impl DoubleEndedIterator<Item = TokenChunk> + ExactSizeIterator {
     let count = (end - start).div_ceil(CHUNK);
     (0..count).map(move |i| {
         let first = start + i * CHUNK;
-        Chunk {
+        TokenChunk {
             first,
             tokens: CHUNK.min(end - first),
         }
@@ -90,10 +90,10 @@ pub(crate) fn packed_lens(gemm: TaskGemm, widest: usize) -> [usize; 2] {
 
 impl Products<'_> {
     /// Computes `c [m, n] (+)= a · b`; the rows of c are `n` apart.
-    pub(crate) fn product(&mut self, sizes: Sizes, c: &mut [f32], add: bool, a: Matrix, b: Matrix) {
+    pub(crate) fn product(&mut self, sizes: GemmSizes, c: &mut [f32], add: bool, a: Matrix, b: Matrix) {
         let (_, n, _) = sizes;
         let to = OutputTile {
-            c: Shared::new(c),
+            c: SharedSlice::new(c),
             at: 0,
             stride: n,
             add,
@@ -102,7 +102,7 @@ impl Products<'_> {
     }
 
     /// As `product`, into the rows of `to`, which belong to this task alone.
-    pub(crate) fn strided(&mut self, (m, n, k): Sizes, to: OutputTile, a: Matrix, b: Matrix) {
+    pub(crate) fn strided(&mut self, (m, n, k): GemmSizes, to: OutputTile, a: Matrix, b: Matrix) {
         let a = self.gemm.pack_operand(OperandSide::A, a, (m, k), self.a);
         let b = self.gemm.pack_operand(OperandSide::B, b, (n, k), self.b);
         // SAFETY: the caller owns these elements of C; both operands were packed for their sides.
@@ -111,7 +111,7 @@ impl Products<'_> {
 }
 
 /// q and k of a chunk with length 1, and the inverse lengths; q is divided by √P.
-pub(crate) struct Keys<'a> {
+pub(crate) struct ChunkKeys<'a> {
     /// `[c, P]`
     pub q: &'a mut [f32],
     pub k: &'a mut [f32],
@@ -133,7 +133,7 @@ fn unit_body<const FMA: bool>(from: &[f32], scale: f32, to: &mut [f32]) -> f32 {
 }
 vectorized!(fn unit(from: &[f32], scale: f32, to: &mut [f32]) -> f32 = unit_body);
 
-impl Keys<'_> {
+impl ChunkKeys<'_> {
     pub(crate) fn lens(key_dim: usize) -> [usize; 6] {
         [
             CHUNK * key_dim,
@@ -145,7 +145,14 @@ impl Keys<'_> {
         ]
     }
 
-    pub(crate) fn fill(&mut self, x: &Slices, heads: &DeltaHeads, head: usize, c: Chunk, products: &mut Products) {
+    pub(crate) fn fill(
+        &mut self,
+        x: &DeltaSlices,
+        heads: &DeltaHeads,
+        head: usize,
+        c: TokenChunk,
+        products: &mut Products,
+    ) {
         let (p, width) = (heads.key_dim, heads.channels());
         let scale = 1.0 / (p as f32).sqrt();
         for i in 0..c.tokens {
@@ -162,7 +169,7 @@ impl Keys<'_> {
 }
 
 /// g and β of a token.
-pub(crate) fn gates(x: &Slices, token: usize, heads: &DeltaHeads, head: usize) -> (f32, f32) {
+pub(crate) fn gates(x: &DeltaSlices, token: usize, heads: &DeltaHeads, head: usize) -> (f32, f32) {
     let at = token * heads.value_heads + head;
     let rate = -x.a_log[head].exp();
     (
@@ -189,7 +196,7 @@ pub(crate) struct Decays {
 }
 
 impl Decays {
-    pub(crate) fn new(x: &Slices, heads: &DeltaHeads, head: usize, c: Chunk) -> Self {
+    pub(crate) fn new(x: &DeltaSlices, heads: &DeltaHeads, head: usize, c: TokenChunk) -> Self {
         let mut d = Self {
             sums: [0.0; CHUNK],
             beta: [0.0; CHUNK],
@@ -268,15 +275,15 @@ pub(crate) fn scale(row: &mut [f32], factor: f32) {
 /// A value head in a chunk.
 #[derive(Clone, Copy)]
 pub(crate) struct HeadChunk<'a> {
-    pub x: &'a Slices<'a>,
+    pub x: &'a DeltaSlices<'a>,
     pub heads: &'a DeltaHeads,
     pub head: usize,
-    pub c: Chunk,
+    pub c: TokenChunk,
     pub d: &'a Decays,
 }
 
 /// Memory of a value head in a chunk.
-pub(crate) struct Work<'a> {
+pub(crate) struct ChunkScratch<'a> {
     /// A without β, then P, `[c, c]`.
     pub triangle: &'a mut [f32],
     /// K S, `[c, Q]`.
@@ -287,7 +294,7 @@ pub(crate) struct Work<'a> {
     pub spare: &'a mut [f32],
 }
 
-impl Work<'_> {
+impl ChunkScratch<'_> {
     pub(crate) fn lens(value_dim: usize) -> [usize; 4] {
         [CHUNK * CHUNK, CHUNK * value_dim, CHUNK * value_dim, CHUNK * value_dim]
     }
@@ -337,13 +344,13 @@ impl Work<'_> {
 
 pub(crate) fn forward(
     backend: CpuBackend,
-    x: &Slices,
+    x: &DeltaSlices,
     heads: &DeltaHeads,
     documents: &[usize],
     states: &mut [f32],
     o: &mut [f32],
 ) {
-    let (given, states, o) = (!states.is_empty(), Shared::new(states), Shared::new(o));
+    let (given, states, o) = (!states.is_empty(), SharedSlice::new(states), SharedSlice::new(o));
     tasks(heads, documents)
         .into_par_iter()
         .with_max_len(1)
@@ -359,13 +366,20 @@ pub(crate) fn forward(
         });
 }
 
-fn run(backend: CpuBackend, x: &Slices, heads: &DeltaHeads, task: HeadTask, given: Option<&mut [f32]>, o: Shared) {
+fn run(
+    backend: CpuBackend,
+    x: &DeltaSlices,
+    heads: &DeltaHeads,
+    task: HeadTask,
+    given: Option<&mut [f32]>,
+    o: SharedSlice,
+) {
     let key_head = task.key_head;
     let gemm = TaskGemm::new(backend, Rounding::Exact);
     let (p, q, group) = (heads.key_dim, heads.value_dim, heads.value_heads / heads.key_heads);
     let widest = CHUNK.max(p).max(q);
     let packed = packed_lens(gemm, widest);
-    let (keys, work) = (Keys::lens(p), Work::lens(q));
+    let (keys, work) = (ChunkKeys::lens(p), ChunkScratch::lens(q));
     let len = |lens: &[usize]| lens.iter().map(|len| len.next_multiple_of(super::LINE)).sum::<usize>();
     let total = len(&packed) + len(&keys) + len(&work) + len(&[group * p * q]);
     with_scratch(total, |scratch| {
@@ -373,7 +387,7 @@ fn run(backend: CpuBackend, x: &Slices, heads: &DeltaHeads, task: HeadTask, give
         let [a, b] = packed.map(|len| cut.take(len));
         let mut products = Products { gemm, a, b };
         let [q_rows, k, inverse_q, inverse_k, kk, qk] = keys.map(|len| cut.take(len));
-        let mut keys = Keys {
+        let mut keys = ChunkKeys {
             q: q_rows,
             k,
             inverse_q,
@@ -382,7 +396,7 @@ fn run(backend: CpuBackend, x: &Slices, heads: &DeltaHeads, task: HeadTask, give
             qk,
         };
         let [triangle, read, delta, spare] = work.map(|len| cut.take(len));
-        let mut work = Work {
+        let mut work = ChunkScratch {
             triangle,
             read,
             delta,

@@ -3,13 +3,13 @@
 
 use super::attention::Cutter;
 use super::delta_rule::{
-    CHUNK, Chunk, Decays, HeadChunk, HeadTask, Keys, Products, Slices, Work, chunks, decayed, gates, packed_lens,
-    scale, solve_transposed, tasks,
+    CHUNK, ChunkKeys, ChunkScratch, Decays, DeltaSlices, HeadChunk, HeadTask, Products, TokenChunk, chunks, decayed,
+    gates, packed_lens, scale, solve_transposed, tasks,
 };
 use super::math::{add_slice, dot, fma, vectorized};
 use super::product::task_gemm::TaskGemm;
 use super::product::{CpuBackend, Matrix, Rounding};
-use super::{LINE, Shared, with_scratch};
+use super::{LINE, SharedSlice, with_scratch};
 use crate::delta_rule::DeltaHeads;
 use rayon::prelude::*;
 
@@ -28,7 +28,7 @@ fn add_scaled_body<const FMA: bool>(to: &mut [f32], factor: f32, from: &[f32]) {
 vectorized!(fn add_scaled(to: &mut [f32], factor: f32, from: &[f32]) = add_scaled_body);
 
 /// Memory of the gradients of a chunk.
-struct Gradients<'a> {
+struct ChunkGradients<'a> {
     /// Of q and k, `[c, P]`, summed over the value heads.
     q: &'a mut [f32],
     k: &'a mut [f32],
@@ -42,7 +42,7 @@ struct Gradients<'a> {
     decayed: &'a mut [f32],
 }
 
-impl Gradients<'_> {
+impl ChunkGradients<'_> {
     fn lens(p: usize, q: usize) -> [usize; 7] {
         let square = CHUNK * CHUNK;
         [CHUNK * p, CHUNK * p, CHUNK * p, CHUNK * q, square, square, square]
@@ -58,7 +58,7 @@ fn lens(gemm: TaskGemm, heads: &DeltaHeads, chunks: usize) -> ([usize; 2], [usiz
 fn total(gemm: TaskGemm, heads: &DeltaHeads, chunks: usize) -> usize {
     let (packed, states) = lens(gemm, heads, chunks);
     let (p, q) = (heads.key_dim, heads.value_dim);
-    let (keys, work, gradients) = (Keys::lens(p), Work::lens(q), Gradients::lens(p, q));
+    let (keys, work, gradients) = (ChunkKeys::lens(p), ChunkScratch::lens(q), ChunkGradients::lens(p, q));
     let all = packed.iter().chain(&states).chain(&keys).chain(&work).chain(&gradients);
     all.map(|len| len.next_multiple_of(LINE)).sum()
 }
@@ -78,8 +78,8 @@ struct Gates {
 #[derive(Clone, Copy)]
 struct ForwardChunk<'a> {
     of: HeadChunk<'a>,
-    keys: &'a Keys<'a>,
-    work: &'a Work<'a>,
+    keys: &'a ChunkKeys<'a>,
+    work: &'a ChunkScratch<'a>,
     /// Before the chunk, `[P, Q]`.
     state: &'a [f32],
 }
@@ -87,14 +87,14 @@ struct ForwardChunk<'a> {
 /// Writes the gradients of qkv, a and b; returns those of A_log and dt_bias.
 pub(crate) fn backward(
     backend: CpuBackend,
-    x: &Slices,
+    x: &DeltaSlices,
     heads: &DeltaHeads,
     documents: &[usize],
     d_o: &[f32],
     gradients: [&mut [f32]; 3],
 ) -> (Vec<f32>, Vec<f32>) {
     let [qkv, a, b] = gradients;
-    let to = [Shared::new(qkv), Shared::new(a), Shared::new(b)];
+    let to = [SharedSlice::new(qkv), SharedSlice::new(a), SharedSlice::new(b)];
     tasks(heads, documents)
         .into_par_iter()
         .with_max_len(1)
@@ -115,7 +115,7 @@ pub(crate) fn backward(
     (narrow(a_log), narrow(dt_bias))
 }
 
-fn run(backend: CpuBackend, x: &Slices, heads: &DeltaHeads, task: HeadTask, d_o: &[f32], to: [Shared; 3]) {
+fn run(backend: CpuBackend, x: &DeltaSlices, heads: &DeltaHeads, task: HeadTask, d_o: &[f32], to: [SharedSlice; 3]) {
     let HeadTask {
         start, end, key_head, ..
     } = task;
@@ -128,8 +128,8 @@ fn run(backend: CpuBackend, x: &Slices, heads: &DeltaHeads, task: HeadTask, d_o:
         let [a, b] = packed.map(|len| cut.take(len));
         let mut products = Products { gemm, a, b };
         let [states, d_state] = states.map(|len| cut.take(len));
-        let [q_rows, k, inverse_q, inverse_k, kk, qk] = Keys::lens(p).map(|len| cut.take(len));
-        let mut keys = Keys {
+        let [q_rows, k, inverse_q, inverse_k, kk, qk] = ChunkKeys::lens(p).map(|len| cut.take(len));
+        let mut keys = ChunkKeys {
             q: q_rows,
             k,
             inverse_q,
@@ -137,15 +137,16 @@ fn run(backend: CpuBackend, x: &Slices, heads: &DeltaHeads, task: HeadTask, d_o:
             kk,
             qk,
         };
-        let [triangle, read, delta, spare] = Work::lens(q).map(|len| cut.take(len));
-        let mut work = Work {
+        let [triangle, read, delta, spare] = ChunkScratch::lens(q).map(|len| cut.take(len));
+        let mut work = ChunkScratch {
             triangle,
             read,
             delta,
             spare,
         };
-        let [dq, dk, spare, delta, probabilities, square, decayed] = Gradients::lens(p, q).map(|len| cut.take(len));
-        let mut g = Gradients {
+        let [dq, dk, spare, delta, probabilities, square, decayed] =
+            ChunkGradients::lens(p, q).map(|len| cut.take(len));
+        let mut g = ChunkGradients {
             q: dq,
             k: dk,
             spare,
@@ -216,7 +217,7 @@ struct GradientRows<'a> {
     stride: usize,
 }
 
-impl Gradients<'_> {
+impl ChunkGradients<'_> {
     /// Through `O = e^γ Q S + P D` and `S' = e^γ_c S + (e^(γ_c - γ) K)ᵀ D`. Leaves the gradient of D in `delta`, and in
     /// `d_state` that part of the gradient of S.
     fn outputs(
@@ -298,7 +299,7 @@ impl Gradients<'_> {
         d_state: &mut [f32],
         gates: &mut Gates,
         products: &mut Products,
-        to: Shared,
+        to: SharedSlice,
     ) {
         let ForwardChunk { of, keys, work, state } = *forward;
         let HeadChunk { x, heads, head, c, d } = of;
@@ -348,7 +349,7 @@ impl Gradients<'_> {
     }
 
     /// Writes the gradients of q and k before their lengths became 1.
-    fn lengths(&self, heads: &DeltaHeads, key_head: usize, c: Chunk, keys: &Keys, to: Shared) {
+    fn lengths(&self, heads: &DeltaHeads, key_head: usize, c: TokenChunk, keys: &ChunkKeys, to: SharedSlice) {
         let (p, width) = (heads.key_dim, heads.channels());
         let scale_q = 1.0 / (p as f32).sqrt();
         for i in 0..c.tokens {

@@ -1,20 +1,20 @@
 //! Embedding rows on slices.
 
-use super::Shared;
+use super::SharedSlice;
 use super::math::widen;
-use super::storage::Values;
+use super::storage::StoredElements;
 use crate::embedding::NoiseRow;
 use rayon::prelude::*;
 
-pub(crate) fn gather(table: Values<'_>, ids: &[u32], scale: f32, d: usize, y: &mut [f32]) {
+pub(crate) fn gather(table: StoredElements<'_>, ids: &[u32], scale: f32, d: usize, y: &mut [f32]) {
     if d == 0 {
         return;
     }
     y.par_chunks_mut(d).with_min_len(16).zip(ids).for_each(|(y, id)| {
         let at = *id as usize * d;
         match table {
-            Values::F32(t) => y.iter_mut().zip(&t[at..][..d]).for_each(|(y, t)| *y = t * scale),
-            Values::Bf16(t) => y
+            StoredElements::F32(t) => y.iter_mut().zip(&t[at..][..d]).for_each(|(y, t)| *y = t * scale),
+            StoredElements::Bf16(t) => y
                 .iter_mut()
                 .zip(&t[at..][..d])
                 .for_each(|(y, t)| *y = widen(*t) * scale),
@@ -25,7 +25,7 @@ pub(crate) fn gather(table: Values<'_>, ids: &[u32], scale: f32, d: usize, y: &m
 /// A task owns columns, not rows: an id may occur twice, and its rows are added in the order of the tokens.
 pub(crate) fn scatter_add(dw: &mut [f32], ids: &[u32], dx: &[f32], scale: f32, d: usize) {
     const COLUMNS: usize = 128;
-    let dw = Shared::new(dw);
+    let dw = SharedSlice::new(dw);
     (0..d.div_ceil(COLUMNS)).into_par_iter().for_each(|block| {
         let first = block * COLUMNS;
         let count = COLUMNS.min(d - first);

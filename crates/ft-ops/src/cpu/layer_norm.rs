@@ -9,7 +9,7 @@ const ELEMENTS: usize = 1 << 14;
 const PARTS: usize = 64;
 
 /// The parameters of a norm, widened: row r of `size` elements uses the elements of row `r % (scale.len() / size)`.
-pub(crate) struct Affine {
+pub(crate) struct NormParams {
     pub(crate) size: usize,
     pub(crate) scale: Vec<f32>,
     pub(crate) shift: Vec<f32>,
@@ -17,7 +17,7 @@ pub(crate) struct Affine {
 }
 
 /// x and y are rows of `scale.len()` elements.
-pub(crate) fn forward(x: &[f32], norm: &Affine, y: &mut [f32]) {
+pub(crate) fn forward(x: &[f32], norm: &NormParams, y: &mut [f32]) {
     let width = norm.scale.len();
     let chunk = (ELEMENTS / width).max(1) * width;
     y.par_chunks_mut(chunk)
@@ -56,7 +56,7 @@ fn normalize<const FMA: bool>(x: &[f32], eps: f32, out: &mut [f32]) -> f32 {
 }
 
 #[inline(always)]
-fn forward_body<const FMA: bool>(x: &[f32], norm: &Affine, y: &mut [f32]) {
+fn forward_body<const FMA: bool>(x: &[f32], norm: &NormParams, y: &mut [f32]) {
     let rows = y.chunks_exact_mut(norm.size).zip(x.chunks_exact(norm.size));
     let affine = norm
         .scale
@@ -69,10 +69,16 @@ fn forward_body<const FMA: bool>(x: &[f32], norm: &Affine, y: &mut [f32]) {
         }
     }
 }
-vectorized!(fn forward_rows(x: &[f32], norm: &Affine, y: &mut [f32]) = forward_body);
+vectorized!(fn forward_rows(x: &[f32], norm: &NormParams, y: &mut [f32]) = forward_body);
 
 /// Fills dx. Returns dw and db if needed, summed over fixed parts of the rows, then over the parts in order.
-pub(crate) fn backward(x: &[f32], norm: &Affine, dy: &[f32], need: [bool; 2], dx: &mut [f32]) -> [Option<Vec<f32>>; 2] {
+pub(crate) fn backward(
+    x: &[f32],
+    norm: &NormParams,
+    dy: &[f32],
+    need: [bool; 2],
+    dx: &mut [f32],
+) -> [Option<Vec<f32>>; 2] {
     let width = norm.scale.len();
     let rows = x.len() / width;
     let chunk = rows.div_ceil(PARTS).max((ELEMENTS / width).max(1)) * width;
@@ -102,7 +108,7 @@ pub(crate) fn backward(x: &[f32], norm: &Affine, dy: &[f32], need: [bool; 2], dx
 #[inline(always)]
 fn backward_body<const FMA: bool>(
     x: &[f32],
-    norm: &Affine,
+    norm: &NormParams,
     dy: &[f32],
     dx: &mut [f32],
     dw: &mut [f32],
@@ -140,7 +146,7 @@ fn backward_body<const FMA: bool>(
 vectorized!(
     fn backward_rows(
         x: &[f32],
-        norm: &Affine,
+        norm: &NormParams,
         dy: &[f32],
         dx: &mut [f32],
         dw: &mut [f32],

@@ -25,14 +25,14 @@ pub(crate) mod update;
 
 /// An output slice that several tasks write concurrently, each its own elements.
 #[derive(Clone, Copy)]
-pub(crate) struct Shared(*mut f32, usize);
+pub(crate) struct SharedSlice(*mut f32, usize);
 
 // SAFETY: only an address and a length; each writer owns the elements that it writes (see `part`).
-unsafe impl Send for Shared {}
+unsafe impl Send for SharedSlice {}
 // SAFETY: as above.
-unsafe impl Sync for Shared {}
+unsafe impl Sync for SharedSlice {}
 
-impl Shared {
+impl SharedSlice {
     pub(crate) fn new(slice: &mut [f32]) -> Self {
         Self(slice.as_mut_ptr(), slice.len())
     }

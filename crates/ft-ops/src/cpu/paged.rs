@@ -3,9 +3,9 @@
 
 use super::attention::softmax_body;
 use super::math::{LANES, fma, nearest_bf16, vectorized, widen};
-use super::{Shared, with_scratch};
+use super::{SharedSlice, with_scratch};
 use crate::attention::AttentionSpec;
-use crate::paged::{Document, PAGE, Page, PageData};
+use crate::paged::{PAGE, Page, PageData, PagedDocument};
 use rayon::prelude::*;
 
 /// Approximate number of score rows (queries times heads) of a task.
@@ -14,7 +14,7 @@ const ROWS: usize = 32;
 const TOGETHER: usize = 4;
 
 /// A key head and some queries of a document.
-struct Task<'a> {
+struct PagedTask<'a> {
     pages: &'a [&'a Page],
     head: usize,
     /// First query, counted over all documents, and number of queries.
@@ -25,13 +25,13 @@ struct Task<'a> {
 }
 
 /// Shapes: q and o `[N, H·E]`, lse `[N, H]`.
-pub(crate) fn attend(q: &[f32], documents: &[Document], spec: &AttentionSpec, o: &mut [f32], lse: &mut [f32]) {
+pub(crate) fn attend(q: &[f32], documents: &[PagedDocument], spec: &AttentionSpec, o: &mut [f32], lse: &mut [f32]) {
     let step = (ROWS * spec.kv_heads / spec.heads).max(1);
     let mut tasks = Vec::new();
     for d in documents {
         let (all, offset) = (d.queries.len(), d.tokens() - d.queries.len());
         for first in (0..all).step_by(step) {
-            tasks.extend((0..spec.kv_heads).map(|head| Task {
+            tasks.extend((0..spec.kv_heads).map(|head| PagedTask {
                 pages: &d.pages,
                 head,
                 query: d.queries.start + first,
@@ -40,7 +40,7 @@ pub(crate) fn attend(q: &[f32], documents: &[Document], spec: &AttentionSpec, o:
             }));
         }
     }
-    let (o, lse) = (Shared::new(o), Shared::new(lse));
+    let (o, lse) = (SharedSlice::new(o), SharedSlice::new(lse));
     tasks.into_par_iter().with_max_len(1).for_each(|task| {
         let (rows, e) = (task.queries * (spec.heads / spec.kv_heads), spec.head_dim);
         let padded = e.next_multiple_of(LANES);
@@ -52,7 +52,7 @@ pub(crate) fn attend(q: &[f32], documents: &[Document], spec: &AttentionSpec, o:
     });
 }
 
-impl Task<'_> {
+impl PagedTask<'_> {
     /// Returns the first token that any of the queries attends to.
     fn low(&self, spec: &AttentionSpec) -> usize {
         spec.window.map_or(0, |w| (self.place + 1).saturating_sub(w))
@@ -61,13 +61,13 @@ impl Task<'_> {
 
 #[inline(always)]
 fn run_body<const FMA: bool>(
-    task: &Task<'_>,
+    task: &PagedTask<'_>,
     spec: &AttentionSpec,
     q: &[f32],
     sizes: [usize; 4],
     scratch: &mut [f32],
-    o: Shared,
-    lse: Shared,
+    o: SharedSlice,
+    lse: SharedSlice,
 ) {
     let (group, e) = (spec.heads / spec.kv_heads, spec.head_dim);
     let rounds = spec.rounds();
@@ -140,13 +140,13 @@ fn run_body<const FMA: bool>(
 }
 vectorized!(
     fn run(
-        task: &Task<'_>,
+        task: &PagedTask<'_>,
         spec: &AttentionSpec,
         q: &[f32],
         sizes: [usize; 4],
         scratch: &mut [f32],
-        o: Shared,
-        lse: Shared,
+        o: SharedSlice,
+        lse: SharedSlice,
     ) = run_body
 );
 
@@ -154,7 +154,7 @@ vectorized!(
 /// position of the first of them relative to `low`. (An iterator, not a function with a closure: closures are
 /// compiled without the wide instructions.)
 fn pages<'a>(
-    task: &Task<'a>,
+    task: &PagedTask<'a>,
     low: usize,
     high: usize,
 ) -> impl Iterator<Item = (&'a Page, std::ops::Range<usize>, usize)> {

@@ -1,7 +1,7 @@
 //! Rotary position embeddings on slices.
 
 use super::math::{fma, vectorized};
-use crate::rope::Pairing;
+use crate::rope::RopePairing;
 use rayon::prelude::*;
 
 /// Tokens per task.
@@ -26,7 +26,7 @@ pub(crate) fn apply(
     sin: &[f32],
     sign: f32,
     sizes: RotationSizes,
-    pairing: Pairing,
+    pairing: RopePairing,
     y: &mut [f32],
 ) {
     let RotationSizes { width, head, half } = sizes;
@@ -44,8 +44,8 @@ pub(crate) fn apply(
             let angles = cos.chunks_exact(half).zip(sin.chunks_exact(half));
             for ((y, x), (cos, sin)) in tokens.zip(angles) {
                 match pairing {
-                    Pairing::Halves => rotate(x, cos, sin, sign, head, y),
-                    Pairing::Neighbors => rotate_neighbors(x, cos, sin, sign, head, y),
+                    RopePairing::Halves => rotate(x, cos, sin, sign, head, y),
+                    RopePairing::Neighbors => rotate_neighbors(x, cos, sin, sign, head, y),
                 }
             }
         });

@@ -7,46 +7,46 @@ use half::bf16;
 
 /// Elements of a weight in their storage type.
 #[derive(Clone, Copy)]
-pub(crate) enum Values<'a> {
+pub(crate) enum StoredElements<'a> {
     F32(&'a [f32]),
     Bf16(&'a [bf16]),
 }
 
-impl Values<'_> {
+impl StoredElements<'_> {
     pub(crate) fn len(&self) -> usize {
         match self {
-            Values::F32(v) => v.len(),
-            Values::Bf16(v) => v.len(),
+            StoredElements::F32(v) => v.len(),
+            StoredElements::Bf16(v) => v.len(),
         }
     }
 
     /// Returns the rounding of products with a weight of this type.
     pub(crate) fn rounding(self) -> Rounding {
         match self {
-            Values::F32(_) => Rounding::Exact,
-            Values::Bf16(_) => Rounding::Bf16,
+            StoredElements::F32(_) => Rounding::Exact,
+            StoredElements::Bf16(_) => Rounding::Bf16,
         }
     }
 
     /// Widens to f32, for small vectors (a norm, a bias).
     pub(crate) fn to_f32(self) -> Vec<f32> {
         match self {
-            Values::F32(v) => v.to_vec(),
-            Values::Bf16(v) => v.iter().map(|x| x.to_f32()).collect(),
+            StoredElements::F32(v) => v.to_vec(),
+            StoredElements::Bf16(v) => v.iter().map(|x| x.to_f32()).collect(),
         }
     }
 }
 
 /// Runs `f` on the elements of `t` (f32 or bf16), holding the read lock.
-pub(crate) fn values<R>(t: &Tensor, name: &str, f: impl FnOnce(Values<'_>) -> Result<R>) -> Result<R> {
+pub(crate) fn values<R>(t: &Tensor, name: &str, f: impl FnOnce(StoredElements<'_>) -> Result<R>) -> Result<R> {
     let (storage, layout) = t.storage_and_layout();
     let Storage::Cpu(storage) = &*storage else {
         return Err(not_on_cpu(t, name));
     };
     let (start, end) = layout.contiguous_offsets().ok_or_else(|| not_contiguous(name))?;
     match storage {
-        CpuStorage::F32(v) => f(Values::F32(&v[start..end])),
-        CpuStorage::BF16(v) => f(Values::Bf16(&v[start..end])),
+        CpuStorage::F32(v) => f(StoredElements::F32(&v[start..end])),
+        CpuStorage::BF16(v) => f(StoredElements::Bf16(&v[start..end])),
         _ => Err(wrong_type(t, name, "f32 or bf16")),
     }
 }
@@ -54,8 +54,8 @@ pub(crate) fn values<R>(t: &Tensor, name: &str, f: impl FnOnce(Values<'_>) -> Re
 /// Runs `f` on the f32 elements of `t`, holding the read lock.
 pub(crate) fn floats<R>(t: &Tensor, name: &str, f: impl FnOnce(&[f32]) -> Result<R>) -> Result<R> {
     values(t, name, |v| match v {
-        Values::F32(v) => f(v),
-        Values::Bf16(_) => Err(wrong_type(t, name, "f32")),
+        StoredElements::F32(v) => f(v),
+        StoredElements::Bf16(_) => Err(wrong_type(t, name, "f32")),
     })
 }
 

@@ -1,7 +1,7 @@
 //! Elementwise updates and reductions on slices.
 
 use super::math::{LANES, add_slice, dot, fma, sum_lanes, vectorized, widen_slice};
-use super::storage::{Values, unwritten};
+use super::storage::{StoredElements, unwritten};
 use ft_base::rng::Rng;
 use rayon::prelude::*;
 
@@ -89,10 +89,10 @@ pub(crate) fn dropout(t: &mut [f32], rng: Rng, p: f32, keep: f32) {
     });
 }
 
-pub(crate) fn to_f32_vec(v: Values<'_>) -> Vec<f32> {
+pub(crate) fn to_f32_vec(v: StoredElements<'_>) -> Vec<f32> {
     match v {
-        Values::F32(v) => v.to_vec(),
-        Values::Bf16(v) => {
+        StoredElements::F32(v) => v.to_vec(),
+        StoredElements::Bf16(v) => {
             let mut wide = unwritten(v.len());
             wide.par_chunks_mut(CHUNK)
                 .zip(v.par_chunks(CHUNK))

@@ -1,7 +1,7 @@
 //! The entropy of the next-token distribution of each token, for metrics; it computes the logits separately from
 //! the loss.
 
-use super::{CrossEntropyOptions, PIECE, Pieces, check};
+use super::{CrossEntropyOptions, OutputPieces, PIECE, check};
 use crate::cpu::storage::dims2;
 use crate::{linear, update};
 use candle_core::Tensor;
@@ -21,7 +21,7 @@ pub fn token_entropies(
     chunk: usize,
 ) -> Result<Vec<f32>> {
     let (rows, width) = dims2(head, "the head")?;
-    let whole = Pieces {
+    let whole = OutputPieces {
         rows,
         width,
         rows_of_part: rows.next_multiple_of(PIECE).max(PIECE),
@@ -36,14 +36,14 @@ pub fn token_entropies(
 /// A target outside the vocabulary (`Argument`); tensors of other shapes, types or devices than described (`Shape`).
 pub fn streamed_entropies(
     h: &Tensor,
-    head: &Pieces,
+    head: &OutputPieces,
     targets: &[u32],
     softcap: Option<f32>,
     chunk: usize,
 ) -> Result<Vec<f32>> {
     on_gpu!(h, {
-        use super::streamed::gpu::{Which, of_each_token};
-        of_each_token(h, head, targets, softcap, Which::Entropies)
+        use super::streamed::gpu::{TokenQuantity, of_each_token};
+        of_each_token(h, head, targets, softcap, TokenQuantity::Entropies)
     });
     let options = CrossEntropyOptions::losses(softcap, chunk);
     let trained = check(h, (head.rows, head.width), targets, options.softcap)?;
@@ -116,7 +116,7 @@ mod tests {
         let targets: Vec<u32> = (0..n as u32)
             .map(|i| if i % 4 == 1 { IGNORE } else { i * 500 })
             .collect();
-        let parts = Pieces {
+        let parts = OutputPieces {
             rows: v,
             width: d,
             rows_of_part: PIECE,

@@ -2,15 +2,15 @@
 //! the gradient. Logits are in memory for one chunk of tokens and one piece of the vocabulary. On a GPU the chunks
 //! are `PIECE_TOKENS` long, and sums have another order than with a whole head.
 
-use super::{CrossEntropyOptions, CrossEntropyOutput, PIECE, Sum, check, cpu};
+use super::{CrossEntropyOptions, CrossEntropyOutput, LossSums, PIECE, check, cpu};
 use crate::cpu::storage::{expect_dims, floats, tensor};
-use crate::prepacked::Dense;
+use crate::prepacked::DenseWeight;
 use crate::step_stats::StepStats;
 use candle_core::Tensor;
 use ft_base::{Error, Result};
 
 /// A streamed head `[V, D]`.
-pub struct Pieces<'a> {
+pub struct OutputPieces<'a> {
     /// V
     pub rows: usize,
     /// D
@@ -21,7 +21,7 @@ pub struct Pieces<'a> {
     pub part: &'a dyn Fn(usize) -> Result<Tensor>,
 }
 
-impl Pieces<'_> {
+impl OutputPieces<'_> {
     /// Calls `f` for every part, with its first row.
     pub(crate) fn each(&self, mut f: impl FnMut(usize, &Tensor) -> Result<()>) -> Result<()> {
         for first in (0..self.rows).step_by(self.rows_of_part) {
@@ -63,13 +63,13 @@ impl Pieces<'_> {
 /// A target outside the vocabulary (`Argument`); tensors of other shapes, types or devices than described (`Shape`).
 pub fn streamed(
     h: &Tensor,
-    head: &Pieces,
+    head: &OutputPieces,
     targets: &[u32],
     options: &CrossEntropyOptions,
     step_stats: &StepStats,
 ) -> Result<CrossEntropyOutput> {
     on_gpu!(h, gpu::streamed(h, head, targets, options, step_stats));
-    let mut sum = Sum::default();
+    let mut sum = LossSums::default();
     let dh = rows(h, head, targets, options, &mut |_, row| sum.add(row))?;
     step_stats.add(sum.sums());
     Ok(CrossEntropyOutput {
@@ -85,12 +85,15 @@ pub fn streamed(
 /// A target outside the vocabulary (`Argument`); tensors of other shapes, types or devices than described (`Shape`).
 pub fn streamed_log_probs(
     h: &Tensor,
-    head: &Pieces,
+    head: &OutputPieces,
     targets: &[u32],
     softcap: Option<f32>,
     chunk: usize,
 ) -> Result<Vec<f32>> {
-    on_gpu!(h, gpu::of_each_token(h, head, targets, softcap, gpu::Which::LogProbs));
+    on_gpu!(
+        h,
+        gpu::of_each_token(h, head, targets, softcap, gpu::TokenQuantity::LogProbs)
+    );
     let mut log_probs = vec![0f32; targets.len()];
     let options = CrossEntropyOptions::losses(softcap, chunk);
     rows(h, head, targets, &options, &mut |n, row| {
@@ -102,7 +105,7 @@ pub fn streamed_log_probs(
 /// Calls `each` with the result of every trained token, in order. Returns the requested gradient of the hidden states.
 fn rows(
     h: &Tensor,
-    head: &Pieces,
+    head: &OutputPieces,
     targets: &[u32],
     options: &CrossEntropyOptions,
     each: &mut dyn FnMut(usize, &cpu::TokenLoss),
@@ -120,12 +123,12 @@ fn rows(
     let mut dh = options.need_dh.then(|| vec![0f32; n * d]);
     if !trained.is_empty() {
         let mut state = floats(h, "the hidden states", |h| {
-            let mut state = cpu::Streamed::new(h, targets, &trained, &settings);
+            let mut state = cpu::StreamedCrossEntropy::new(h, targets, &trained, &settings);
             state.weigh(options.weights, &trained);
             Ok(state)
         })?;
         head.each(|first, part| {
-            Dense::from(part).with_rows("a part of the head", |part| {
+            DenseWeight::from(part).with_rows("a part of the head", |part| {
                 state.survey(part, first);
                 Ok(())
             })
@@ -135,7 +138,7 @@ fn rows(
         }
         if let Some(dh) = &mut dh {
             head.each(|first, part| {
-                Dense::from(part).with_rows("a part of the head", |part| {
+                DenseWeight::from(part).with_rows("a part of the head", |part| {
                     state.turn(part, first, options.scale as f32);
                     Ok(())
                 })
@@ -159,7 +162,7 @@ pub(super) mod gpu {
 
     pub(super) fn streamed(
         h: &Tensor,
-        head: &Pieces,
+        head: &OutputPieces,
         targets: &[u32],
         options: &CrossEntropyOptions,
         step_stats: &StepStats,
@@ -189,7 +192,7 @@ pub(super) mod gpu {
 
     /// The quantity to compute for each token.
     #[derive(Clone, Copy, PartialEq)]
-    pub(in super::super) enum Which {
+    pub(in super::super) enum TokenQuantity {
         LogProbs,
         Entropies,
     }
@@ -197,10 +200,10 @@ pub(super) mod gpu {
     /// Returns the quantity for each token, `[N]`; 0 if the target is `IGNORE`.
     pub(in super::super) fn of_each_token(
         h: &Tensor,
-        head: &Pieces,
+        head: &OutputPieces,
         targets: &[u32],
         softcap: Option<f32>,
-        which: Which,
+        which: TokenQuantity,
     ) -> Result<Vec<f32>> {
         let trained = head.trained_rows(h, targets, &CrossEntropyOptions::losses(softcap, 0))?;
         let each = update::zeros(targets.len(), DType::F32, h.device())?;
@@ -213,8 +216,8 @@ pub(super) mod gpu {
             softcap,
             smoothing: 0.0,
             totals: &totals,
-            each: (which == Which::LogProbs).then_some(&each),
-            entropies: (which == Which::Entropies).then_some(&each),
+            each: (which == TokenQuantity::LogProbs).then_some(&each),
+            entropies: (which == TokenQuantity::Entropies).then_some(&each),
         };
         run(&job, head, None)?;
         to_f32_vec(&each)
@@ -243,7 +246,7 @@ mod tests {
                         let count = rows_of_part.min(v - first);
                         Ok(weight.narrow(0, first, count)?)
                     };
-                    let head = Pieces {
+                    let head = OutputPieces {
                         rows: v,
                         width: d,
                         rows_of_part,
@@ -286,7 +289,7 @@ mod tests {
     fn what_is_wrong_is_refused() {
         let (h, weight) = (random((3, 4), 1), random((PIECE + 5, 4), 2));
         let part = |first: usize| Ok(weight.narrow(0, first, PIECE.min(PIECE + 5 - first))?);
-        let mut head = Pieces {
+        let mut head = OutputPieces {
             rows: PIECE + 5,
             width: 4,
             rows_of_part: PIECE,

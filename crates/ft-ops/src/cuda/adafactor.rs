@@ -27,13 +27,13 @@ pub(crate) fn run(items: &[ParameterStep], coefficient: f32, gate: FoundInf) -> 
         Arg::F32(coefficient),
         Arg::Address(scalar(gate.coefficient, DType::F32)?),
     ];
-    let common = Common { finite, factor };
+    let common = CommonArgs { finite, factor };
     let all = items.iter().filter(|item| item.weight.elem_count() > 0);
     all.into_iter().try_for_each(|item| common.step(item))
 }
 
 /// The last arguments of the kernels: the `found_inf` guard, and the factor of the gradients.
-struct Common {
+struct CommonArgs {
     finite: [Arg; 2],
     factor: [Arg; 2],
 }
@@ -86,7 +86,7 @@ fn weight(item: &ParameterStep, gradient: u64) -> Result<[Arg; 4]> {
     Ok([Arg::Address(place), Arg::Address(low), Arg::U64(key), Arg::I32(form)])
 }
 
-impl Common {
+impl CommonArgs {
     fn step(&self, item: &ParameterStep) -> Result<()> {
         let gpu = Gpu::of(item.weight, "a weight")?;
         let n = item.weight.elem_count();

@@ -10,15 +10,15 @@ use std::ops::Range;
 const NAME: &str = "a tensor of AltUp";
 
 /// A tensor or a number.
-enum Operand<'a> {
+enum AltUpOperand<'a> {
     All(&'a Tensor),
     Small(usize),
     Factor(f32),
 }
-use Operand::{All, Factor, Small};
+use AltUpOperand::{All, Factor, Small};
 
 /// Launches a kernel with a block for each of n rows of `d` elements.
-fn launch(name: &'static str, (n, d): (usize, usize), operands: &[Operand]) -> Result<()> {
+fn launch(name: &'static str, (n, d): (usize, usize), operands: &[AltUpOperand]) -> Result<()> {
     let Some(All(first)) = operands.first() else {
         return Err(Error::internal("a kernel of AltUp has no tensor"));
     };

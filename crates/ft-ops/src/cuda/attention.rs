@@ -5,7 +5,7 @@
 
 use super::{Arg, FloatType, Gpu, Grid, address, address_of, aligned, elementwise, narrow};
 use crate::attention::{AttentionGradInputs, AttentionSpec};
-use crate::attention_schedule::{AttentionTile, Documents, Visited};
+use crate::attention_schedule::{AttentionTile, DocumentOffsets, VisitedRows};
 use candle_core::cuda::DeviceId;
 use candle_core::cuda::cudarc::driver::DeviceRepr;
 use candle_core::{DType, Tensor};
@@ -48,7 +48,7 @@ impl Form {
 }
 
 /// The kernels of one head size, with the tile rows that were compiled in.
-struct Compiled {
+struct KernelSet {
     size: usize,
     /// Forward: queries per block, keys per step. On a KV cache a block has 64 rows of queries.
     queries: usize,
@@ -64,7 +64,7 @@ struct Compiled {
     in_registers: bool,
 }
 
-impl Compiled {
+impl KernelSet {
     /// Shared memory of a backward kernel with `staged` rows in all stages together.
     fn backward_bytes(&self, staged: usize) -> usize {
         let own = if self.in_registers { 0 } else { ROWS };
@@ -86,11 +86,11 @@ impl Compiled {
 
 /// Same values as at the end of `attention_forward.cu` and `attention_backward.cu`.
 #[rustfmt::skip]
-const BF16: [Compiled; 4] = [
-    Compiled { size: 64, queries: 128, keys: 64, cached_keys: 64, columns: 64, staged_queries: 64, staged_keys: 64, in_registers: true },
-    Compiled { size: 96, queries: 128, keys: 32, cached_keys: 64, columns: 96, staged_queries: 64, staged_keys: 64, in_registers: true },
-    Compiled { size: 128, queries: 128, keys: 32, cached_keys: 64, columns: 128, staged_queries: 64, staged_keys: 64, in_registers: true },
-    Compiled { size: 256, queries: 64, keys: 32, cached_keys: 32, columns: 128, staged_queries: 32, staged_keys: 32, in_registers: false },
+const BF16: [KernelSet; 4] = [
+    KernelSet { size: 64, queries: 128, keys: 64, cached_keys: 64, columns: 64, staged_queries: 64, staged_keys: 64, in_registers: true },
+    KernelSet { size: 96, queries: 128, keys: 32, cached_keys: 64, columns: 96, staged_queries: 64, staged_keys: 64, in_registers: true },
+    KernelSet { size: 128, queries: 128, keys: 32, cached_keys: 64, columns: 128, staged_queries: 64, staged_keys: 64, in_registers: true },
+    KernelSet { size: 256, queries: 64, keys: 32, cached_keys: 32, columns: 128, staged_queries: 32, staged_keys: 32, in_registers: false },
 ];
 /// Head size and rows of a tile, as at the end of `attention_f32.cu`.
 const F32: [(usize, usize); 4] = [(64, 32), (128, 32), (256, 16), (512, 8)];
@@ -98,7 +98,7 @@ const LARGEST: usize = 512;
 /// Largest head of the tensor-core kernels.
 const LARGEST_BF16: usize = 256;
 
-/// Rows of a tile unless `Compiled` says otherwise, and threads of a block.
+/// Rows of a tile unless `KernelSet` says otherwise, and threads of a block.
 const ROWS: usize = 64;
 pub(super) const THREADS: u32 = 128;
 
@@ -112,7 +112,7 @@ fn too_large(spec: &AttentionSpec) -> Error {
         .expected(format!("at most {LARGEST}"))
 }
 
-fn compiled(spec: &AttentionSpec) -> Result<&'static Compiled> {
+fn compiled(spec: &AttentionSpec) -> Result<&'static KernelSet> {
     BF16.iter()
         .find(|c| spec.head_dim <= c.size)
         .ok_or_else(|| too_large(spec))
@@ -182,13 +182,13 @@ enum List {
 
 /// A work list on the device. It must live until the launch is queued; its memory is freed in stream order.
 #[derive(Clone)]
-struct Work {
+struct WorkList {
     tiles: Tensor,
     count: usize,
-    visited: Visited,
+    visited: VisitedRows,
 }
 
-impl Work {
+impl WorkList {
     fn tiles(&self) -> Result<Arg> {
         Ok(Arg::Address(address(&self.tiles, "a list of tiles")?))
     }
@@ -198,12 +198,12 @@ fn upload<const N: usize>(gpu: &Gpu, rows: impl Iterator<Item = [i32; N]>) -> Re
     gpu.upload_bytes(&rows.flatten().flat_map(i32::to_ne_bytes).collect::<Vec<u8>>())
 }
 
-impl Documents<'_> {
+impl DocumentOffsets<'_> {
     /// Every layer of a step uses the same few lists, so the last ones are cached.
-    fn work(&self, gpu: &Gpu, list: List) -> Result<Work> {
+    fn work(&self, gpu: &Gpu, list: List) -> Result<WorkList> {
         const KEPT: usize = 8;
         type Key = (DeviceId, List, Option<usize>, Vec<usize>, Vec<usize>);
-        static LISTS: Mutex<VecDeque<(Key, Work)>> = Mutex::new(VecDeque::new());
+        static LISTS: Mutex<VecDeque<(Key, WorkList)>> = Mutex::new(VecDeque::new());
         let device = gpu.device().id();
         let mut lists = LISTS
             .lock()
@@ -218,7 +218,7 @@ impl Documents<'_> {
             List::Queries(rows, pack) => self.query_tiles(rows, pack),
             List::Keys(rows) => self.key_tiles(rows),
         };
-        let work = Work {
+        let work = WorkList {
             count: tiles.0.len(),
             visited: tiles.visited(),
             tiles: upload(gpu, tiles.0.iter().map(AttentionTile::numbers))?,
@@ -261,7 +261,7 @@ pub(crate) fn forward(
 ) -> Result<(Tensor, Tensor)> {
     let gpu = Gpu::of(q, "the queries")?;
     let kind = FloatType::of(q, "the queries")?;
-    let documents = Documents {
+    let documents = DocumentOffsets {
         queries: q_documents,
         keys: k_documents,
         window: spec.window,
@@ -346,7 +346,7 @@ pub(crate) fn backward(
         return Ok((dq?, dk?, dv?));
     }
     let lse = address_of(lse, "the log-sum-exp of attention", DType::F32)?;
-    let documents = Documents {
+    let documents = DocumentOffsets {
         queries: documents,
         keys: documents,
         window: spec.window,

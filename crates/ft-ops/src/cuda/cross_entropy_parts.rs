@@ -5,7 +5,7 @@ use super::elementwise::cast;
 use super::embedding::{RowNumbers, gather_rows, put_rows};
 use super::gemm::{GpuMatrix, gemm};
 use super::{Arg, FloatType, Gpu, Grid, address, address_of};
-use crate::cross_entropy::{PIECE, PIECE_TOKENS, Pieces};
+use crate::cross_entropy::{OutputPieces, PIECE, PIECE_TOKENS};
 use candle_core::{DType, Tensor};
 use ft_base::{Error, Result};
 
@@ -34,7 +34,7 @@ pub(crate) struct PieceJob<'a> {
 }
 
 /// Returns dh `[N, D]` of the type of h if its factor is given.
-pub(crate) fn run(job: &PieceJob, head: &Pieces, scale: Option<f32>) -> Result<Option<Tensor>> {
+pub(crate) fn run(job: &PieceJob, head: &OutputPieces, scale: Option<f32>) -> Result<Option<Tensor>> {
     let gpu = Gpu::of(job.h, "the hidden states")?;
     let kind = FloatType::of(job.h, "the hidden states")?;
     let (n, d) = job.h.dims2()?;
@@ -144,7 +144,7 @@ impl ChunkAddresses<'_> {
     /// Calls `f` for every piece of the head and every group of tokens: first token, number of tokens, first row of
     /// the piece, and the piece. The work that `f` queues completes before the memory of the piece is reused,
     /// because it is freed on this stream.
-    fn each(&self, head: &Pieces, mut f: impl FnMut(usize, usize, usize, HeadPart) -> Result<()>) -> Result<()> {
+    fn each(&self, head: &OutputPieces, mut f: impl FnMut(usize, usize, usize, HeadPart) -> Result<()>) -> Result<()> {
         head.each(|first, part| {
             let part = cast(part, self.kind)?;
             let from = address(&part, "a part of the head")?;

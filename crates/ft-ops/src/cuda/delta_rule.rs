@@ -2,7 +2,7 @@
 //! the chunks of each document, forward and back, and a kernel for each chunk that computes the gradients of keys and gates
 //! from the states that both scans keep. Sizes as in `cuda/delta_rule.cuh`.
 
-use super::document_lists::{DocumentList, Table};
+use super::document_lists::{DocumentList, TableKind};
 use super::{Arg, FloatType, Gpu, Grid, address, address_of, elementwise};
 use crate::delta_rule::{
     DEVICE_CHUNK as CHUNK, DEVICE_KEY as KEY, DEVICE_PREPARED as PREPARED, DeltaGradients, DeltaHeads, DeltaInputs,
@@ -24,7 +24,7 @@ const PREPARE_BYTES: usize = 4 * (2 * CHUNK * WIDE + CHUNK * NARROW);
 const CHUNK_BYTES: usize = 4 * (2 * CHUNK * WIDE + (2 * KEY + 3 * CHUNK) * 20);
 
 /// The inputs on the device, and what each launch needs.
-struct Launch<'a> {
+struct DeltaLaunch<'a> {
     gpu: Gpu,
     kind: FloatType,
     x: &'a DeltaInputs<'a>,
@@ -41,7 +41,7 @@ struct Launch<'a> {
 /// Value heads of a launch: the first one, and how many.
 type ValueHeads = (usize, usize);
 
-impl<'a> Launch<'a> {
+impl<'a> DeltaLaunch<'a> {
     fn new(x: &'a DeltaInputs<'a>, heads: &'a DeltaHeads, documents: &[usize]) -> Result<Self> {
         let gpu = Gpu::of(x.qkv, "qkv of the delta rule")?;
         if heads.key_dim > KEY {
@@ -58,8 +58,8 @@ impl<'a> Launch<'a> {
             x,
             heads,
             documents: documents.len().saturating_sub(1),
-            spans: DocumentList::new(&gpu, Table::Spans(CHUNK), documents)?,
-            pieces: DocumentList::new(&gpu, Table::Chunks(CHUNK), documents)?,
+            spans: DocumentList::new(&gpu, TableKind::Spans(CHUNK), documents)?,
+            pieces: DocumentList::new(&gpu, TableKind::Chunks(CHUNK), documents)?,
             gpu,
         })
     }
@@ -158,7 +158,7 @@ pub(crate) fn forward(
     documents: &[usize],
     before: Option<&Tensor>,
 ) -> Result<(Tensor, Option<Tensor>)> {
-    let launch = Launch::new(x, heads, documents)?;
+    let launch = DeltaLaunch::new(x, heads, documents)?;
     let width = heads.value_heads * heads.value_dim;
     let o = launch.gpu.empty((launch.tokens()?, width), x.qkv.dtype())?;
     let after = before
@@ -166,8 +166,8 @@ pub(crate) fn forward(
         .transpose()?;
     let null = Arg::Address(0);
     let tensors = [
-        Launch::kept(before)?,
-        Launch::kept(after.as_ref())?,
+        DeltaLaunch::kept(before)?,
+        DeltaLaunch::kept(after.as_ref())?,
         launch.activation(&o)?,
         null,
         null,
@@ -188,7 +188,7 @@ pub(crate) fn backward(
     documents: &[usize],
     d_o: &Tensor,
 ) -> Result<DeltaGradients> {
-    let launch = Launch::new(x, heads, documents)?;
+    let launch = DeltaLaunch::new(x, heads, documents)?;
     let (gpu, tokens) = (&launch.gpu, launch.tokens()?);
     let d_o = elementwise::cast(d_o, launch.kind)?;
     let (chunks, group) = (launch.chunks(), heads.value_heads / heads.key_heads);
@@ -207,7 +207,7 @@ pub(crate) fn backward(
             gpu.empty(rows, DType::F32)?,
             gpu.empty(rows, DType::F32)?,
         ];
-        let [states, d_states, deltas, d_right] = kept.each_ref().map(|t| Launch::kept(Some(t)));
+        let [states, d_states, deltas, d_right] = kept.each_ref().map(|t| DeltaLaunch::kept(Some(t)));
         let (states, d_states, deltas, d_right) = (states?, d_states?, deltas?, d_right?);
         let null = Arg::Address(0);
         let prepared = launch.prepare(part)?;
@@ -220,7 +220,7 @@ pub(crate) fn backward(
             threads: (THREADS, 1),
             shared: CHUNK_BYTES as u32,
         };
-        let (to_g, to_b) = (Launch::kept(Some(&d_g))?, launch.activation(&d_b)?);
+        let (to_g, to_b) = (DeltaLaunch::kept(Some(&d_g))?, launch.activation(&d_b)?);
         let [a, b, a_log, dt_bias] = launch.gates()?;
         let pieces = Arg::Address(launch.pieces.address()?);
         let kept = [states, d_states, deltas, d_right];
@@ -234,12 +234,12 @@ pub(crate) fn backward(
     );
     let args = [
         launch.activation(x.a)?,
-        Launch::kept(Some(&launch.a_log))?,
-        Launch::kept(Some(&launch.dt_bias))?,
-        Launch::kept(Some(&d_g))?,
+        DeltaLaunch::kept(Some(&launch.a_log))?,
+        DeltaLaunch::kept(Some(&launch.dt_bias))?,
+        DeltaLaunch::kept(Some(&d_g))?,
         launch.activation(&d_a)?,
-        Launch::kept(Some(&d_a_log))?,
-        Launch::kept(Some(&d_dt_bias))?,
+        DeltaLaunch::kept(Some(&d_a_log))?,
+        DeltaLaunch::kept(Some(&d_dt_bias))?,
         Arg::size(tokens),
         Arg::small(heads.value_heads, "the heads of the delta rule")?,
     ];

@@ -5,7 +5,7 @@
 //! Letters: D and V hidden size and vocabulary of the student, C the number of ids that both models have.
 
 use super::cross_entropy_parts::SEEN;
-use super::distill_model::Model;
+use super::distill_model::DistillModel;
 use super::elementwise::cast;
 use super::embedding::{RowNumbers, put_rows};
 use super::gemm::{self, gemm};
@@ -63,7 +63,7 @@ pub(crate) fn run(job: &GpuDistillJob) -> Result<DistillResult> {
     };
     let mut first = 0;
     for tokens in job.trained.chunks(size) {
-        let rows = Group::new(&gpu, job, tokens, first, parts)?.run(&found)?;
+        let rows = GpuTokenGroup::new(&gpu, job, tokens, first, parts)?.run(&found)?;
         let rows = to_f32_vec(&rows)?;
         let (divergence, rest) = rows.split_at(tokens.len());
         let (cross_entropy, correct) = rest.split_at(tokens.len());
@@ -85,7 +85,7 @@ pub(crate) fn each_logits(
 ) -> Result<()> {
     let gpu = Gpu::of(side.h, "the hidden states")?;
     let step = if side.in_parts() { PIECE_TOKENS } else { chunk.max(1) };
-    let mut model = Model::new(&gpu, side, chosen, common, 0, side.in_parts())?;
+    let mut model = DistillModel::new(&gpu, side, chosen, common, 0, side.in_parts())?;
     for (first, width) in model.pieces(common) {
         for start in (0..chosen.len()).step_by(step) {
             let count = step.min(chosen.len() - start);
@@ -99,7 +99,7 @@ pub(crate) fn each_logits(
 
 /// A stored teacher: ids, log-probabilities, the logarithm of the rest; then the student's logits at these ids, and the
 /// slopes of the rest.
-struct Stored {
+struct StoredTeacher {
     k: usize,
     ids: Tensor,
     log_probs: Tensor,
@@ -108,7 +108,7 @@ struct Stored {
     slopes: Tensor,
 }
 
-impl Stored {
+impl StoredTeacher {
     fn new(gpu: &Gpu, top: &TopK, first: usize, count: usize) -> Result<Self> {
         let bits = |all: &[f32]| all.iter().map(|x| x.to_bits()).collect::<Vec<u32>>();
         let top = top.tokens(first, count);
@@ -135,13 +135,13 @@ struct SoftSurvey {
 }
 
 /// A group of tokens on the way through all pieces.
-struct Group<'a> {
+struct GpuTokenGroup<'a> {
     gpu: &'a Gpu,
     job: &'a GpuDistillJob<'a>,
     count: usize,
-    own: Model<'a>,
-    other: Option<Model<'a>>,
-    stored: Option<Stored>,
+    own: DistillModel<'a>,
+    other: Option<DistillModel<'a>>,
+    stored: Option<StoredTeacher>,
     /// Row numbers in h, then the targets.
     numbers: Tensor,
     /// The numbers that the cross-entropy needs of each row.
@@ -152,7 +152,7 @@ struct Group<'a> {
     sums: Tensor,
 }
 
-impl<'a> Group<'a> {
+impl<'a> GpuTokenGroup<'a> {
     fn new(gpu: &'a Gpu, job: &'a GpuDistillJob<'a>, tokens: &[usize], first: usize, parts: bool) -> Result<Self> {
         let count = tokens.len();
         // The logits of two models take as much as those of one.
@@ -169,14 +169,17 @@ impl<'a> Group<'a> {
         let mut numbers: Vec<u32> = tokens.iter().map(|row| *row as u32).collect();
         numbers.extend(tokens.iter().map(|row| job.targets[*row]));
         let (other, stored) = match job.teacher {
-            DistillTeacher::Live(side) => (Some(Model::new(gpu, side, tokens, job.common, step, parts)?), None),
-            DistillTeacher::Stored { top, .. } => (None, Some(Stored::new(gpu, top, first, count)?)),
+            DistillTeacher::Live(side) => (
+                Some(DistillModel::new(gpu, side, tokens, job.common, step, parts)?),
+                None,
+            ),
+            DistillTeacher::Stored { top, .. } => (None, Some(StoredTeacher::new(gpu, top, first, count)?)),
         };
         Ok(Self {
             gpu,
             job,
             count,
-            own: Model::new(gpu, job.student, tokens, job.student.sizes()?.0, step, parts)?,
+            own: DistillModel::new(gpu, job.student, tokens, job.student.sizes()?.0, step, parts)?,
             other,
             stored,
             numbers: gpu.upload_u32(&numbers)?,
@@ -236,7 +239,7 @@ impl<'a> Group<'a> {
         Ok(())
     }
 
-    fn launch(&self, kernel: impl Into<super::Name>, grid: Grid, args: &[Arg]) -> Result<()> {
+    fn launch(&self, kernel: impl Into<super::KernelName>, grid: Grid, args: &[Arg]) -> Result<()> {
         // SAFETY: addresses and sizes are those of this group: see the kernels.
         unsafe { self.gpu.launch(MODULE, kernel, grid, args) }
     }
@@ -292,7 +295,7 @@ impl<'a> Group<'a> {
         self.job.common.saturating_sub(first).min(width)
     }
 
-    fn teacher(&mut self) -> Result<&mut Model<'a>> {
+    fn teacher(&mut self) -> Result<&mut DistillModel<'a>> {
         let missing = || Error::internal("the teacher is missing");
         self.other.as_mut().ok_or_else(missing)
     }

@@ -10,7 +10,7 @@ use candle_core::{DType, Tensor};
 use ft_base::{Error, Result};
 
 /// One model with the hidden states of a group of tokens.
-pub(super) struct Model<'a> {
+pub(super) struct DistillModel<'a> {
     matrix: HeadMatrix<'a>,
     pub kind: FloatType,
     pub d: usize,
@@ -26,7 +26,7 @@ pub(super) struct Model<'a> {
     parts: bool,
 }
 
-impl<'a> Model<'a> {
+impl<'a> DistillModel<'a> {
     /// `ids`: V or C. `parts`: logits exist for one piece of the vocabulary.
     pub(super) fn new(
         gpu: &Gpu,

@@ -13,7 +13,7 @@ const KEPT: usize = 8;
 
 /// Which table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Table {
+pub(super) enum TableKind {
     /// `[N]`: the index of each token in its document.
     Places,
     /// `[documents, 3]`: start and end of a document, and its first chunk of this many tokens.
@@ -22,7 +22,7 @@ pub(super) enum Table {
     Chunks(usize),
 }
 
-impl Table {
+impl TableKind {
     fn numbers(self, documents: &[usize]) -> Vec<usize> {
         let each = || documents.windows(2).map(|d| d[0]..d[1]);
         match self {
@@ -55,8 +55,8 @@ pub(super) struct DocumentList {
 }
 
 impl DocumentList {
-    pub(super) fn new(gpu: &Gpu, table: Table, documents: &[usize]) -> Result<Self> {
-        type Key = (DeviceId, Table, Vec<usize>);
+    pub(super) fn new(gpu: &Gpu, table: TableKind, documents: &[usize]) -> Result<Self> {
+        type Key = (DeviceId, TableKind, Vec<usize>);
         static LISTS: Mutex<VecDeque<(Key, DocumentList)>> = Mutex::new(VecDeque::new());
         let device = gpu.device().id();
         let mut lists = LISTS
@@ -89,13 +89,13 @@ impl DocumentList {
 
 #[cfg(test)]
 mod tests {
-    use super::Table;
+    use super::TableKind;
 
     #[test]
     fn tables_name_every_token_once() {
         let documents = [0, 2, 2, 7];
-        assert_eq!(Table::Places.numbers(&documents), [0, 1, 0, 1, 2, 3, 4]);
-        assert_eq!(Table::Spans(4).numbers(&documents), [0, 2, 0, 2, 2, 1, 2, 7, 1]);
-        assert_eq!(Table::Chunks(4).numbers(&documents), [0, 2, 2, 4, 6, 1]);
+        assert_eq!(TableKind::Places.numbers(&documents), [0, 1, 0, 1, 2, 3, 4]);
+        assert_eq!(TableKind::Spans(4).numbers(&documents), [0, 2, 0, 2, 2, 1, 2, 7, 1]);
+        assert_eq!(TableKind::Chunks(4).numbers(&documents), [0, 2, 2, 4, 6, 1]);
     }
 }

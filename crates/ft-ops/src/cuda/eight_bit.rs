@@ -15,42 +15,42 @@ use sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_TRANSA;
 
 /// The type of the operands of a product.
 #[derive(Clone, Copy, PartialEq)]
-enum Operand {
+enum OperandType {
     Int8,
     E4m3,
 }
 
-impl Operand {
+impl OperandType {
     fn of(products: Products) -> Self {
         match products {
-            Products::Fp8 => Operand::E4m3,
-            _ => Operand::Int8,
+            Products::Fp8 => OperandType::E4m3,
+            _ => OperandType::Int8,
         }
     }
 
     fn name(self) -> &'static str {
         match self {
-            Operand::Int8 => "int8",
-            Operand::E4m3 => "e4m3",
+            OperandType::Int8 => "int8",
+            OperandType::E4m3 => "e4m3",
         }
     }
 
     fn data_type(self) -> sys::cudaDataType {
         match self {
-            Operand::Int8 => sys::cudaDataType_t::CUDA_R_8I,
-            Operand::E4m3 => sys::cudaDataType_t::CUDA_R_8F_E4M3,
+            OperandType::Int8 => sys::cudaDataType_t::CUDA_R_8I,
+            OperandType::E4m3 => sys::cudaDataType_t::CUDA_R_8F_E4M3,
         }
     }
 
     /// The type of the sums, for cuBLAS and in kernel names; and the type of the computation.
     fn sums(self) -> (sys::cudaDataType, &'static str, sys::cublasComputeType_t) {
         match self {
-            Operand::Int8 => (
+            OperandType::Int8 => (
                 sys::cudaDataType_t::CUDA_R_32I,
                 "s32",
                 sys::cublasComputeType_t::CUBLAS_COMPUTE_32I,
             ),
-            Operand::E4m3 => (
+            OperandType::E4m3 => (
                 sys::cudaDataType_t::CUDA_R_32F,
                 "f32",
                 sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
@@ -61,14 +61,14 @@ impl Operand {
     /// The number 1 or 0 as a factor of the product.
     fn factor(self, one: bool) -> [u8; 4] {
         match self {
-            Operand::Int8 => i32::from(one).to_ne_bytes(),
-            Operand::E4m3 => f32::from(u8::from(one)).to_ne_bytes(),
+            OperandType::Int8 => i32::from(one).to_ne_bytes(),
+            OperandType::E4m3 => f32::from(u8::from(one)).to_ne_bytes(),
         }
     }
 }
 
 /// The codes of a matrix `[rows, k]`, and one scale for each row.
-struct Quantized {
+struct QuantizedRows {
     codes: Tensor,
     scales: Tensor,
     rows: usize,
@@ -76,7 +76,7 @@ struct Quantized {
 }
 
 /// Quantizes x `[N, K]`, times `factors` `[K]` if given.
-fn quantize(gpu: &Gpu, x: &Tensor, factors: Option<&Tensor>, operand: Operand) -> Result<Quantized> {
+fn quantize(gpu: &Gpu, x: &Tensor, factors: Option<&Tensor>, operand: OperandType) -> Result<QuantizedRows> {
     const NAME: &str = "an operand of a product";
     let (rows, k) = x.dims2()?;
     let kind = FloatType::of(x, NAME)?;
@@ -94,7 +94,7 @@ fn quantize(gpu: &Gpu, x: &Tensor, factors: Option<&Tensor>, operand: Operand) -
     let threads = (k / kind.pack()).next_multiple_of(32).clamp(32, 256);
     // SAFETY: x and the codes are [rows, k], `factors` has k elements or is null, `scales` has one element for each row.
     unsafe { gpu.launch("eight_bit", name, Grid::line(rows, threads as u32), &args)? };
-    Ok(Quantized { codes, scales, rows, k })
+    Ok(QuantizedRows { codes, scales, rows, k })
 }
 
 /// True if this product has 8-bit operands: more than a few tokens, aligned to 16 bytes.
@@ -112,14 +112,14 @@ pub(super) fn applies(from: &Tensor, to: &Tensor, w: &QTensors) -> Result<bool> 
 
 /// Computes `y [N, O] (+)= x·wᵀ`, if `applies`.
 pub(super) fn forward_into(gpu: &Gpu, y: &Tensor, x: &Tensor, w: &QTensors, add: bool) -> Result<()> {
-    let operand = Operand::of(w.products);
+    let operand = OperandType::of(w.products);
     let Some(scales) = w.eight_bit() else { return Ok(()) };
     let x = quantize(gpu, x, None, operand)?;
     let codes = address_of(&w.codes, "a quantized weight", DType::U8)?;
     let step = part(x.rows, w.rows, w.columns);
     let tile = match operand {
-        Operand::Int8 => None,
-        Operand::E4m3 => Some(gpu.empty(step * w.columns, DType::U8)?),
+        OperandType::Int8 => None,
+        OperandType::E4m3 => Some(gpu.empty(step * w.columns, DType::U8)?),
     };
     let sums = gpu.empty(x.rows * step, DType::F32)?;
     for first in (0..w.rows).step_by(step) {
@@ -152,7 +152,7 @@ pub(super) fn forward_into(gpu: &Gpu, y: &Tensor, x: &Tensor, w: &QTensors, add:
 
 /// Computes `dx [N, I] (+)= dy·w`, if `applies`.
 pub(super) fn backward_into(gpu: &Gpu, dx: &Tensor, dy: &Tensor, w: &QTensors, add: bool) -> Result<()> {
-    let operand = Operand::of(w.products);
+    let operand = OperandType::of(w.products);
     let Some(scales) = w.eight_bit() else { return Ok(()) };
     let dy = quantize(gpu, dy, Some(scales), operand)?;
     let step = part(dy.rows, w.columns, w.rows);
@@ -160,8 +160,8 @@ pub(super) fn backward_into(gpu: &Gpu, dx: &Tensor, dy: &Tensor, w: &QTensors, a
     let to = address(&tile, "a part of a weight")?;
     let sums = gpu.empty(dy.rows * step, DType::F32)?;
     let name = match operand {
-        Operand::Int8 => "transposed_int8",
-        Operand::E4m3 => "transposed_e4m3",
+        OperandType::Int8 => "transposed_int8",
+        OperandType::E4m3 => "transposed_e4m3",
     };
     for from in (0..w.columns).step_by(step) {
         let width = step.min(w.columns - from);
@@ -195,9 +195,9 @@ pub(super) fn backward_into(gpu: &Gpu, dx: &Tensor, dy: &Tensor, w: &QTensors, a
 
 /// The sums of a product `[N, count]`, and the scales that its operands have.
 struct ScaledSums<'a> {
-    operand: Operand,
+    operand: OperandType,
     /// With a scale for each row of the product.
-    rows: &'a Quantized,
+    rows: &'a QuantizedRows,
     /// Address of a scale for each column.
     columns: Option<u64>,
     sums: &'a Tensor,
@@ -252,7 +252,14 @@ fn failed(e: &dyn std::fmt::Debug, (m, n, k): (usize, usize, usize)) -> Error {
 ///
 /// # Safety
 /// `b` is the address of `count · K` codes in the memory of this GPU.
-unsafe fn product(gpu: &Gpu, operand: Operand, a: &Quantized, b: u64, count: usize, sums: &Tensor) -> Result<()> {
+unsafe fn product(
+    gpu: &Gpu,
+    operand: OperandType,
+    a: &QuantizedRows,
+    b: u64,
+    count: usize,
+    sums: &Tensor,
+) -> Result<()> {
     let (n, k) = (a.rows, a.k);
     let failed = |e: &dyn std::fmt::Debug| failed(e, (n, count, k));
     for size in [n, count, k] {

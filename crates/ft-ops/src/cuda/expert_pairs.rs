@@ -4,7 +4,7 @@
 
 use super::{Arg, FloatType, Gpu, Grid, address, address_of, pairs};
 use crate::expert_pairs::{ExpertPairs, columns};
-use crate::pairs::Copy;
+use crate::pairs::MatrixCopy;
 use candle_core::{DType, Tensor};
 use ft_base::{Error, Result};
 
@@ -38,8 +38,8 @@ pub(crate) fn copy(all: &mut [ExpertPairs], dtype: DType) -> Result<()> {
             made.push(to.reshape(shape)?);
         }
     }
-    let jobs: Vec<Copy<'_>> = (copies.iter())
-        .map(|(from, to)| Copy {
+    let jobs: Vec<MatrixCopy<'_>> = (copies.iter())
+        .map(|(from, to)| MatrixCopy {
             from,
             minus: None,
             to: to.clone(),

@@ -20,7 +20,7 @@ use std::sync::Arc;
 use sys::CUgraphMem_attribute_enum as Attribute;
 
 /// A graph, and its instance.
-pub(crate) struct Recorded {
+pub(crate) struct RecordedGraph {
     graph: CudaGraph,
     gpu: Gpu,
     /// Tensors that it reads, and that others may drop.
@@ -28,7 +28,7 @@ pub(crate) struct Recorded {
 }
 
 thread_local! {
-    /// During a capture of this thread, tensors for `Recorded`.
+    /// During a capture of this thread, tensors for `RecordedGraph`.
     static KEPT: RefCell<Option<Vec<Tensor>>> = const { RefCell::new(None) };
 }
 
@@ -55,18 +55,18 @@ pub(crate) fn available(device: &Device) -> bool {
 }
 
 /// See `crate::graph::Graph::capture`.
-pub(crate) fn capture(device: &Device, f: impl FnOnce() -> Result<()>) -> Result<Option<Recorded>> {
+pub(crate) fn capture(device: &Device, f: impl FnOnce() -> Result<()>) -> Result<Option<RecordedGraph>> {
     let gpu = Gpu::on(device)?;
     let stream = gpu.device().cuda_stream();
     // Another thread may open a device or allocate meanwhile. Its work on this stream would be recorded, so one thread
-    // at a time uses a device with graphs (`generate::Limits::graphs_after`).
+    // at a time uses a device with graphs (`generate::GenerateLimits::graphs_after`).
     let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
     if let Err(e) = stream.begin_capture(mode) {
         refused(format!("{e:?}"));
         return Ok(None);
     }
     KEPT.set(Some(Vec::new()));
-    let capturing = Capturing(&stream);
+    let capturing = CaptureGuard(&stream);
     let done = f();
     drop(capturing);
     let kept = KEPT.take().unwrap_or_default();
@@ -82,7 +82,7 @@ pub(crate) fn capture(device: &Device, f: impl FnOnce() -> Result<()>) -> Result
                 ));
                 return Ok(None);
             }
-            Ok(Some(Recorded {
+            Ok(Some(RecordedGraph {
                 graph,
                 gpu,
                 _kept: kept,
@@ -101,9 +101,9 @@ pub(crate) fn capture(device: &Device, f: impl FnOnce() -> Result<()>) -> Result
 }
 
 /// Ends the capture if the work panics: otherwise no call could use the stream again.
-struct Capturing<'a>(&'a Arc<CudaStream>);
+struct CaptureGuard<'a>(&'a Arc<CudaStream>);
 
-impl Drop for Capturing<'_> {
+impl Drop for CaptureGuard<'_> {
     fn drop(&mut self) {
         if std::thread::panicking() {
             KEPT.take();
@@ -147,7 +147,7 @@ fn allocations(graph: &CudaGraph) -> Result<(usize, usize)> {
     Ok((made, dropped))
 }
 
-impl Recorded {
+impl RecordedGraph {
     pub(crate) fn launch(&self) -> Result<()> {
         let launched = match self.graph.launch() {
             // The pool of the tensors may have memory that it does not use.

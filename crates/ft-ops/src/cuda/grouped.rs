@@ -33,7 +33,7 @@ pub(crate) fn fits(rows: DType, weight: GroupWeight) -> bool {
         GroupWeight::Quantized(weight) => {
             let dims = [weight.rows, weight.columns];
             let small = dims[0] * dims[1] <= TILE;
-            quantized::decoded(weight).dtype() == rows
+            quantized::dequantized_type(weight).dtype() == rows
                 && known(&dims)
                 && small
                 && weight.products == Products::Dequantized
@@ -67,7 +67,7 @@ pub(crate) fn product(x: &Tensor, groups: &Groups, y: &Tensor, back: bool, add: 
     while !rest.is_empty() {
         let (part, left) = rest.split_at(bufferful(rest, back).0);
         let weights = decode(&gpu, part, buffer.as_ref(), back)?;
-        let mut tiles = Tiles::new(kind, first);
+        let mut tiles = GroupedTiles::new(kind, first);
         for ((weight, rows), place) in part.iter().zip(weights) {
             match (weight, place) {
                 (_, Some(place)) => tiles.add(place, *rows),
@@ -90,7 +90,7 @@ pub(crate) fn product(x: &Tensor, groups: &Groups, y: &Tensor, back: bool, add: 
 fn bufferful(groups: &Groups, back: bool) -> (usize, usize) {
     let mut used = 0;
     for (count, group) in groups.iter().enumerate() {
-        let more = decoded_elements(group, back);
+        let more = dequantized_elements(group, back);
         // The first one fits (`fits`).
         if count > 0 && used + more > TILE {
             return (count, used);
@@ -101,7 +101,7 @@ fn bufferful(groups: &Groups, back: bool) -> (usize, usize) {
 }
 
 /// Elements of the dequantized weight of a group: none if its weight is dense, or dequantized in registers.
-fn decoded_elements((weight, rows): &(GroupWeight, usize), back: bool) -> usize {
+fn dequantized_elements((weight, rows): &(GroupWeight, usize), back: bool) -> usize {
     match weight {
         GroupWeight::Quantized(weight) if *rows > 0 && (back || *rows > FEW) => weight.rows * weight.columns,
         _ => 0,
@@ -129,12 +129,12 @@ fn decode(gpu: &Gpu, groups: &Groups, buffer: Option<&Tensor>, back: bool) -> Re
         let (weight, rows) = group;
         places.push(match weight {
             GroupWeight::Dense(weight) if *rows > 0 => Some(address(weight, WEIGHT)?),
-            GroupWeight::Quantized(weight) if decoded_elements(group, back) > 0 => {
+            GroupWeight::Quantized(weight) if dequantized_elements(group, back) > 0 => {
                 launch(&mut run, Some(weight))?;
                 run.push(weight);
                 let buffer = buffer.ok_or_else(|| Error::internal("a grouped product has no buffer"))?;
                 let place = address(buffer, WEIGHT)? + (used * buffer.dtype().size_in_bytes()) as u64;
-                used += decoded_elements(group, back);
+                used += dequantized_elements(group, back);
                 Some(place)
             }
             _ => None,
@@ -145,7 +145,7 @@ fn decode(gpu: &Gpu, groups: &Groups, buffer: Option<&Tensor>, back: bool) -> Re
 }
 
 /// The tiles of a launch: the structures of `cuda/grouped.cu`.
-struct Tiles {
+struct GroupedTiles {
     bytes: Vec<u8>,
     count: usize,
     /// Most rows of a tile.
@@ -154,7 +154,7 @@ struct Tiles {
     next: usize,
 }
 
-impl Tiles {
+impl GroupedTiles {
     fn new(kind: FloatType, first: usize) -> Self {
         Self {
             bytes: Vec::new(),
@@ -185,7 +185,15 @@ impl Tiles {
     }
 }
 
-fn multiply(gpu: &Gpu, kind: FloatType, tiles: Tiles, x: &Tensor, y: &Tensor, back: bool, add: bool) -> Result<()> {
+fn multiply(
+    gpu: &Gpu,
+    kind: FloatType,
+    tiles: GroupedTiles,
+    x: &Tensor,
+    y: &Tensor,
+    back: bool,
+    add: bool,
+) -> Result<()> {
     let ((_, k), (_, n)) = (x.dims2()?, y.dims2()?);
     let places = [
         address(x, ROWS_OF_EXPERTS)?,
@@ -223,7 +231,7 @@ fn multiply(gpu: &Gpu, kind: FloatType, tiles: Tiles, x: &Tensor, y: &Tensor, ba
 pub(crate) fn bias_rows(groups: &[(&Tensor, usize)], factors: Option<&Tensor>, y: &Tensor) -> Result<()> {
     const NAME: &str = "biases of experts";
     let (gpu, kind) = (Gpu::of(y, NAME)?, FloatType::of(y, NAME)?);
-    let (tiles, n) = (Tiles::of_biases(kind, groups)?, y.dims2()?.1);
+    let (tiles, n) = (GroupedTiles::of_biases(kind, groups)?, y.dims2()?.1);
     if tiles.count == 0 || n == 0 {
         return Ok(());
     }
@@ -247,7 +255,7 @@ pub(crate) fn bias_rows(groups: &[(&Tensor, usize)], factors: Option<&Tensor>, y
 pub(crate) fn bias_products(groups: &[(&Tensor, usize)], x: &Tensor, to: &Tensor) -> Result<()> {
     const NAME: &str = "biases of experts";
     let (gpu, kind) = (Gpu::of(x, NAME)?, FloatType::of(x, NAME)?);
-    let tiles = Tiles::of_biases(kind, groups)?;
+    let tiles = GroupedTiles::of_biases(kind, groups)?;
     if tiles.count == 0 {
         return Ok(());
     }

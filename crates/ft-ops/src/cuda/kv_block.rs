@@ -25,7 +25,7 @@ pub(super) fn stored_name(stored: KvDtype, kind: FloatType) -> &'static str {
 }
 
 /// Tiles on the device, as `CachedTiles`.
-pub(super) struct Work {
+pub(super) struct DeviceTiles {
     pub tiles: u64,
     pub joins: u64,
     pub starts: u64,
@@ -35,7 +35,7 @@ pub(super) struct Work {
     lists: Tensor,
 }
 
-type WorkLists = HashMap<(Option<usize>, TileSizes), Arc<Work>>;
+type WorkLists = HashMap<(Option<usize>, TileSizes), Arc<DeviceTiles>>;
 
 /// Where the tokens of a step are stored, on the device.
 pub(crate) struct Tables {
@@ -179,7 +179,7 @@ impl Tables {
     }
 
     /// The work of the layers with this window, uploaded once.
-    pub(super) fn work(&self, window: Option<usize>, sizes: TileSizes) -> Result<Arc<Work>> {
+    pub(super) fn work(&self, window: Option<usize>, sizes: TileSizes) -> Result<Arc<DeviceTiles>> {
         let mut known = self.work.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(work) = known.get(&(window, sizes)) {
             return Ok(work.clone());
@@ -190,7 +190,7 @@ impl Tables {
     }
 
     /// The lists, in the memory of `old` if they fit. If the tables stay, tiles without rows follow, which do nothing.
-    fn prepare(&self, window: Option<usize>, sizes: TileSizes, old: Option<&Work>) -> Result<Work> {
+    fn prepare(&self, window: Option<usize>, sizes: TileSizes, old: Option<&DeviceTiles>) -> Result<DeviceTiles> {
         let list = schedule(&self.documents, window, sizes);
         let size = |n: usize| if self.stay { rounded(n) } else { n };
         let (count, slots) = (
@@ -206,7 +206,7 @@ impl Tables {
         let bytes: Vec<u8> = numbers.into_iter().flat_map(i32::to_ne_bytes).collect();
         let lists = upload(&self.gpu, old.map(|old| &old.lists), &bytes)?;
         let at = address(&lists, "a list of tiles")?;
-        Ok(Work {
+        Ok(DeviceTiles {
             tiles: at,
             joins: at + (4 * tiles) as u64,
             starts: at + (4 * (tiles + joins)) as u64,

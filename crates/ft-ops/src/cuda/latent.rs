@@ -2,7 +2,7 @@
 
 use super::{Arg, FloatType, Gpu, Grid, address, address_of, narrow};
 use crate::latent::{Angles, LatentHeads};
-use crate::rope::Pairing;
+use crate::rope::RopePairing;
 use candle_core::{DType, Tensor};
 use ft_base::Result;
 
@@ -21,7 +21,7 @@ fn sizes(h: &LatentHeads) -> Result<Vec<Arg>> {
     for n in numbers {
         args.push(Arg::small(n, "a head")?);
     }
-    args.push(Arg::I32(i32::from(h.pairing == Pairing::Neighbors)));
+    args.push(Arg::I32(i32::from(h.pairing == RopePairing::Neighbors)));
     Ok(args)
 }
 

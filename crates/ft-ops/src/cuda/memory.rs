@@ -63,7 +63,7 @@ pub(crate) fn to_f32_vec(t: &Tensor) -> Result<Vec<f32>> {
 }
 
 /// Four f64 on their way to the host.
-pub(crate) struct Download {
+pub(crate) struct PendingDownload {
     /// None only after `drop`.
     host: Option<PinnedHostSlice<f64>>,
     done: CudaEvent,
@@ -74,7 +74,7 @@ pub(crate) struct Download {
 /// Pinned memory for downloads: to allocate it takes longer than a step should wait.
 static FREE: Mutex<Vec<PinnedHostSlice<f64>>> = Mutex::new(Vec::new());
 
-impl Download {
+impl PendingDownload {
     const LENGTH: usize = 4;
 
     /// Starts the copy of an f64 tensor of four elements after the work that is queued now.
@@ -125,7 +125,7 @@ impl Download {
     }
 }
 
-impl Drop for Download {
+impl Drop for PendingDownload {
     fn drop(&mut self) {
         if let Some(host) = self.host.take()
             && (self.numbers.get().is_some() || self.done.synchronize().is_ok())

@@ -64,7 +64,7 @@ pub(crate) mod short_conv;
 pub(crate) mod step;
 pub(crate) mod transfer;
 
-use name::{BF16, F16, IN_F16, Name};
+use name::{BF16, F16, IN_F16, KernelName};
 
 /// Element type of an activation or weight on a GPU. It has the values of `Dtype`, and what a kernel launch needs beside
 /// them: the parts of kernel names, and the check that a kernel has only one type of 16 bits.
@@ -271,7 +271,7 @@ impl Gpu {
     pub(crate) unsafe fn launch(
         &self,
         module: &'static str,
-        name: impl Into<Name>,
+        name: impl Into<KernelName>,
         grid: Grid,
         args: &[Arg],
     ) -> Result<()> {
@@ -286,7 +286,7 @@ impl Gpu {
     pub(crate) unsafe fn launch_with<T: DeviceRepr>(
         &self,
         module: &'static str,
-        name: impl Into<Name>,
+        name: impl Into<KernelName>,
         grid: Grid,
         args: &[Arg],
         last: Option<&T>,
@@ -339,7 +339,7 @@ impl Gpu {
     }
 
     /// Returns the kernel, loaded once per device, with permission for `shared` bytes of dynamic shared memory.
-    fn function(&self, module: &'static str, name: Name, shared: u32) -> Result<&'static CudaFunction> {
+    fn function(&self, module: &'static str, name: KernelName, shared: u32) -> Result<&'static CudaFunction> {
         /// A launch can have as much without permission.
         const USUAL_SHARED: u32 = 48 << 10;
         let mut guard = loaded()?;
@@ -496,7 +496,7 @@ struct LoadedModules {
     modules: Modules,
     multiprocessors: HashMap<DeviceId, Multiprocessors>,
     /// With the dynamic shared memory that a launch may have.
-    kernels: HashMap<(DeviceId, &'static str, Name), (&'static CudaFunction, u32)>,
+    kernels: HashMap<(DeviceId, &'static str, KernelName), (&'static CudaFunction, u32)>,
 }
 
 fn loaded() -> Result<MutexGuard<'static, LoadedModules>> {

@@ -5,7 +5,7 @@ use std::fmt;
 
 /// The name of a kernel, in parts: a launch does not build a string.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) struct Name([&'static str; Name::PARTS]);
+pub(crate) struct KernelName([&'static str; KernelName::PARTS]);
 
 /// The part of a kernel name for bf16.
 pub(super) const BF16: &str = "bf16";
@@ -16,7 +16,7 @@ pub(super) const F16: &str = "f16";
 /// The same for a kernel whose name has no type.
 pub(super) const IN_F16: &str = "@f16";
 
-impl Name {
+impl KernelName {
     const PARTS: usize = 6;
 
     /// The module that has the kernel; `module` is that of f32 and bf16.
@@ -50,22 +50,22 @@ impl Name {
     }
 }
 
-impl From<&'static str> for Name {
+impl From<&'static str> for KernelName {
     fn from(whole: &'static str) -> Self {
         Self::from([whole])
     }
 }
 
-impl<const N: usize> From<[&'static str; N]> for Name {
+impl<const N: usize> From<[&'static str; N]> for KernelName {
     fn from(given: [&'static str; N]) -> Self {
-        const { assert!(N <= Name::PARTS) };
-        let mut parts = [""; Name::PARTS];
+        const { assert!(N <= KernelName::PARTS) };
+        let mut parts = [""; KernelName::PARTS];
         parts[..N].copy_from_slice(&given);
         Self(parts)
     }
 }
 
-impl fmt::Display for Name {
+impl fmt::Display for KernelName {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         self.0.iter().try_for_each(|part| f.write_str(part))
     }

@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 /// The identifier that all ranks of a communicator share: an `ncclUniqueId`.
-pub type Id = [u8; 128];
+pub type NcclId = [u8; 128];
 
 /// Numbers of the buffer on the GPU for each direction, and of page-locked memory.
 pub const BUFFER: usize = 1 << 21;
@@ -38,7 +38,7 @@ type Handle = *mut c_void;
 type Queue = *mut c_void;
 
 /// The functions of NCCL that are used, with their types in `nccl.h`.
-pub struct Library {
+pub struct NcclLibrary {
     get_version: unsafe extern "C" fn(*mut c_int) -> c_int,
     get_unique_id: unsafe extern "C" fn(*mut UniqueId) -> c_int,
     comm_init_rank: unsafe extern "C" fn(*mut Handle, c_int, UniqueId, c_int) -> c_int,
@@ -82,7 +82,7 @@ unsafe fn function<F: Copy>(library: *mut c_void, name: &CStr) -> Result<F> {
     Ok(unsafe { std::mem::transmute_copy(&found) })
 }
 
-impl Library {
+impl NcclLibrary {
     /// Loads the library.
     ///
     /// # Errors
@@ -142,7 +142,7 @@ impl Library {
     ///
     /// # Errors
     /// No network interface that NCCL can use.
-    pub fn id(&self) -> Result<Id> {
+    pub fn id(&self) -> Result<NcclId> {
         let mut id = UniqueId([0; 128]);
         // SAFETY: it writes 128 bytes.
         let code = unsafe { (self.get_unique_id)(&mut id) };
@@ -183,23 +183,23 @@ pub fn version_text(version: u32) -> String {
 }
 
 /// The resources of a communicator on its own GPU.
-pub struct Prepared {
-    library: Library,
+pub struct NcclResources {
+    library: NcclLibrary,
     stream: Arc<CudaStream>,
-    buffer: Buffer,
+    buffer: GpuBuffer,
     host: PinnedHostSlice<u8>,
 }
 
 /// The GPUs of all ranks, seen from one of them.
 pub struct Communicator {
-    library: Library,
+    library: NcclLibrary,
     comm: Handle,
     rank: usize,
     size: usize,
     stream: Arc<CudaStream>,
     /// f32 `[2, BUFFER]` on the GPU: the sent numbers, and the received ones. Not from the pool of tensors, so it is not part of their
     /// limit.
-    buffer: Buffer,
+    buffer: GpuBuffer,
     /// The same in host memory, in bytes.
     host: PinnedHostSlice<u8>,
     /// An exchange has begun, and did not end well.
@@ -207,11 +207,11 @@ pub struct Communicator {
 }
 
 /// Memory of a GPU, by its address.
-struct Buffer(u64);
+struct GpuBuffer(u64);
 
-impl Drop for Buffer {
+impl Drop for GpuBuffer {
     fn drop(&mut self) {
-        // SAFETY: it was allocated by `Prepared::new`; its stream has finished.
+        // SAFETY: it was allocated by `NcclResources::new`; its stream has finished.
         let _ = unsafe { result::free_sync(self.0) };
     }
 }
@@ -226,19 +226,19 @@ fn no_memory(what: &str) -> impl Fn(result::DriverError) -> Error {
     }
 }
 
-impl Prepared {
+impl NcclResources {
     /// Allocates the buffers. All that can fail on one rank alone is here, because `join` waits for every rank.
     ///
     /// # Errors
     /// Too little memory.
-    pub fn new(library: Library, device: &Device) -> Result<Self> {
+    pub fn new(library: NcclLibrary, device: &Device) -> Result<Self> {
         let gpu = Gpu::on(device)?;
         let context = gpu.device().cuda_stream().context().clone();
         let stream = context.new_stream().map_err(failed)?;
         context.bind_to_thread().map_err(failed)?;
         // SAFETY: the address is used by copies and exchanges only.
         let buffer = unsafe { result::malloc_sync(8 * BUFFER) }.map_err(no_memory("memory of the GPU"))?;
-        let buffer = Buffer(buffer);
+        let buffer = GpuBuffer(buffer);
         // SAFETY: it is filled below.
         let host = unsafe { context.alloc_pinned_with_flags::<u8>(8 * BUFFER, 0) };
         let mut host = host.map_err(no_memory("page-locked memory"))?;
@@ -255,7 +255,7 @@ impl Prepared {
     ///
     /// # Errors
     /// NCCL cannot connect them.
-    pub fn join(self, (rank, size): (usize, usize), id: Id) -> Result<Communicator> {
+    pub fn join(self, (rank, size): (usize, usize), id: NcclId) -> Result<Communicator> {
         let mut comm = std::ptr::null_mut();
         self.stream.context().bind_to_thread().map_err(failed)?;
         // SAFETY: it writes one handle; the context of the GPU is that of this thread.
@@ -333,11 +333,11 @@ impl Communicator {
     }
 
     /// Puts the next piece of each list into the page-locked memory. Returns rank, place and length of each, and the end of all.
-    fn fill(&mut self, out: &[(usize, &[f32])], first: usize, piece: usize) -> Result<(Vec<Part>, usize)> {
+    fn fill(&mut self, out: &[(usize, &[f32])], first: usize, piece: usize) -> Result<(Vec<BufferPart>, usize)> {
         let own = self.rank;
         let host = self.host.as_mut_slice().map_err(failed)?;
-        let (mut parts, mut end): (Vec<Part>, usize) = (Vec::new(), 0);
-        let mut last: Option<(*const f32, Part)> = None;
+        let (mut parts, mut end): (Vec<BufferPart>, usize) = (Vec::new(), 0);
+        let mut last: Option<(*const f32, BufferPart)> = None;
         for (rank, list) in out {
             let part = list.get(first..).unwrap_or_default();
             let part = &part[..part.len().min(piece)];
@@ -365,7 +365,7 @@ impl Communicator {
     }
 
     /// Rank, place and length of the next piece of each list that is received, and the end of all.
-    fn places(&self, into: &[(usize, &mut [f32])], first: usize, piece: usize) -> (Vec<Part>, usize) {
+    fn places(&self, into: &[(usize, &mut [f32])], first: usize, piece: usize) -> (Vec<BufferPart>, usize) {
         let (mut parts, mut end) = (Vec::new(), 0);
         for (rank, list) in into.iter().filter(|(rank, _)| *rank != self.rank) {
             let length = list.len().saturating_sub(first).min(piece);
@@ -378,7 +378,7 @@ impl Communicator {
     }
 
     /// Queues the copies to the GPU and back, and between them the exchange.
-    fn travel(&mut self, sends: &[Part], sent: usize, receives: &[Part], received: usize) -> Result<()> {
+    fn travel(&mut self, sends: &[BufferPart], sent: usize, receives: &[BufferPart], received: usize) -> Result<()> {
         let place = |half: usize, at: usize| self.buffer.0 + 4 * (half * BUFFER + at) as u64;
         let queue = self.stream.cu_stream();
         let host = self.host.as_mut_slice().map_err(failed)?;
@@ -448,7 +448,7 @@ fn next(end: usize) -> usize {
 }
 
 /// Rank, first number in the buffer, and length.
-type Part = (usize, usize, usize);
+type BufferPart = (usize, usize, usize);
 
 impl Drop for Communicator {
     fn drop(&mut self) {

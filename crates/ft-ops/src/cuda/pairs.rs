@@ -2,7 +2,7 @@
 
 use super::gemm::{GpuMatrix, gemm_scaled};
 use super::{Arg, FloatType, Gpu, Grid, address, address_of, aligned, narrow};
-use crate::pairs::{ColumnOperand, Copy};
+use crate::pairs::{ColumnOperand, MatrixCopy};
 use candle_core::cuda::cudarc::driver::DeviceRepr;
 use candle_core::{DType, Device, Tensor};
 use ft_base::{Error, Result};
@@ -26,7 +26,7 @@ pub(crate) fn empty(dims: (usize, usize), dtype: DType, device: &Device) -> Resu
 }
 
 /// Copies all matrices into tensors of type `dtype`.
-pub(crate) fn copy(copies: &[Copy<'_>], dtype: DType) -> Result<()> {
+pub(crate) fn copy(copies: &[MatrixCopy<'_>], dtype: DType) -> Result<()> {
     const NAME: &str = "a matrix of an adapter";
     let Some(first) = copies.first() else { return Ok(()) };
     let (gpu, kind) = (Gpu::of(first.from, NAME)?, FloatType::of(&first.to, NAME)?);

@@ -6,7 +6,7 @@ use super::elementwise::cast;
 use super::gemm::{GpuMatrix, gemm};
 use super::linear::bias_rows;
 use super::memory::{to_f32_vec, write};
-use super::{Arg, FloatType, Gpu, Grid, Name, address, address_of, aligned, eight_bit, narrow};
+use super::{Arg, FloatType, Gpu, Grid, KernelName, address, address_of, aligned, eight_bit, narrow};
 use crate::dtype::Dtype;
 use crate::quantized::{CodeType, FEW, FP4_TABLE, ProductType, QTensors, ScaleTensors, ScaleType, TILE};
 use candle_core::cuda::DeviceId;
@@ -23,7 +23,7 @@ const WARPS: usize = 4;
 const STEP: usize = 128;
 
 /// The weight argument of the kernels: the structures of `cuda/decode.cu`.
-enum Weight {
+enum WeightArg {
     /// bf16: address of the data, stride, columns.
     Halves([u64; 3]),
     /// int8 and int4. Addresses of data and scales, stride; columns and log2 of the group size in one word.
@@ -35,14 +35,14 @@ enum Weight {
     Scaled([u64; 8]),
 }
 
-impl Weight {
+impl WeightArg {
     /// The structure, word by word.
     fn words(&self) -> &[u64] {
         match self {
-            Weight::Halves(words) => words,
-            Weight::Grouped(words) => words,
-            Weight::Nf4(words) => words,
-            Weight::Scaled(words) => words,
+            WeightArg::Halves(words) => words,
+            WeightArg::Grouped(words) => words,
+            WeightArg::Nf4(words) => words,
+            WeightArg::Scaled(words) => words,
         }
     }
 }
@@ -70,12 +70,12 @@ fn format(w: &QTensors) -> &'static str {
 }
 
 /// Returns the structure. The addresses are valid as long as `w` lives.
-fn weight(gpu: &Gpu, w: &QTensors) -> Result<Weight> {
+fn weight(gpu: &Gpu, w: &QTensors) -> Result<WeightArg> {
     const NAME: &str = "a quantized weight";
     let columns = narrow(w.columns, "a row of a weight")? as u32;
     let codes = address_of(&w.codes, NAME, DType::U8)?;
     Ok(match &w.scales {
-        ScaleTensors::Bf16 { stride } => Weight::Halves([codes, *stride as u64, pair(columns, 0)]),
+        ScaleTensors::Bf16 { stride } => WeightArg::Halves([codes, *stride as u64, pair(columns, 0)]),
         ScaleTensors::Int8 { stride, group, scales } | ScaleTensors::Int4 { stride, group, scales } => {
             let dtype = match w.scales {
                 ScaleTensors::Int8 { .. } => DType::F32,
@@ -83,7 +83,7 @@ fn weight(gpu: &Gpu, w: &QTensors) -> Result<Weight> {
             };
             let shift = if *group < w.columns { group.ilog2() } else { 31 };
             let scales = address_of(scales, NAME, dtype)?;
-            Weight::Grouped([codes, scales, *stride as u64, pair(columns, shift)])
+            WeightArg::Grouped([codes, scales, *stride as u64, pair(columns, shift)])
         }
         ScaleTensors::Scaled {
             kind,
@@ -107,7 +107,7 @@ fn weight(gpu: &Gpu, w: &QTensors) -> Result<Weight> {
                 ProductType::Bf16 => 2,
                 ProductType::Absmax127 => 3,
             };
-            Weight::Scaled([
+            WeightArg::Scaled([
                 codes,
                 address_of(scales, NAME, DType::U8)?,
                 optional(zeros, DType::U8)?,
@@ -120,7 +120,7 @@ fn weight(gpu: &Gpu, w: &QTensors) -> Result<Weight> {
         }
         ScaleTensors::Nf4 { absmax, .. } => {
             let absmax = address_of(absmax, NAME, DType::F32)?;
-            Weight::Nf4([codes, absmax, 0, 0, 0, pair(0, columns)])
+            WeightArg::Nf4([codes, absmax, 0, 0, 0, pair(0, columns)])
         }
         ScaleTensors::Nf4Double {
             codes: nested,
@@ -128,7 +128,7 @@ fn weight(gpu: &Gpu, w: &QTensors) -> Result<Weight> {
             scales,
             offset,
             ..
-        } => Weight::Nf4([
+        } => WeightArg::Nf4([
             codes,
             0,
             address_of(nested, NAME, DType::U8)?,
@@ -161,21 +161,21 @@ fn table_on(gpu: &Gpu, table: &'static [f32; 256]) -> Result<u64> {
 ///
 /// # Safety
 /// As `Gpu::launch`.
-unsafe fn launch(gpu: &Gpu, kernel: impl Into<Name>, grid: Grid, args: &[Arg], weight: &Weight) -> Result<()> {
+unsafe fn launch(gpu: &Gpu, kernel: impl Into<KernelName>, grid: Grid, args: &[Arg], weight: &WeightArg) -> Result<()> {
     // SAFETY: promised by the caller.
     unsafe {
         match weight {
-            Weight::Halves(numbers) => gpu.launch_with("decode", kernel, grid, args, Some(numbers)),
-            Weight::Grouped(numbers) => gpu.launch_with("decode", kernel, grid, args, Some(numbers)),
-            Weight::Scaled(numbers) => gpu.launch_with("decode", kernel, grid, args, Some(numbers)),
-            Weight::Nf4(numbers) => gpu.launch_with("decode", kernel, grid, args, Some(numbers)),
+            WeightArg::Halves(numbers) => gpu.launch_with("decode", kernel, grid, args, Some(numbers)),
+            WeightArg::Grouped(numbers) => gpu.launch_with("decode", kernel, grid, args, Some(numbers)),
+            WeightArg::Scaled(numbers) => gpu.launch_with("decode", kernel, grid, args, Some(numbers)),
+            WeightArg::Nf4(numbers) => gpu.launch_with("decode", kernel, grid, args, Some(numbers)),
         }
     }
 }
 
 /// Returns the type of the dequantized values.
-pub(super) fn decoded(w: &QTensors) -> FloatType {
-    match w.decoded {
+pub(super) fn dequantized_type(w: &QTensors) -> FloatType {
+    match w.dequantized_dtype {
         Dtype::F32 => FloatType::F32,
         Dtype::Bf16 => FloatType::Bf16,
         Dtype::F16 => FloatType::F16,
@@ -183,11 +183,11 @@ pub(super) fn decoded(w: &QTensors) -> FloatType {
 }
 
 /// A range of rows or of columns of W: `(first, count)`.
-type Range = (usize, usize);
+type IndexRange = (usize, usize);
 
 /// Dequantizes a part of W into the first elements of `to`, as a matrix `[count, width]`.
-fn decode(gpu: &Gpu, w: &QTensors, (first, count): Range, (from, width): Range, to: &Tensor) -> Result<()> {
-    let kind = decoded(w);
+fn decode(gpu: &Gpu, w: &QTensors, (first, count): IndexRange, (from, width): IndexRange, to: &Tensor) -> Result<()> {
+    let kind = dequantized_type(w);
     if count * width > to.elem_count() || first + count > w.rows || from + width > w.columns {
         return Err(Error::shape("a part of a quantized weight does not match its buffer"));
     }
@@ -206,13 +206,13 @@ fn decode(gpu: &Gpu, w: &QTensors, (first, count): Range, (from, width): Range, 
 
 /// True if `dequantize_all` takes these weights in one launch: one format, type and shape.
 pub(crate) fn alike(a: &QTensors, b: &QTensors) -> bool {
-    (a.rows, a.columns, a.decoded, format(a)) == (b.rows, b.columns, b.decoded, format(b))
+    (a.rows, a.columns, a.dequantized_dtype, format(a)) == (b.rows, b.columns, b.dequantized_dtype, format(b))
 }
 
 /// Dequantizes weights that are alike, each whole, one after the other into the first elements of `to`.
 pub(crate) fn dequantize_all(gpu: &Gpu, weights: &[&QTensors], to: &Tensor) -> Result<()> {
     let Some(first) = weights.first() else { return Ok(()) };
-    let (elements, kind) = (first.rows * first.columns, decoded(first));
+    let (elements, kind) = (first.rows * first.columns, dequantized_type(first));
     if weights.len() * elements > to.elem_count() || !weights.iter().all(|w| alike(first, w)) {
         return Err(Error::internal("quantized weights do not match their buffer"));
     }
@@ -235,7 +235,7 @@ pub(crate) fn dequantize_all(gpu: &Gpu, weights: &[&QTensors], to: &Tensor) -> R
 /// Returns dequantized rows in f32 on the host. Synchronizes with the GPU.
 pub(crate) fn rows(w: &QTensors, first: usize, n: usize) -> Result<Vec<f32>> {
     let gpu = Gpu::of(&w.codes, "a quantized weight")?;
-    let to = gpu.empty((n, w.columns), decoded(w).dtype())?;
+    let to = gpu.empty((n, w.columns), dequantized_type(w).dtype())?;
     decode(&gpu, w, (first, n), (0, w.columns), &to)?;
     to_f32_vec(&to)
 }
@@ -273,7 +273,7 @@ pub(super) fn forward_into(gpu: &Gpu, y: &Tensor, x: &Tensor, w: &QTensors, add:
         return Ok(());
     }
     let kind = FloatType::of(x, "x of a linear")?;
-    if n <= FEW && kind == decoded(w) && y.dtype() == kind.dtype() {
+    if n <= FEW && kind == dequantized_type(w) && y.dtype() == kind.dtype() {
         return few(gpu, y, x, w, add);
     }
     if eight_bit::applies(x, y, w)? {
@@ -286,7 +286,7 @@ pub(super) fn forward_into(gpu: &Gpu, y: &Tensor, x: &Tensor, w: &QTensors, add:
         outputs,
     );
     let step = step(outputs, inputs);
-    let tile = gpu.empty(step * inputs, decoded(w).dtype())?;
+    let tile = gpu.empty(step * inputs, dequantized_type(w).dtype())?;
     for first in (0..outputs).step_by(step) {
         let count = step.min(outputs - first);
         decode(gpu, w, (first, count), (0, inputs), &tile)?;
@@ -306,12 +306,12 @@ pub(super) fn forward_into(gpu: &Gpu, y: &Tensor, x: &Tensor, w: &QTensors, add:
 fn few(gpu: &Gpu, y: &Tensor, x: &Tensor, w: &QTensors, add: bool) -> Result<()> {
     let (n, outputs, inputs) = (x.dims()[0], w.rows, w.columns);
     let (format, weight) = (format(w), weight(gpu, w)?);
-    let kind = decoded(w);
+    let kind = dequantized_type(w);
     let from = address(x, "x of a linear")?;
     let codes = address(&w.codes, "a quantized weight")?;
     // Columns in 16 bytes of quantized data.
     let wide = match weight {
-        Weight::Scaled(_) | Weight::Halves(_) => 8,
+        WeightArg::Scaled(_) | WeightArg::Halves(_) => 8,
         _ if format == "int8" => 16,
         _ => 32,
     };
@@ -368,7 +368,7 @@ fn backward_into(gpu: &Gpu, dx: &Tensor, dy: &Tensor, w: &QTensors, add: bool) -
         inputs,
     );
     let step = step(inputs, outputs);
-    let tile = gpu.empty(outputs * step, decoded(w).dtype())?;
+    let tile = gpu.empty(outputs * step, dequantized_type(w).dtype())?;
     for from in (0..inputs).step_by(step) {
         let width = step.min(inputs - from);
         decode(gpu, w, (0, outputs), (from, width), &tile)?;

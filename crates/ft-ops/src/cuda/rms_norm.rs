@@ -1,6 +1,6 @@
 //! RMSNorm on a GPU.
 
-use super::{Arg, FloatType, Gpu, Grid, Name, address, aligned, columns};
+use super::{Arg, FloatType, Gpu, Grid, KernelName, address, aligned, columns};
 use candle_core::{DType, Tensor};
 use ft_base::Result;
 
@@ -16,7 +16,7 @@ pub(super) fn plan(
     rows: usize,
     size: usize,
     addresses: &[u64],
-) -> (Name, Grid) {
+) -> (KernelName, Grid) {
     let packed = size.is_multiple_of(kinds.0.pack()) && aligned(addresses);
     let pack = if packed { kinds.0.pack() } else { 1 };
     // A row with more than 4 packs per thread uses the wide kernel.

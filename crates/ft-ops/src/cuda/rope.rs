@@ -2,7 +2,7 @@
 
 use super::{Arg, FloatType, Gpu, Grid, address, address_of, aligned};
 use crate::cpu::rope::RotationSizes;
-use crate::rope::Pairing;
+use crate::rope::RopePairing;
 use candle_core::{DType, Tensor};
 use ft_base::Result;
 
@@ -14,7 +14,7 @@ pub(crate) fn apply(
     sign: f32,
     tokens: usize,
     sizes: RotationSizes,
-    pairing: Pairing,
+    pairing: RopePairing,
 ) -> Result<Tensor> {
     let RotationSizes { width, head, half } = sizes;
     let gpu = Gpu::of(x, "x of a rotation")?;
@@ -30,7 +30,7 @@ pub(crate) fn apply(
     ];
     let to = address(&y, "y of a rotation")?;
     let pack = kind.pack();
-    let halves = pairing == Pairing::Halves;
+    let halves = pairing == RopePairing::Halves;
     let packed = halves && half.is_multiple_of(pack) && head.is_multiple_of(pack) && aligned(&places) && aligned(&[to]);
     let work = (width / head) * (half / if packed { pack } else { 1 });
     let threads = work.div_ceil(32).clamp(1, 8) as u32 * 32;

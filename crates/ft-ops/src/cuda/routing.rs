@@ -4,7 +4,7 @@
 
 use super::memory::{read, write};
 use super::{Arg, Gpu, Grid, address, address_of};
-use crate::routing::{Assignment, GroupScore, LogitLoss, RouterSpec, Score};
+use crate::routing::{ExpertAssignment, GroupScore, LogitLoss, RouterSpec, Score};
 use candle_core::{DType, Tensor};
 use ft_base::{Error, Result};
 
@@ -200,8 +200,8 @@ impl DeviceRouting {
         Some(self.numbers[2] as u64)
     }
 
-    pub(crate) fn assign(&self, together: bool) -> Assignment {
-        Assignment {
+    pub(crate) fn assign(&self, together: bool) -> ExpertAssignment {
+        ExpertAssignment {
             rows: self.tokens,
             starts: self.starts.clone(),
             tokens: self.row_tokens.clone(),

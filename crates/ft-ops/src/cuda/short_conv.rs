@@ -1,6 +1,6 @@
 //! The short convolution on a GPU.
 
-use super::document_lists::{DocumentList, Table};
+use super::document_lists::{DocumentList, TableKind};
 use super::{Arg, FloatType, Gpu, Grid, address, elementwise};
 use crate::short_conv::DEVICE_TAPS as TAPS;
 use candle_core::{DType, Tensor};
@@ -14,7 +14,7 @@ const BLOCKS: usize = 1024;
 const MOST_PARTS: usize = 256;
 
 /// The arguments of each launch.
-struct Launch {
+struct ConvLaunch {
     gpu: Gpu,
     kinds: [FloatType; 2],
     places: DocumentList,
@@ -24,7 +24,7 @@ struct Launch {
     silu: bool,
 }
 
-impl Launch {
+impl ConvLaunch {
     fn new(x: &Tensor, w: &Tensor, documents: &[usize], silu: bool) -> Result<Self> {
         let gpu = Gpu::of(x, "x of a convolution")?;
         let kinds = [
@@ -37,7 +37,7 @@ impl Launch {
                 .found(kernel)
                 .expected(format!("at most {TAPS}")));
         }
-        let places = DocumentList::new(&gpu, Table::Places, documents)?;
+        let places = DocumentList::new(&gpu, TableKind::Places, documents)?;
         Ok(Self {
             gpu,
             kinds,
@@ -71,7 +71,7 @@ impl Launch {
 
 /// Computes y of the type of x. The caller checked shapes and offsets.
 pub(crate) fn forward(x: &Tensor, w: &Tensor, documents: &[usize], silu: bool) -> Result<Tensor> {
-    let launch = Launch::new(x, w, documents, silu)?;
+    let launch = ConvLaunch::new(x, w, documents, silu)?;
     let y = launch.gpu.empty(x.shape(), x.dtype())?;
     let grid = Grid::stride(x.elem_count());
     launch.run("short_conv_forward_", grid, &[x, w], &y, &[])?;
@@ -87,7 +87,7 @@ pub(crate) fn backward(
     silu: bool,
     need_dw: bool,
 ) -> Result<(Tensor, Option<Tensor>)> {
-    let launch = Launch::new(x, w, documents, silu)?;
+    let launch = ConvLaunch::new(x, w, documents, silu)?;
     let dy = elementwise::cast(dy, launch.kinds[0])?;
     let dx = launch.gpu.empty(x.shape(), x.dtype())?;
     let grid = Grid::stride(launch.tokens.div_ceil(RUN) * launch.channels);

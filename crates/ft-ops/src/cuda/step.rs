@@ -6,7 +6,7 @@ use super::{Arg, FloatType, Gpu, Grid, address, address_of, aligned};
 use crate::cpu::step::code::{SIGNED, UNSIGNED};
 use crate::cpu::step::rules::Adamw;
 use crate::master;
-use crate::step::{BLOCK, FoundInf, Moment, ParameterStep, Precision, Rule};
+use crate::step::{BLOCK, FoundInf, Moment, ParameterStep, Precision, UpdateRule};
 use candle_core::cuda::DeviceId;
 use candle_core::{DType, Tensor};
 use ft_base::{Error, Result};
@@ -20,36 +20,36 @@ const GROUPS: usize = 16;
 
 /// Returns the numbers that differ between parameters. AdamW: 1 - lr · decay, step size, root of the second
 /// correction. SGD: lr, decay, 1 in the first step or without momentum, else 0. Lion: 1 - lr · decay, lr. Sign: lr.
-fn numbers(rule: Rule, item: &ParameterStep) -> [f32; 3] {
+fn numbers(rule: UpdateRule, item: &ParameterStep) -> [f32; 3] {
     let (lr, decay) = (item.lr, item.weight_decay);
     match rule {
-        Rule::Adamw { betas, eps } => {
+        UpdateRule::Adamw { betas, eps } => {
             let ready = Adamw::new(lr, betas, eps, decay, item.step, 1.0);
             [ready.keep, ready.step_size, ready.correction2_sqrt]
         }
-        Rule::Sgd { momentum } => {
+        UpdateRule::Sgd { momentum } => {
             let first = item.step == 1 || momentum == 0.0;
             [lr as f32, decay as f32, if first { 1.0 } else { 0.0 }]
         }
-        Rule::Lion { .. } => [(1.0 - lr * decay) as f32, lr as f32, 0.0],
-        Rule::Sign | Rule::Adafactor => [lr as f32, 0.0, 0.0],
+        UpdateRule::Lion { .. } => [(1.0 - lr * decay) as f32, lr as f32, 0.0],
+        UpdateRule::Sign | UpdateRule::Adafactor => [lr as f32, 0.0, 0.0],
     }
 }
 
 /// Returns the kernel name, the numbers that all parameters share, and which moments exist.
-fn plan(rule: Rule) -> Result<(&'static str, [f32; 3], (bool, bool))> {
+fn plan(rule: UpdateRule) -> Result<(&'static str, [f32; 3], (bool, bool))> {
     Ok(match rule {
-        Rule::Adamw { betas: [b1, b2], eps } => ("adamw_step", [b1 as f32, b2 as f32, eps as f32], (true, true)),
-        Rule::Sgd { momentum } => ("sgd_step", [momentum as f32, 0.0, 0.0], (momentum != 0.0, false)),
-        Rule::Lion { betas: [b1, b2] } => ("lion_step", [b1 as f32, b2 as f32, 0.0], (true, false)),
-        Rule::Sign => ("sign_step", [0.0; 3], (false, false)),
-        Rule::Adafactor => return Err(Error::unsupported("Adafactor has kernels of its own")),
+        UpdateRule::Adamw { betas: [b1, b2], eps } => ("adamw_step", [b1 as f32, b2 as f32, eps as f32], (true, true)),
+        UpdateRule::Sgd { momentum } => ("sgd_step", [momentum as f32, 0.0, 0.0], (momentum != 0.0, false)),
+        UpdateRule::Lion { betas: [b1, b2] } => ("lion_step", [b1 as f32, b2 as f32, 0.0], (true, false)),
+        UpdateRule::Sign => ("sign_step", [0.0; 3], (false, false)),
+        UpdateRule::Adafactor => return Err(Error::unsupported("Adafactor has kernels of its own")),
     })
 }
 
 /// Updates the parameters in place.
-pub(crate) fn run(rule: Rule, items: &[ParameterStep], coefficient: f32, gate: FoundInf) -> Result<()> {
-    if rule == Rule::Adafactor {
+pub(crate) fn run(rule: UpdateRule, items: &[ParameterStep], coefficient: f32, gate: FoundInf) -> Result<()> {
+    if rule == UpdateRule::Adafactor {
         return super::adafactor::run(items, coefficient, gate);
     }
     // 8-bit states use separate kernels.
@@ -63,7 +63,7 @@ fn is_quantized(item: &ParameterStep) -> bool {
 }
 
 /// Updates parameters that all have 8-bit states, or all none.
-fn run_alike(rule: Rule, items: &[ParameterStep], coefficient: f32, gate: FoundInf) -> Result<()> {
+fn run_alike(rule: UpdateRule, items: &[ParameterStep], coefficient: f32, gate: FoundInf) -> Result<()> {
     let mut rest = items;
     while let Some(first) = rest.first() {
         // Takes as many parameters as share at most GROUPS triples of numbers.
@@ -92,7 +92,7 @@ fn run_alike(rule: Rule, items: &[ParameterStep], coefficient: f32, gate: FoundI
 
 fn launch(
     gpu: &Gpu,
-    rule: Rule,
+    rule: UpdateRule,
     items: &[ParameterStep],
     groups: &[[f32; 3]],
     coefficient: f32,

@@ -24,11 +24,11 @@ const LEAST_LOCKED: usize = 1 << 16;
 const MOST_TIMED: usize = 4096;
 
 /// Pinned host memory.
-type Pinned = PinnedHostSlice<u8>;
+type PinnedMemory = PinnedHostSlice<u8>;
 
 /// Pinned buffers of one size, for memory that is not page-locked, with the end of the last copy that reads each. The
 /// oldest is in front.
-type Ring = VecDeque<(Pinned, CudaEvent)>;
+type PinnedRing = VecDeque<(PinnedMemory, CudaEvent)>;
 
 /// A copy that reads host memory.
 pub(crate) type GpuHostRead = Arc<CudaEvent>;
@@ -68,7 +68,7 @@ impl Drop for GpuArriving {
 
 /// A tensor that is offloaded to the host, or on the way there.
 pub(crate) struct GpuOffloaded {
-    host: Option<Pinned>,
+    host: Option<PinnedMemory>,
     shape: Vec<usize>,
     dtype: DType,
     /// The tensor on the GPU, until `release` releases it.
@@ -94,12 +94,12 @@ pub(crate) struct GpuCopier {
     /// Host tensors that the system refused to page-lock, and their bytes since the last call of `times`.
     refused: Mutex<(BTreeSet<usize>, u64)>,
     /// Free pinned memory, by size. All copies run on one stream, so a new write comes after the old read.
-    free: Mutex<BTreeMap<usize, Vec<Pinned>>>,
+    free: Mutex<BTreeMap<usize, Vec<PinnedMemory>>>,
     /// Copies whose times are not read yet: start of the copy, its end, and the point where the compute stream
     /// waited for it.
     timed: Mutex<Vec<(CudaEvent, Arc<CudaEvent>, CudaEvent)>>,
     /// As `STAGING`.
-    staging: [Mutex<Ring>; 2],
+    staging: [Mutex<PinnedRing>; 2],
 }
 
 impl Drop for GpuCopier {
@@ -302,7 +302,7 @@ impl GpuCopier {
         Ok(arriving)
     }
 
-    fn pinned(&self, len: usize) -> Result<Pinned> {
+    fn pinned(&self, len: usize) -> Result<PinnedMemory> {
         let len = len.max(1);
         if let Some(found) = lock(&self.free).get_mut(&len).and_then(Vec::pop) {
             return Ok(found);
@@ -310,7 +310,7 @@ impl GpuCopier {
         self.new_pinned(len)
     }
 
-    fn new_pinned(&self, len: usize) -> Result<Pinned> {
+    fn new_pinned(&self, len: usize) -> Result<PinnedMemory> {
         // SAFETY: it is filled before it is read.
         unsafe { self.stream.context().alloc_pinned_with_flags::<u8>(len, 0) }.map_err(|e| {
             let text = format!("{e:?}");

@@ -18,7 +18,7 @@ mod tests;
 use super::cpu::cross_entropy::PIECE;
 use super::cpu::distill as cpu;
 use super::cpu::storage::{dims2, expect_dims, expect_f32, floats, tensor};
-use super::cross_entropy::Pieces;
+use super::cross_entropy::OutputPieces;
 use super::step_stats::{StepStats, StepSums};
 use candle_core::Tensor;
 use ft_base::IGNORE;
@@ -31,7 +31,7 @@ pub enum HeadMatrix<'a> {
     /// A head in memory.
     Whole(&'a Tensor),
     /// A streamed head; each part is a multiple of `cross_entropy::PIECE` rows.
-    Parts(&'a Pieces<'a>),
+    Parts(&'a OutputPieces<'a>),
 }
 
 /// One model: hidden states after the final norm, `[N, D]`, and its head.
@@ -233,7 +233,7 @@ pub fn forward_backward(
         dw: options.need_dw.then(|| vec![0f32; v * d]),
     };
     let parts = student.in_parts() || matches!(teacher, DistillTeacher::Live(side) if side.in_parts());
-    let mut sum = Sum::default();
+    let mut sum = DistillSums::default();
     {
         let wanted = (options.need_dh || options.need_dw).then_some(&mut gradients);
         let each = &mut |row: &cpu::TokenDivergence| sum.add(row, options.alpha as f64);
@@ -313,7 +313,7 @@ mod on_gpu {
             common,
             options,
         })?;
-        let mut sum = Sum::default();
+        let mut sum = DistillSums::default();
         for (i, divergence) in found.divergence.iter().enumerate() {
             let row = cpu::TokenDivergence {
                 divergence: f64::from(*divergence),
@@ -351,13 +351,13 @@ mod on_gpu {
 }
 
 #[derive(Default)]
-struct Sum {
+struct DistillSums {
     sums: StepSums,
     divergence: f64,
     cross_entropy: f64,
 }
 
-impl Sum {
+impl DistillSums {
     fn add(&mut self, row: &cpu::TokenDivergence, alpha: f64) {
         self.sums.loss += alpha * row.cross_entropy + (1.0 - alpha) * row.divergence;
         self.sums.correct += f64::from(row.correct);

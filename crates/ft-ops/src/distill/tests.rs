@@ -266,7 +266,7 @@ fn heads_in_parts_give_the_bits_of_whole_heads() {
                 give(&head, own_part.unwrap_or(PIECE)),
                 give(&thead, other_part.unwrap_or(PIECE)),
             );
-            let pieces = |rows, width, size: Option<usize>, part| Pieces {
+            let pieces = |rows, width, size: Option<usize>, part| OutputPieces {
                 rows,
                 width,
                 rows_of_part: size.unwrap_or(PIECE),

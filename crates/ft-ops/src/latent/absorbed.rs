@@ -12,7 +12,7 @@
 use super::{Angles, LatentHeads, each_token, row, with_table};
 use crate::cpu::storage::{dims2, expect_dims, floats, tensor, unwritten};
 use crate::linear;
-use crate::rope::Direction;
+use crate::rope::RopeDirection;
 use candle_core::Tensor;
 use ft_base::{Error, Result};
 
@@ -37,7 +37,7 @@ impl LatentHeads {
                     each_token(&mut y, wide, |t, y| {
                         let (turned, rest) = y.split_at_mut(self.rotary);
                         let rotary = &row(low, t, wide)[rank..];
-                        self.rotate(rotary, table.of(t), Direction::Forward, turned);
+                        self.rotate(rotary, table.of(t), RopeDirection::Forward, turned);
                         rest.copy_from_slice(row(c, t, rank));
                     });
                 })
@@ -110,7 +110,7 @@ impl LatentHeads {
 mod tests {
     use super::*;
     use crate::attention;
-    use crate::rope::Pairing;
+    use crate::rope::RopePairing;
     use candle_core::Device;
 
     fn numbers(seed: usize, shape: (usize, usize)) -> Tensor {
@@ -129,7 +129,7 @@ mod tests {
                 plain,
                 rotary,
                 value,
-                pairing: Pairing::Neighbors,
+                pairing: RopePairing::Neighbors,
             };
             let angles = |f: fn(f32) -> f32| {
                 let values = (0..n * rotary / 2).map(|i| f(0.3 * i as f32));

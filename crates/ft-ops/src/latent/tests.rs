@@ -12,19 +12,20 @@ fn sizes() -> Vec<LatentHeads> {
         plain,
         rotary,
         value,
-        pairing: Pairing::Halves,
+        pairing: RopePairing::Halves,
     };
     let halves = all.map(of);
     let neighbors = halves.map(|of| LatentHeads {
-        pairing: Pairing::Neighbors,
+        pairing: RopePairing::Neighbors,
         ..of
     });
     halves.into_iter().chain(neighbors).collect()
 }
 
-/// Rotates heads of R elements, without a gradient: a linear map, whose gradient the tests take from `Direction::Backward`.
+/// Rotates heads of R elements, without a gradient: a linear map, whose gradient the tests take from
+/// `RopeDirection::Backward`.
 fn rotated(h: &LatentHeads, x: &Tensor, angles: Angles) -> Tensor {
-    rope::apply(x, angles, h.rotary, h.pairing, Direction::Forward).unwrap()
+    rope::apply(x, angles, h.rotary, h.pairing, RopeDirection::Forward).unwrap()
 }
 
 fn part(x: &Tensor, heads: usize, first: usize, width: usize) -> Tensor {

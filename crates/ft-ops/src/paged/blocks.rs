@@ -4,7 +4,7 @@
 //! An element is a sum over the keys of its document in their order, so a result does not depend on how the prompt is cut
 //! into steps or pages, nor on other documents. It is not bit-equal to `attend`, whose sums have another order.
 
-use super::{AttentionSpec, Document, PAGE, Page, PageData, check_documents, floats, tensor};
+use super::{AttentionSpec, PAGE, Page, PageData, PagedDocument, check_documents, floats, tensor};
 use crate::cpu::attention as cpu;
 use crate::cpu::product::CpuBackend;
 use crate::cpu::product::task_gemm::TaskGemm;
@@ -21,15 +21,15 @@ pub fn block_bytes(kv_heads: usize, head_dim: usize, longest: usize, keys: usize
 }
 
 /// A document and the part of its tokens that its queries attend to.
-struct Seen<'a, 'b> {
-    document: &'a Document<'b>,
+struct AttendedTokens<'a, 'b> {
+    document: &'a PagedDocument<'b>,
     /// The first of these tokens, where a sum over the keys can begin, and their number.
     first: usize,
     count: usize,
 }
 
-impl<'a, 'b> Seen<'a, 'b> {
-    fn new(document: &'a Document<'b>, spec: &AttentionSpec) -> Self {
+impl<'a, 'b> AttendedTokens<'a, 'b> {
+    fn new(document: &'a PagedDocument<'b>, spec: &AttentionSpec) -> Self {
         let tokens = document.tokens();
         let place = tokens - document.queries.len();
         let unit = TaskGemm::new(CpuBackend::current(), spec.rounding()).k_unit();
@@ -58,12 +58,12 @@ impl<'a, 'b> Seen<'a, 'b> {
 ///
 /// # Errors
 /// As `attend`.
-pub fn attend_in_blocks(q: &Tensor, documents: &[Document], spec: &AttentionSpec) -> Result<(Tensor, Tensor)> {
+pub fn attend_in_blocks(q: &Tensor, documents: &[PagedDocument], spec: &AttentionSpec) -> Result<(Tensor, Tensor)> {
     let n = check_documents(q, documents, spec)?;
     let (width, k_width) = (spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim);
     let mut o = vec![0f32; n * width];
     let mut lse = vec![0f32; n * spec.heads];
-    let all: Vec<Seen> = documents.iter().map(|d| Seen::new(d, spec)).collect();
+    let all: Vec<AttendedTokens> = documents.iter().map(|d| AttendedTokens::new(d, spec)).collect();
     floats(q, "the queries", |q| {
         let (mut keys, mut values) = (Vec::new(), Vec::new());
         let mut rest = &all[..];
@@ -111,11 +111,11 @@ fn offsets(lengths: impl Iterator<Item = usize>) -> Vec<usize> {
 }
 
 /// Copies the tokens of `group` to `keys` and `values`, `[tokens, K·E]`.
-fn gather(group: &[Seen], spec: &AttentionSpec, keys: &mut [f32], values: &mut [f32]) {
+fn gather(group: &[AttendedTokens], spec: &AttentionSpec, keys: &mut [f32], values: &mut [f32]) {
     let width = spec.kv_heads * spec.head_dim;
     let mut parts = Vec::new();
     let (mut keys, mut values) = (keys, values);
-    for (page, from) in group.iter().flat_map(Seen::pages) {
+    for (page, from) in group.iter().flat_map(AttendedTokens::pages) {
         let len = (page.len() - from) * width;
         let (k, v);
         (k, keys) = keys.split_at_mut(len);

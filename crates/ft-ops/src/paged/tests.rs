@@ -85,10 +85,10 @@ fn as_attention_on_tensors() {
                 pages(&spec, KvDtype::F32, &rows(&k), &rows(&v), &[3, 70])
             })
             .collect();
-        let documents: Vec<Document> = all
+        let documents: Vec<PagedDocument> = all
             .iter()
             .zip(qd.windows(2))
-            .map(|(pages, q)| Document {
+            .map(|(pages, q)| PagedDocument {
                 queries: q[0]..q[1],
                 pages: pages.iter().collect(),
             })
@@ -121,7 +121,7 @@ fn cuts_and_other_rows_change_no_bit() {
             let q = random((100, spec.heads * spec.head_dim), 1);
             let (k, v) = keys(&spec, 200, 2);
             let run = |q: &Tensor, pages: &[Page]| {
-                let document = Document {
+                let document = PagedDocument {
                     queries: 0..q.dims()[0],
                     pages: pages.iter().collect(),
                 };
@@ -172,9 +172,9 @@ fn blocks_are_attention_on_tensors_however_a_prompt_is_cut() {
                     let ends = [0, 2, 2 + new].into_iter().chain((1..30).map(|i| 2 + new + i));
                     let ends: Vec<usize> = ends.collect();
                     let texts = [&short[0], &long].into_iter().chain(&short[1..]);
-                    let documents: Vec<Document> = texts
+                    let documents: Vec<PagedDocument> = texts
                         .zip(ends.windows(2))
-                        .map(|(pages, d)| Document {
+                        .map(|(pages, d)| PagedDocument {
                             queries: d[0]..d[1],
                             pages: pages.iter().collect(),
                         })
@@ -218,7 +218,7 @@ fn attention_sees_what_is_stored_and_what_is_no_number_stays_so() {
         let (q, (k, v)) = (random((9, width), 1), keys(spec, 130, 2));
         let run = |stored, k: &Tensor, v: &Tensor| {
             let pages = pages(spec, stored, k, v, &[]);
-            let document = Document {
+            let document = PagedDocument {
                 queries: 0..9,
                 pages: pages.iter().collect(),
             };
@@ -267,7 +267,7 @@ fn a_page_can_be_cut_and_what_does_not_fit_is_an_error() {
     );
     long[0].truncate(20);
     let run = |pages: &[Page], queries: Range<usize>| {
-        let document = Document {
+        let document = PagedDocument {
             queries,
             pages: pages.iter().collect(),
         };

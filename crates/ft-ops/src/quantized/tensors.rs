@@ -23,11 +23,11 @@ pub(crate) fn part_rows(inputs: usize) -> usize {
 }
 
 /// Returns the workspace in bytes that products with a weight `[O, I]` need on a GPU, without operands and results.
-pub fn work_bytes(rows: usize, columns: usize, decoded: Dtype) -> u64 {
+pub fn work_bytes(rows: usize, columns: usize, dequantized_dtype: Dtype) -> u64 {
     let lines = rows.max(columns).max(1);
     // A line is a row (forward) or a column (backward).
     let most = (rows * columns).min(TILE.max(lines));
-    most as u64 * decoded.bytes()
+    most as u64 * dequantized_dtype.bytes()
 }
 
 /// A quantized weight `[O, I]`, as `QMatrixView`, in tensors of one device.
@@ -42,7 +42,7 @@ pub struct QTensors {
     /// The format, with its scales.
     pub scales: ScaleTensors,
     /// Type of the dequantized values.
-    pub decoded: Dtype,
+    pub dequantized_dtype: Dtype,
     /// How a GPU multiplies with it.
     pub products: Products,
 }
@@ -181,7 +181,7 @@ impl QTensors {
 
     /// Runs `f` on the quantized data, which must be on the CPU.
     fn with_view<R>(&self, f: impl FnOnce(QMatrixView) -> Result<R>) -> Result<R> {
-        let (rows, columns, bf16) = (self.rows, self.columns, self.decoded == Dtype::Bf16);
+        let (rows, columns, bf16) = (self.rows, self.columns, self.dequantized_dtype == Dtype::Bf16);
         self.with_codes(|codes| {
             f(QMatrixView {
                 rows,

@@ -209,7 +209,7 @@ impl HostRouting {
     }
 
     /// The gradient of the logits, `[N, E]` f32 on the CPU, from that of the weights: N·K values, on any device, in the order
-    /// of `Assignment`.
+    /// of `ExpertAssignment`.
     ///
     /// # Errors
     /// Another number of values.

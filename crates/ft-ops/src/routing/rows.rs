@@ -15,7 +15,7 @@ use std::ops::Range;
 
 /// The tokens of all experts, in the order of the experts, then of the tokens.
 #[derive(Debug, Clone)]
-pub struct Assignment {
+pub struct ExpertAssignment {
     /// N
     pub(crate) rows: usize,
     /// Where an expert begins, `[E + 1]`.
@@ -41,7 +41,7 @@ pub struct AssignmentLists<'a> {
 
 /// The tokens of one expert, or of successive experts that are computed together.
 #[derive(Debug, Clone)]
-pub struct Assigned {
+pub struct AssignedTokens {
     rows: usize,
     start: usize,
     /// Number of tokens of each expert.
@@ -50,13 +50,13 @@ pub struct Assigned {
     tokens: Tensor,
     /// The weight of the expert for each of them, f32 `[n]`.
     pub weights: Tensor,
-    /// As in `Assignment`.
+    /// As in `ExpertAssignment`.
     places: Option<Tensor>,
 }
 
 impl HostRouting {
     /// As `Routing::assign`.
-    pub(super) fn assign(&self, device: &Device, together: bool) -> Result<Assignment> {
+    pub(super) fn assign(&self, device: &Device, together: bool) -> Result<ExpertAssignment> {
         let k = self.spec.top_k as u32;
         let tokens: Vec<u32> = self.order.iter().map(|place| place / k).collect();
         let weights: Vec<f32> = self.order.iter().map(|place| self.weights[*place as usize]).collect();
@@ -71,7 +71,7 @@ impl HostRouting {
             }
             Tensor::from_vec(places, (self.tokens(), self.spec.top_k), device)
         });
-        Ok(Assignment {
+        Ok(ExpertAssignment {
             places: places.transpose()?,
             rows: self.tokens(),
             starts: self.starts.clone(),
@@ -81,7 +81,7 @@ impl HostRouting {
     }
 }
 
-impl Assignment {
+impl ExpertAssignment {
     /// The experts that are computed together, in order: as many as have at most N rows, so that the memory is that of one
     /// expert which all tokens choose; or one by one.
     pub fn units(&self) -> Vec<Range<usize>> {
@@ -104,7 +104,7 @@ impl Assignment {
     ///
     /// # Errors
     /// An expert that does not exist.
-    pub fn of(&self, experts: Range<usize>) -> Result<Option<Assigned>> {
+    pub fn of(&self, experts: Range<usize>) -> Result<Option<AssignedTokens>> {
         let Some(starts) = self.starts.get(experts.start..experts.end + 1) else {
             return Err(Error::argument("an expert does not exist").found(experts.end));
         };
@@ -113,7 +113,7 @@ impl Assignment {
             return Ok(None);
         }
         let counts: Vec<usize> = starts.windows(2).map(|w| w[1] - w[0]).collect();
-        Ok(Some(Assigned {
+        Ok(Some(AssignedTokens {
             rows: self.rows,
             start,
             tokens: self.tokens.narrow(0, start, end - start)?,
@@ -144,7 +144,7 @@ impl Assignment {
     }
 }
 
-impl Assigned {
+impl AssignedTokens {
     fn len(&self) -> Result<usize> {
         Ok(self.tokens.dims1()?)
     }

@@ -5,16 +5,16 @@ use crate::master;
 use crate::oracle::{assert_same_on_any_threads, flat, random};
 use ft_base::rng::Stream;
 
-const RULES: [Rule; 6] = [
-    Rule::Adamw {
+const RULES: [UpdateRule; 6] = [
+    UpdateRule::Adamw {
         betas: [0.9, 0.999],
         eps: 1e-8,
     },
-    Rule::Sgd { momentum: 0.0 },
-    Rule::Sgd { momentum: 0.9 },
-    Rule::Lion { betas: [0.9, 0.99] },
-    Rule::Adafactor,
-    Rule::Sign,
+    UpdateRule::Sgd { momentum: 0.0 },
+    UpdateRule::Sgd { momentum: 0.9 },
+    UpdateRule::Lion { betas: [0.9, 0.99] },
+    UpdateRule::Adafactor,
+    UpdateRule::Sign,
 ];
 
 /// `[R, C]`: not a multiple of a block, more than one chunk.
@@ -28,20 +28,20 @@ enum PrecisionCase {
 }
 
 /// Returns the moments of a rule for a weight of `SHAPE`.
-fn moments(rule: Rule, int8: bool) -> (Option<Moment>, Option<Moment>) {
+fn moments(rule: UpdateRule, int8: bool) -> (Option<Moment>, Option<Moment>) {
     let (r, c) = SHAPE;
-    let zeros = |n| Some(Moment::zeros(n, int8 && rule != Rule::Adafactor, &Device::Cpu).unwrap());
+    let zeros = |n| Some(Moment::zeros(n, int8 && rule != UpdateRule::Adafactor, &Device::Cpu).unwrap());
     match rule {
-        Rule::Adamw { .. } => (zeros(r * c), zeros(r * c)),
-        Rule::Lion { .. } => (zeros(r * c), None),
-        Rule::Sgd { momentum } if momentum > 0.0 => (zeros(r * c), None),
-        Rule::Adafactor => (zeros(r), zeros(c)),
+        UpdateRule::Adamw { .. } => (zeros(r * c), zeros(r * c)),
+        UpdateRule::Lion { .. } => (zeros(r * c), None),
+        UpdateRule::Sgd { momentum } if momentum > 0.0 => (zeros(r * c), None),
+        UpdateRule::Adafactor => (zeros(r), zeros(c)),
         _ => (None, None),
     }
 }
 
 /// Runs `steps` steps on one weight. Returns its exact values, and the weight in its storage type.
-fn run(rule: Rule, int8: bool, kind: PrecisionCase, steps: u64, lr: f64, decay: f64) -> (Vec<f32>, Tensor) {
+fn run(rule: UpdateRule, int8: bool, kind: PrecisionCase, steps: u64, lr: f64, decay: f64) -> (Vec<f32>, Tensor) {
     let start = random(SHAPE, 1);
     let (weight, low) = match kind {
         PrecisionCase::Whole => (start, None),
@@ -84,7 +84,7 @@ fn run(rule: Rule, int8: bool, kind: PrecisionCase, steps: u64, lr: f64, decay: 
 }
 
 /// Computes the rules in f64, element by element, as in the papers.
-fn plain(rule: Rule, steps: u64, lr: f64, decay: f64) -> Vec<f64> {
+fn plain(rule: UpdateRule, steps: u64, lr: f64, decay: f64) -> Vec<f64> {
     let (r, c) = SHAPE;
     let mut w: Vec<f64> = flat(&random(SHAPE, 1)).iter().map(|x| *x as f64).collect();
     let (mut m, mut v) = (vec![0f64; r * c], vec![0f64; r * c]);
@@ -93,7 +93,7 @@ fn plain(rule: Rule, steps: u64, lr: f64, decay: f64) -> Vec<f64> {
         let g: Vec<f64> = flat(&random(SHAPE, 100 + t)).iter().map(|x| 0.7 * *x as f64).collect();
         let mut size = 1.0;
         let mut u = vec![0f64; r * c];
-        if rule == Rule::Adafactor {
+        if rule == UpdateRule::Adafactor {
             let b2 = 1.0 - (t as f64).powf(-0.8);
             for i in 0..r {
                 let mean = (0..c).map(|j| g[i * c + j].powi(2) + 1e-30).sum::<f64>() / c as f64;
@@ -112,24 +112,24 @@ fn plain(rule: Rule, steps: u64, lr: f64, decay: f64) -> Vec<f64> {
         for i in 0..r * c {
             let (g, x) = (g[i], w[i]);
             w[i] = match rule {
-                Rule::Adamw { betas: [b1, b2], eps } => {
+                UpdateRule::Adamw { betas: [b1, b2], eps } => {
                     m[i] = b1 * m[i] + (1.0 - b1) * g;
                     v[i] = b2 * v[i] + (1.0 - b2) * g * g;
                     let (m, v) = (m[i] / (1.0 - b1.powf(t as f64)), v[i] / (1.0 - b2.powf(t as f64)));
                     x - lr * decay * x - lr * m / (v.sqrt() + eps)
                 }
-                Rule::Sgd { momentum } => {
+                UpdateRule::Sgd { momentum } => {
                     let g = g + decay * x;
                     m[i] = if t == 1 { g } else { momentum * m[i] + g };
                     x - lr * m[i]
                 }
-                Rule::Lion { betas: [b1, b2] } => {
+                UpdateRule::Lion { betas: [b1, b2] } => {
                     let c = b1 * m[i] + (1.0 - b1) * g;
                     m[i] = b2 * m[i] + (1.0 - b2) * g;
                     x - lr * decay * x - lr * c.signum()
                 }
-                Rule::Adafactor => x - lr * decay * x - lr * u[i] / size,
-                Rule::Sign => x - lr * g.signum(),
+                UpdateRule::Adafactor => x - lr * decay * x - lr * u[i] / size,
+                UpdateRule::Sign => x - lr * g.signum(),
             };
         }
     }
@@ -153,7 +153,7 @@ fn way(b: &[f64]) -> f64 {
 fn every_rule_is_that_of_its_paper() {
     for rule in RULES {
         for decay in [0.0, 0.1] {
-            let decay = if rule == Rule::Sign { 0.0 } else { decay };
+            let decay = if rule == UpdateRule::Sign { 0.0 } else { decay };
             let want = plain(rule, 5, 0.01, decay);
             let (got, _) = run(rule, false, PrecisionCase::Whole, 5, 0.01, decay);
             let error = distance(&got, &want) / way(&want);
@@ -243,7 +243,7 @@ fn eight_bits_stay_near_f32() {
 #[test]
 fn rounding_at_random_is_right_on_average() {
     // Steps far below the last bit of bf16: with rounding to nearest the weight would not change.
-    let rule = Rule::Sgd { momentum: 0.0 };
+    let rule = UpdateRule::Sgd { momentum: 0.0 };
     let start: Vec<f64> = flat(
         &random(SHAPE, 1)
             .to_dtype(DType::BF16)
@@ -300,7 +300,7 @@ fn what_does_not_fit_is_refused() {
         step: 1,
         begin: 0,
     };
-    let rule = Rule::Sgd { momentum: 0.9 };
+    let rule = UpdateRule::Sgd { momentum: 0.9 };
     step(rule, &[item(&weight, &gradient, Some(&right))], 1.0).unwrap();
     let other = random((8, 4), 1);
     for bad in [

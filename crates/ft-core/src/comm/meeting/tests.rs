@@ -28,7 +28,7 @@ pub(in crate::comm) fn rendezvous(rank: usize, size: usize, port: u16, seconds: 
 }
 
 /// Each rank on a thread, with its own idea of the number of ranks.
-fn meet_all(sizes: &[usize], seconds: u64) -> Vec<Result<Met>> {
+fn meet_all(sizes: &[usize], seconds: u64) -> Vec<Result<PeerConnections>> {
     let port = free_port();
     std::thread::scope(|scope| {
         let open = |(rank, size): (usize, &usize)| {

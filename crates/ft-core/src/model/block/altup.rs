@@ -1,5 +1,5 @@
 //! A layer whose tokens have several streams (AltUp, Gemma 3n). It reads and writes rows of A·D elements, so that for the
-//! engine it is a layer like any other; inside, the two halves of `Block` compute the active stream.
+//! engine it is a layer like any other; inside, the two halves of `DecoderBlock` compute the active stream.
 //!
 //! ```text
 //! p  = predicted streams of x,      c = prediction_coefs(router(x_a))
@@ -13,7 +13,7 @@
 
 mod memory;
 
-use super::{Block, MixerGradient, SavedActivations};
+use super::{DecoderBlock, MixerGradient, SavedActivations};
 use crate::base::{Error, Result};
 use crate::model::contracts::{Context, GradSink, KvStore, Param};
 use crate::model::linear::{Dx, Linear};
@@ -125,7 +125,7 @@ impl AltUp {
     }
 }
 
-impl Block {
+impl DecoderBlock {
     /// The router: from `[N, D]` to `[N, A]`.
     fn router(&self, altup: &AltUp, x: &Tensor, ctx: &Context) -> Result<Tensor> {
         let h = self.norm(&altup.norm, x)?;

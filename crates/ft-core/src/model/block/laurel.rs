@@ -5,7 +5,7 @@
 //! x1' = (x1 + h + norm(right(left(h)))) / sqrt(2)
 //! ```
 
-use super::Block;
+use super::DecoderBlock;
 use crate::base::Result;
 use crate::model::contracts::{Context, GradSink};
 use crate::model::norm::Norm;
@@ -31,7 +31,7 @@ impl Laurel {
     }
 }
 
-impl Block {
+impl DecoderBlock {
     /// Computes x1' in place of x1 `[N, D]`, from the input x `[N, D]` of the layer.
     pub(super) fn laurel_assign(&self, x: &Tensor, x1: &Tensor, ctx: &Context) -> Result<()> {
         let Some(laurel) = &self.laurel else { return Ok(()) };

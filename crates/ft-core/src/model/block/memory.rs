@@ -1,5 +1,5 @@
-//! Memory of a decoder layer: each tensor that `Block` allocates and frees in its forward and backward pass, in the
-//! same order. The planner simulates a step with it.
+//! Memory of a decoder layer: each tensor that `DecoderBlock` allocates and frees in its forward and backward pass, in
+//! the same order. The planner simulates a step with it.
 
 use super::super::attention::memory::SavedAttentionMemory;
 use super::super::contracts::GradSinkMemory;
@@ -12,7 +12,7 @@ use crate::base::ledger::MemoryKind::{Activations, LayerWork};
 use crate::base::ledger::{Allocation, Ledger};
 use crate::model::spec::{ATTENTION_SINKS, LAUREL, Mixer, PER_LAYER};
 use crate::model::{SequenceConfig, Spec};
-use crate::peft::Cost;
+use crate::peft::AdapterCost;
 use crate::source::{StoragePolicy, Sublayer};
 use std::collections::BTreeMap;
 
@@ -42,12 +42,12 @@ pub struct LayerMemorySettings<'a> {
     /// Storage of the weights.
     pub storage: &'a StoragePolicy,
     /// Memory of the adapter on each linear, by module.
-    pub adapters: &'a BTreeMap<String, Cost>,
+    pub adapters: &'a BTreeMap<String, AdapterCost>,
     /// True if the parameter of this name is active. Active parameters are not quantized, whatever their storage is.
     pub active: &'a dyn Fn(&str) -> bool,
 }
 
-/// Simulates the memory of `Block`.
+/// Simulates the memory of `DecoderBlock`.
 pub struct LayerMemory<'a> {
     pub(in crate::model) settings: LayerMemorySettings<'a>,
     pub(in crate::model) index: usize,
@@ -165,7 +165,7 @@ impl<'a> LayerMemory<'a> {
         parts
     }
 
-    /// As `Block::mixer`.
+    /// As `DecoderBlock::mixer`.
     pub(super) fn mixer(&self, l: &mut Ledger) -> (Allocation, SavedMixerMemory) {
         match self.settings.spec.layers[self.index].mixer {
             Mixer::Attention => {
@@ -296,7 +296,7 @@ impl<'a> LayerMemory<'a> {
         dx
     }
 
-    /// As `Block::normed_backward`; `dy` is freed.
+    /// As `DecoderBlock::normed_backward`; `dy` is freed.
     pub(in crate::model) fn normed_backward(
         &self,
         l: &mut Ledger,
@@ -310,7 +310,7 @@ impl<'a> LayerMemory<'a> {
         dx
     }
 
-    /// As `Block::scaled_gradient`.
+    /// As `DecoderBlock::scaled_gradient`.
     pub(in crate::model) fn scaled_gradient(&self, l: &mut Ledger) -> Option<Allocation> {
         (self.settings.spec.residual_scale != 1.0).then(|| l.alloc(LayerWork, self.nd))
     }
@@ -331,7 +331,7 @@ impl<'a> LayerMemory<'a> {
             }
     }
 
-    /// As `Block::mixer_backward`.
+    /// As `DecoderBlock::mixer_backward`.
     pub(super) fn mixer_backward(
         &self,
         l: &mut Ledger,

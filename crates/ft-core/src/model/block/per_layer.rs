@@ -8,7 +8,7 @@
 
 mod memory;
 
-use super::Block;
+use super::DecoderBlock;
 use crate::base::Result;
 use crate::model::contracts::{Context, GradSink};
 use crate::model::norm::Norm;
@@ -37,7 +37,7 @@ impl PerLayerInput {
     }
 }
 
-impl Block {
+impl DecoderBlock {
     /// From x2 `[N, D]` to the output of the layer; x2 is overwritten if the layer has no per-layer input.
     pub(super) fn end(&self, x2: &Tensor, ctx: &Context) -> Result<Tensor> {
         let y = match &self.per_layer {

@@ -6,18 +6,18 @@
 //!
 //! Letters: R rows of all experts of a group, D hidden size, I intermediate size of an expert, P columns of a pair.
 
-use super::super::block::Block;
+use super::super::block::DecoderBlock;
 use super::super::contracts::{Context, GradSink, Param};
 use super::super::linear::Linear;
 use super::super::mlp::SavedPiece;
 use super::super::spec::ExpertsSpec;
 use super::adapters::PairsTogether;
 use super::reader::Expert;
-use super::{ExpertTokens, Experts, Needs, bias, zero_gradients};
+use super::{ExpertGradientNeeds, ExpertTokens, Experts, bias, zero_gradients};
 use crate::base::{Error, Result};
 use crate::ops::expert_pairs::Members;
 use crate::ops::grouped::{self, GroupWeight};
-use crate::ops::routing::{self, Assigned};
+use crate::ops::routing::{self, AssignedTokens};
 use candle_core::Tensor;
 use std::ops::Range;
 
@@ -113,7 +113,7 @@ impl Experts {
 
 impl<'a> ExpertUnit<'a> {
     /// The pairs of the projections from `p` on, and the rows of their experts.
-    fn pairs(&self, p: usize, of: &'a Assigned) -> Option<(&'a PairsTogether<'a>, Members<'a>)> {
+    fn pairs(&self, p: usize, of: &'a AssignedTokens) -> Option<(&'a PairsTogether<'a>, Members<'a>)> {
         let members = Members {
             first: self.first,
             counts: &of.counts,
@@ -124,7 +124,7 @@ impl<'a> ExpertUnit<'a> {
 
     /// Adds the products of the pairs of the projections from `p` on, which read x `[R, ·]`, to their outputs `ys` `[R, ·]`. Returns u
     /// `[R, P]`.
-    fn add_pairs(&self, of: &Assigned, p: usize, x: &Tensor, ys: &[Tensor]) -> Result<Option<Tensor>> {
+    fn add_pairs(&self, of: &AssignedTokens, p: usize, x: &Tensor, ys: &[Tensor]) -> Result<Option<Tensor>> {
         let Some((joined, members)) = self.pairs(p, of) else {
             return Ok(None);
         };
@@ -138,7 +138,7 @@ impl<'a> ExpertUnit<'a> {
     /// The backward pass of `add_pairs`: adds to `dx`, if it is given, and to the gradients in the sink.
     fn pairs_backward(
         &self,
-        of: &Assigned,
+        of: &AssignedTokens,
         p: usize,
         gradient: PairGradient<'_>,
         sink: &mut dyn GradSink,
@@ -173,7 +173,7 @@ impl<'a> ExpertUnit<'a> {
 }
 
 /// The weights and the numbers of rows of projection `p`.
-fn groups<'a>(experts: &'a [Expert], of: &Assigned, p: usize) -> Result<Vec<(GroupWeight<'a>, usize)>> {
+fn groups<'a>(experts: &'a [Expert], of: &AssignedTokens, p: usize) -> Result<Vec<(GroupWeight<'a>, usize)>> {
     let missing = || Error::internal("the weight of an expert does not fit a grouped product");
     let one = |(expert, rows): (&'a Expert, &usize)| {
         let weight = expert.linear(p)?.weight.grouped().ok_or_else(missing)?;
@@ -183,14 +183,14 @@ fn groups<'a>(experts: &'a [Expert], of: &Assigned, p: usize) -> Result<Vec<(Gro
 }
 
 /// The biases and the numbers of rows of projection `p`; none without biases.
-fn biases<'a>(experts: &'a [Expert], of: &Assigned, p: usize) -> Vec<(&'a Tensor, usize)> {
+fn biases<'a>(experts: &'a [Expert], of: &AssignedTokens, p: usize) -> Vec<(&'a Tensor, usize)> {
     let all = experts.iter().zip(&of.counts);
     all.filter_map(|(expert, rows)| Some((&expert.biases()[p]?.tensor, *rows)))
         .collect()
 }
 
 /// Projection `p` of x `[R, ·]`: `[R, ·]`. `factors`: of the biases of the rows.
-fn project(group: &[Expert], of: &Assigned, p: usize, x: &Tensor, factors: Option<&Tensor>) -> Result<Tensor> {
+fn project(group: &[Expert], of: &AssignedTokens, p: usize, x: &Tensor, factors: Option<&Tensor>) -> Result<Tensor> {
     let (weights, biases) = (groups(group, of, p)?, biases(group, of, p));
     if biases.is_empty() {
         return grouped::forward(x, &weights);
@@ -201,12 +201,12 @@ fn project(group: &[Expert], of: &Assigned, p: usize, x: &Tensor, factors: Optio
     Ok(y)
 }
 
-impl Block {
+impl DecoderBlock {
     /// As `expert_forward`, for the experts of a group: rows `[R, D]` to `[R, D]`.
     pub(super) fn group_forward(
         &self,
         group: ExpertUnit<'_>,
-        of: &Assigned,
+        of: &AssignedTokens,
         rows: &Tensor,
         keep: bool,
     ) -> Result<(Tensor, Option<SavedPiece>)> {
@@ -223,10 +223,10 @@ impl Block {
     pub(super) fn group_backward(
         &self,
         all: ExpertUnit<'_>,
-        of: &Assigned,
+        of: &AssignedTokens,
         tokens: ExpertTokens<'_>,
         saved: Option<SavedPiece>,
-        needs: Needs<'_>,
+        needs: ExpertGradientNeeds<'_>,
         sink: &mut dyn GradSink,
     ) -> Result<Option<Tensor>> {
         let ExpertTokens {
@@ -305,7 +305,7 @@ impl Block {
 }
 
 /// gate and up of the rows, `[R, I]` each, and u of their pairs, `[R, P]`.
-fn group_parts(group: ExpertUnit<'_>, of: &Assigned, rows: &Tensor) -> Result<(Vec<Tensor>, Option<Tensor>)> {
+fn group_parts(group: ExpertUnit<'_>, of: &AssignedTokens, rows: &Tensor) -> Result<(Vec<Tensor>, Option<Tensor>)> {
     let one = |p| project(group.experts, of, p, rows, None);
     let parts = [0, 1].into_iter().map(one).collect::<Result<Vec<_>>>()?;
     let u = group.add_pairs(of, 0, rows, &parts)?;
@@ -315,7 +315,7 @@ fn group_parts(group: ExpertUnit<'_>, of: &Assigned, rows: &Tensor) -> Result<(V
 /// Passes the gradients of the weights of projection `p` to the sink; inputs x and gradients dy `[R, ·]`.
 fn own_gradients(
     group: &[Expert],
-    of: &Assigned,
+    of: &AssignedTokens,
     p: usize,
     x: &Tensor,
     dy: &Tensor,
@@ -334,7 +334,7 @@ fn own_gradients(
 }
 
 /// Passes the gradients of the biases of the outputs to the sink; dy `[R, D]`.
-fn down_bias_gradients(group: &[Expert], of: &Assigned, dy: &Tensor, sink: &mut dyn GradSink) -> Result<()> {
+fn down_bias_gradients(group: &[Expert], of: &AssignedTokens, dy: &Tensor, sink: &mut dyn GradSink) -> Result<()> {
     let mut first = 0;
     for (expert, &rows) in group.iter().zip(&of.counts) {
         if let Some(b) = expert.down_bias.as_ref().filter(|b| rows > 0 && sink.wants(&b.name)) {

@@ -11,7 +11,7 @@ use crate::model::spec::ExpertsSpec;
 use crate::ops::quantized::TILE;
 use crate::ops::routing::Score;
 use crate::ops::{expert_pairs, grouped};
-use crate::peft::Cost;
+use crate::peft::AdapterCost;
 use std::sync::Arc;
 
 /// Gradients that the backward pass of the experts must compute.
@@ -106,21 +106,21 @@ impl LayerMemory<'_> {
     }
 
     /// The adapter on a parameter of all experts.
-    fn joined(&self, sizes: &ExpertsSpec, parameter: &str) -> Option<&Cost> {
+    fn joined(&self, sizes: &ExpertsSpec, parameter: &str) -> Option<&AdapterCost> {
         let name = format!("{}.{parameter}", sizes.names.module);
         self.settings.adapters.get(&self.name(&name))
     }
 
     /// Bytes of u of an adapter on the parameter of a projection.
     fn low_bytes(&self, sizes: &ExpertsSpec, parameter: &str) -> u64 {
-        let columns = |cost: &Cost| expert_pairs::columns(cost.rank, self.settings.element);
+        let columns = |cost: &AdapterCost| expert_pairs::columns(cost.rank, self.settings.element);
         self.joined(sizes, parameter)
             .map_or(0, |cost| self.bytes(columns(cost)))
     }
 
     /// The copies of all pairs, for experts that are computed together.
     fn pair_copies_together(&self, l: &mut Ledger, sizes: &ExpertsSpec) -> Allocation {
-        let bytes = |cost: &Cost| {
+        let bytes = |cost: &AdapterCost| {
             let elements = cost.trained.iter().map(|(_, dims)| dims.iter().product::<usize>());
             expert_pairs::copied_bytes(elements.sum(), cost.rank, self.settings.element)
         };

@@ -18,11 +18,11 @@ mod traffic;
 pub use traffic::expert_words;
 
 use super::reader::Expert;
-use super::{ExpertTokens, Experts, Needs, bias, zero_gradients};
+use super::{ExpertGradientNeeds, ExpertTokens, Experts, bias, zero_gradients};
 use crate::base::{Error, Result};
-use crate::model::block::Block;
+use crate::model::block::DecoderBlock;
 use crate::model::contracts::{Context, GradSink, Param};
-use crate::ops::routing::{Assignment, AssignmentLists};
+use crate::ops::routing::{AssignmentLists, ExpertAssignment};
 use crate::ops::update;
 use crate::source::ExpertRanks;
 use candle_core::{Device, Tensor};
@@ -34,7 +34,7 @@ const KEY: u64 = 0xe7_0000;
 const ADDED: u32 = 1 << 31;
 
 /// The tokens that this rank sends to one rank.
-struct Sent {
+struct SentTokens {
     /// The tokens, ascending, `[T]`.
     tokens: Vec<u32>,
     /// True if the results of a token are added there, `[T]`.
@@ -47,7 +47,7 @@ struct Sent {
     entries: Range<usize>,
 }
 
-impl Sent {
+impl SentTokens {
     /// Number of tokens whose results are added there.
     fn sums(&self) -> usize {
         self.added.iter().filter(|added| **added).count()
@@ -55,7 +55,7 @@ impl Sent {
 }
 
 /// The rows that this rank computes for one rank.
-struct Received {
+struct ReceivedRows {
     counts: Vec<usize>,
     places: Vec<u32>,
     weights: Vec<f32>,
@@ -63,12 +63,12 @@ struct Received {
     rows: Vec<Vec<f32>>,
     /// The first of `places` that was not computed.
     next: usize,
-    results: Results,
+    results: ReturnedRows,
 }
 
 /// The results that go back to one rank.
 #[derive(Default)]
-struct Results {
+struct ReturnedRows {
     /// For each token with `ADDED` the row of its sum.
     row_of: Vec<Option<u32>>,
     /// The sums, in the order of the tokens.
@@ -79,7 +79,7 @@ struct Results {
     d_weights: Vec<f32>,
 }
 
-impl Results {
+impl ReturnedRows {
     fn new(places: &[u32], (tokens, d): (usize, usize)) -> Self {
         let mut row_of = vec![None; tokens];
         for place in places.iter().filter(|place| **place & ADDED != 0) {
@@ -123,14 +123,14 @@ struct ExpertRows {
 }
 
 /// The experts of this rank, and the exchanged rows of one layer.
-struct Travel<'a> {
+struct RankExchange<'a> {
     ranks: &'a ExpertRanks,
     /// The experts of this rank.
     own: Range<usize>,
     d: usize,
     key: u64,
-    sent: Vec<Sent>,
-    received: Vec<Received>,
+    sent: Vec<SentTokens>,
+    received: Vec<ReceivedRows>,
 }
 
 fn bits(number: usize) -> f32 {
@@ -142,7 +142,7 @@ fn number(word: &f32) -> usize {
 }
 
 /// The tokens that go to each rank. `experts`: those of each rank; `adds`: the sum of a token begins with its experts.
-fn sent(experts: &[Range<usize>], assignment: &Assignment, tokens: usize, adds: bool) -> Result<Vec<Sent>> {
+fn sent(experts: &[Range<usize>], assignment: &ExpertAssignment, tokens: usize, adds: bool) -> Result<Vec<SentTokens>> {
     let AssignmentLists {
         starts, tokens: all, ..
     } = assignment.lists()?;
@@ -160,7 +160,7 @@ fn sent(experts: &[Range<usize>], assignment: &Assignment, tokens: usize, adds: 
             place_of[*token as usize] = place as u32 | if *added { ADDED } else { 0 };
         }
         own.iter().for_each(|t| begun[*t as usize] = true);
-        out.push(Sent {
+        out.push(SentTokens {
             counts: starts[experts.start..=experts.end]
                 .windows(2)
                 .map(|w| w[1] - w[0])
@@ -174,13 +174,13 @@ fn sent(experts: &[Range<usize>], assignment: &Assignment, tokens: usize, adds: 
     Ok(out)
 }
 
-impl<'a> Travel<'a> {
+impl<'a> RankExchange<'a> {
     /// Sends rows of `tensors` `[N, D]` to the ranks of their experts, and receives those of the own experts.
     fn start(
         ranks: &'a ExpertRanks,
         layer: usize,
         pass: u64,
-        assignment: &Assignment,
+        assignment: &ExpertAssignment,
         tensors: &[&Tensor],
         adds: bool,
     ) -> Result<Self> {
@@ -190,7 +190,7 @@ impl<'a> Travel<'a> {
         let key = KEY + 8 * layer as u64 + 4 * pass;
         let sent = sent(&experts, assignment, n, adds)?;
         let own = experts[ranks.world().rank].clone();
-        let header = |sent: &Sent| {
+        let header = |sent: &SentTokens| {
             let counts = sent.counts.iter().copied().map(bits);
             std::iter::once(bits(sent.tokens.len())).chain(counts).collect()
         };
@@ -226,8 +226,8 @@ impl<'a> Travel<'a> {
             let (weights, rest) = rest.split_at(places.len());
             let places: Vec<u32> = places.iter().map(|word| word.to_bits()).collect();
             let rows = (0..tensors.len()).map(|i| rest[i * tokens * d..][..tokens * d].to_vec());
-            Received {
-                results: Results::new(&places, (tokens, d)),
+            ReceivedRows {
+                results: ReturnedRows::new(&places, (tokens, d)),
                 counts,
                 places,
                 weights: weights.to_vec(),
@@ -274,10 +274,10 @@ impl<'a> Travel<'a> {
     /// `d_weights` `[N·K]`.
     fn finish(self, to: Option<&Tensor>, d_weights: Option<&Tensor>) -> Result<()> {
         let d = self.d;
-        let part = |of: Received| [of.results.d_weights, of.results.sums, of.results.others].concat();
+        let part = |of: ReceivedRows| [of.results.d_weights, of.results.sums, of.results.others].concat();
         let parts = self.received.into_iter().map(part).collect();
-        let numbers = |sent: &Sent| if d_weights.is_some() { sent.places.len() } else { 0 };
-        let length = |sent: &Sent| {
+        let numbers = |sent: &SentTokens| if d_weights.is_some() { sent.places.len() } else { 0 };
+        let length = |sent: &SentTokens| {
             let others = sent.places.iter().filter(|place| **place & ADDED == 0).count();
             numbers(sent) + if to.is_some() { (sent.sums() + others) * d } else { 0 }
         };
@@ -353,8 +353,8 @@ impl Experts {
     /// Computes the own experts on the rows of each rank, in the order of the ranks.
     fn each(
         &self,
-        travel: &mut Travel<'_>,
-        mut compute: impl FnMut(&Expert, ExpertRows, &mut Results) -> Result<()>,
+        travel: &mut RankExchange<'_>,
+        mut compute: impl FnMut(&Expert, ExpertRows, &mut ReturnedRows) -> Result<()>,
     ) -> Result<()> {
         for (e, expert) in travel.own.clone().enumerate() {
             let mut here = None;
@@ -375,7 +375,7 @@ impl Experts {
 /// The inputs of the backward pass of experts on several ranks.
 pub(super) struct OverRanks<'a> {
     pub ranks: &'a ExpertRanks,
-    pub assignment: &'a Assignment,
+    pub assignment: &'a ExpertAssignment,
     /// The input of the forward pass, `[N, D]`.
     pub h: &'a Tensor,
     /// The gradient of the output, `[N, D]`.
@@ -386,7 +386,7 @@ pub(super) struct OverRanks<'a> {
     pub d_weights: Option<&'a Tensor>,
 }
 
-impl Block {
+impl DecoderBlock {
     /// Adds the routed experts of the rows of h `[N, D]` to y `[N, D]`.
     pub(super) fn forward_over_ranks(
         &self,
@@ -394,10 +394,10 @@ impl Block {
         ranks: &ExpertRanks,
         h: &Tensor,
         y: &Tensor,
-        assignment: &Assignment,
+        assignment: &ExpertAssignment,
         ctx: &Context,
     ) -> Result<()> {
-        let mut travel = Travel::start(ranks, self.index, 0, assignment, &[h], experts.adds())?;
+        let mut travel = RankExchange::start(ranks, self.index, 0, assignment, &[h], experts.adds())?;
         let d = travel.d;
         experts.each(&mut travel, |expert, of, results| {
             let [rows] = &of.rows[..] else { return Err(lost()) };
@@ -416,7 +416,7 @@ impl Block {
         &self,
         experts: &Experts,
         of: OverRanks<'_>,
-        needs: Needs<'_>,
+        needs: ExpertGradientNeeds<'_>,
         sink: &mut dyn GradSink,
     ) -> Result<()> {
         let OverRanks {
@@ -432,7 +432,7 @@ impl Block {
         if dh.is_none() && d_weights.is_none() && !(0..experts.sizes.count).any(|e| wanted(e, sink)) {
             return Ok(());
         }
-        let mut travel = Travel::start(ranks, self.index, 1, assignment, &[h, dy], experts.adds())?;
+        let mut travel = RankExchange::start(ranks, self.index, 1, assignment, &[h, dy], experts.adds())?;
         let (d, size) = (travel.d, travel.received.len());
         for e in 0..experts.sizes.count {
             let trained = wanted(e, sink);
@@ -458,7 +458,7 @@ impl Block {
                     zero_gradients(expert, sink)?;
                     continue;
                 };
-                let sink: &mut dyn GradSink = if counts { &mut *sink } else { &mut Frozen };
+                let sink: &mut dyn GradSink = if counts { &mut *sink } else { &mut NoGradients };
                 let part = self.one_backward(expert, &of, needs, d_weights.is_some(), sink)?;
                 let results = &mut travel.received[rank].results;
                 results.d_weights.extend(part.1);
@@ -478,7 +478,7 @@ impl Block {
         &self,
         expert: &Expert,
         of: &ExpertRows,
-        needs: Needs<'_>,
+        needs: ExpertGradientNeeds<'_>,
         weighs: bool,
         sink: &mut dyn GradSink,
     ) -> Result<(Option<Tensor>, Vec<f32>)> {
@@ -500,9 +500,9 @@ impl Block {
 }
 
 /// Nothing is trained.
-struct Frozen;
+struct NoGradients;
 
-impl GradSink for Frozen {
+impl GradSink for NoGradients {
     fn wants(&self, _: &str) -> bool {
         false
     }

@@ -2,7 +2,7 @@
 //! k.
 
 use super::{Config, LayerNormParams, NormNames, QkNorm, Result, Spec};
-use crate::ops::rope::Pairing;
+use crate::ops::rope::RopePairing;
 
 pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     shared(config, spec)?;
@@ -21,7 +21,7 @@ pub(super) fn shared(config: &Config, spec: &mut Spec) -> Result<()> {
     };
     super::layer_norms(config, spec, "layer_norm_eps", params)?;
     (spec.norms, spec.parallel) = (NormNames::SHARED, true);
-    spec.pairing = Pairing::Neighbors;
+    spec.pairing = RopePairing::Neighbors;
     spec.tied = config.bool_or("tie_word_embeddings", true)?;
     spec.logit_scale = super::factor(config, "logit_scale", 0.0625)?;
     super::attention_biases(config, spec, false)

@@ -4,7 +4,7 @@ use super::experts::{check, size};
 use super::{Config, ExpertsSpec, Result, SharedExpertSpec, Spec, place};
 use crate::base::Error;
 use crate::model::spec::{ExpertNames, LatentSpec};
-use crate::ops::rope::Pairing;
+use crate::ops::rope::RopePairing;
 use crate::ops::routing::{ExpertGroups, GroupScore, RouterSpec, Score};
 use serde_json::Value;
 
@@ -19,7 +19,7 @@ const SIZES: LatentSpec = LatentSpec {
 
 /// `deepseek_v2`: softmax scores, optionally the best groups only.
 pub(super) fn apply_v2(config: &Config, spec: &mut Spec) -> Result<()> {
-    spec.pairing = Pairing::Neighbors;
+    spec.pairing = RopePairing::Neighbors;
     spec.mlp_bias = config.bool_or("mlp_bias", false)?;
     super::latent::apply(config, spec, SIZES)?;
     only(config, "scoring_func", &["softmax"])?;
@@ -112,7 +112,7 @@ impl RouterDefaults {
 /// The options of DeepSeek-V3 and its successors.
 fn sigmoid(config: &Config, spec: &mut Spec, sizes: LatentSpec, defaults: RouterDefaults) -> Result<RouterSpec> {
     if config.bool_or("rope_interleave", true)? {
-        spec.pairing = Pairing::Neighbors;
+        spec.pairing = RopePairing::Neighbors;
     }
     super::latent::apply(config, spec, sizes)?;
     only(config, "scoring_func", &["sigmoid"])?;

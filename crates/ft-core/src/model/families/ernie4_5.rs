@@ -1,10 +1,10 @@
 //! ERNIE 4.5 (dense): Llama that rotates neighboring elements; optional biases on all linears.
 
 use super::{Config, Result, Spec};
-use crate::ops::rope::Pairing;
+use crate::ops::rope::RopePairing;
 
 pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
-    spec.pairing = Pairing::Neighbors;
+    spec.pairing = RopePairing::Neighbors;
     spec.norm_eps = config.opt_f64("rms_norm_eps")?.unwrap_or(1e-5);
     spec.tied = config.bool_or("tie_word_embeddings", true)?;
     let bias = config.bool_or("use_bias", false)?;

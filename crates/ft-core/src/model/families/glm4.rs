@@ -2,11 +2,11 @@
 //! gate and up.
 
 use super::{Config, NormNames, Result, Spec};
-use crate::ops::rope::Pairing;
+use crate::ops::rope::RopePairing;
 
 pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     spec.norms = NormNames::SANDWICH_GLM4;
-    spec.pairing = Pairing::Neighbors;
+    spec.pairing = RopePairing::Neighbors;
     spec.fused_gate_up = true;
     spec.norm_eps = config.opt_f64("rms_norm_eps")?.unwrap_or(1.5625e-7);
     spec.qkv_bias = config.bool_or("attention_bias", true)?;

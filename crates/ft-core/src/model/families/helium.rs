@@ -2,10 +2,10 @@
 
 use super::{Config, Result, Spec};
 use crate::base::Error;
-use crate::ops::rope::Pairing;
+use crate::ops::rope::RopePairing;
 
 pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
-    spec.pairing = Pairing::Neighbors;
+    spec.pairing = RopePairing::Neighbors;
     spec.norm_eps = config.opt_f64("rms_norm_eps")?.unwrap_or(1e-8);
     super::default_head_dim(config, spec, 128)?;
     if spec.heads.checked_mul(spec.head_dim) != Some(spec.hidden) {

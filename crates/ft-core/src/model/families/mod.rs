@@ -75,7 +75,7 @@ use super::spec::{
 use crate::base::{Error, Result};
 use crate::formats::config::Config;
 use crate::ops::glu::Activation;
-use crate::ops::rope::Pairing;
+use crate::ops::rope::RopePairing;
 use serde_json::{Map, Value, json};
 
 use support::PARTIAL_ROTATION;
@@ -264,7 +264,7 @@ fn common(config: &Config, model_type: &str) -> Result<Spec> {
         embedding_scale: 1.0,
         noise_scale: 1.0,
         residual_scale: 1.0,
-        pairing: Pairing::Halves,
+        pairing: RopePairing::Halves,
         tied: config.bool_or("tie_word_embeddings", false)?,
         padding: padding::token(config, model_type)?,
         multimodal: false,

@@ -2,12 +2,12 @@
 
 use super::{Config, Result, Spec};
 use crate::model::spec::LatentSpec;
-use crate::ops::rope::Pairing;
+use crate::ops::rope::RopePairing;
 
 pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     spec.tied = config.bool_or("tie_word_embeddings", true)?;
     if config.bool_or("rope_interleave", true)? {
-        spec.pairing = Pairing::Neighbors;
+        spec.pairing = RopePairing::Neighbors;
     }
     if config.opt_f64("initializer_range")?.is_none() {
         spec.initializer_range = 2.0 / (5.0 * spec.hidden as f32).sqrt();

@@ -6,7 +6,7 @@ use crate::base::ledger::MemoryKind::LayerWork;
 use crate::base::ledger::{Allocation, Ledger};
 use crate::model::spec::LinearSpec;
 use crate::ops::{Dtype, quantized};
-use crate::peft::Cost;
+use crate::peft::AdapterCost;
 
 /// The name and the sizes of a linear.
 #[derive(Clone, Copy, Default)]
@@ -38,7 +38,7 @@ impl LayerMemorySettings<'_> {
     }
 
     /// Temporary memory of an adapter kind other than LoRA.
-    fn temporary(&self, cost: &Cost) -> u64 {
+    fn temporary(&self, cost: &AdapterCost) -> u64 {
         4 * (self.tokens as u64 * cost.per_token + cost.whole)
     }
 
@@ -48,7 +48,7 @@ impl LayerMemorySettings<'_> {
     }
 
     /// The memory that an adapter allocates and frees in the forward pass of its linear with `input` features.
-    pub fn adapter_forward(&self, l: &mut Ledger, cost: &Cost, input: usize) {
+    pub fn adapter_forward(&self, l: &mut Ledger, cost: &AdapterCost, input: usize) {
         l.touch(
             LayerWork,
             self.copy(input) + self.bytes(cost.rank) + self.temporary(cost),
@@ -60,7 +60,7 @@ impl LayerMemorySettings<'_> {
     pub fn adapter_backward(
         &self,
         l: &mut Ledger,
-        cost: &Cost,
+        cost: &AdapterCost,
         input: usize,
         need_dx: bool,
         temporary: bool,
@@ -94,7 +94,7 @@ impl LayerMemorySettings<'_> {
 }
 
 impl LayerMemory<'_> {
-    pub(in crate::model) fn adapter(&self, linear: LinearShape) -> Option<&Cost> {
+    pub(in crate::model) fn adapter(&self, linear: LinearShape) -> Option<&AdapterCost> {
         self.settings.adapters.get(&self.name(linear.name))
     }
 
@@ -129,7 +129,7 @@ impl LayerMemory<'_> {
     pub(in crate::model) fn pair_copies(&self, l: &mut Ledger) -> Allocation {
         let costs = self.settings.spec.linears(self.index).into_iter();
         let costs = costs.filter_map(|linear| self.adapter(linear.into()));
-        let elements = |c: &Cost| {
+        let elements = |c: &AdapterCost| {
             // DoRA's magnitude is a vector, so it is not counted. An adapter that subtracts its first product B₀·A₀
             // (PiSSA, OLoRA, CorDA, LoRA-GA) also copies A₀ and B₀ (`fixed`).
             let matrices = c.trained.iter().filter(|(_, dims)| dims.len() == 2);
@@ -152,17 +152,17 @@ impl LayerMemory<'_> {
     pub(in crate::model) fn dequantize(&self, l: &mut Ledger, name: &str, input: usize, output: usize) {
         let weight = self.name(&format!("{name}.weight"));
         let quantized = self.settings.storage.quantized().contains_key(weight.as_str());
-        let decoded = self.settings.storage.dtype();
+        let dequantized_dtype = self.settings.storage.dtype();
         let mut bytes = 0;
         if quantized && !(self.settings.active)(&weight) {
             let products = self.settings.storage.products_of(&weight);
             bytes += match products.work_bytes(self.settings.tokens, output, input) {
-                0 => quantized::work_bytes(output, input, decoded),
+                0 => quantized::work_bytes(output, input, dequantized_dtype),
                 eight_bit => eight_bit,
             };
         }
         let adapter = self.settings.adapters.get(&self.name(name));
-        if decoded.is_short() && self.settings.dropout && adapter.is_some_and(|c| c.widens) {
+        if dequantized_dtype.is_short() && self.settings.dropout && adapter.is_some_and(|c| c.widens) {
             bytes += quantized::work_bytes(output, input, Dtype::F32);
         }
         if self.settings.on_gpu {
@@ -196,7 +196,7 @@ impl LayerMemory<'_> {
 
     pub(in crate::model) fn linear_wanted(&self, sink: &dyn GradSinkMemory, linear: LinearShape) -> bool {
         let name = linear.name;
-        let parts = |c: &Cost| c.trained.iter().any(|(part, _)| sink.wants(part));
+        let parts = |c: &AdapterCost| c.trained.iter().any(|(part, _)| sink.wants(part));
         self.adapter(linear).is_some_and(parts)
             || self.wants(sink, name)
             || sink.wants(&self.name(&format!("{name}.bias")))

@@ -50,7 +50,7 @@ fn adapters_over_codes_are_adapters_over_what_the_codes_stand_for() {
         tensor: random(O, 34),
     };
     for (storage, weight, tolerance) in storages(&w) {
-        let decoded = Tensor::from_vec(weight.rows(0, O).unwrap(), (O, I), &Device::Cpu).unwrap();
+        let dequantized = Tensor::from_vec(weight.rows(0, O).unwrap(), (O, I), &Device::Cpu).unwrap();
         for key in [None, KEY] {
             let mut all = kinds(0.5);
             all.push(("dora", Adapter::Dora(dora(0.5))));
@@ -85,7 +85,7 @@ fn adapters_over_codes_are_adapters_over_what_the_codes_stand_for() {
                         .unwrap();
                     (y, dx, sink.0)
                 };
-                let (got, want) = (run(&weight), run(&Weight::from(decoded.clone())));
+                let (got, want) = (run(&weight), run(&Weight::from(dequantized.clone())));
                 assert_close(&got.0, &want.0, tolerance);
                 assert_close(&got.1, &want.1, tolerance);
                 assert!(

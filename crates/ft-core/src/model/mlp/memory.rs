@@ -3,7 +3,7 @@
 use super::super::block::memory::LayerMemory;
 use super::super::contracts::GradSinkMemory;
 use super::super::pieces::{GradientSumsMemory, pieces};
-use super::Needs;
+use super::MlpNeeds;
 use crate::base::ledger::MemoryKind::{Activations, LayerWork};
 use crate::base::ledger::{Allocation, Ledger};
 
@@ -99,7 +99,7 @@ impl LayerMemory<'_> {
         let (linears, down) = self.linears(false);
         let post_wanted = names.after_mlp.is_some_and(|n| self.norm_wanted(sink, n));
         let dh = need_dx || names.before_mlp.is_some_and(|n| self.norm_wanted(sink, n));
-        let needs = Needs {
+        let needs = MlpNeeds {
             inputs: linears.iter().any(|&x| self.linear_wanted(sink, x)),
             down: self.linear_wanted(sink, down),
             dh,
@@ -138,7 +138,7 @@ impl LayerMemory<'_> {
         &self,
         l: &mut Ledger,
         parts: Option<Vec<Allocation>>,
-        needs: Needs,
+        needs: MlpNeeds,
         sink: &mut dyn GradSinkMemory,
     ) -> Option<Allocation> {
         let names = self.settings.spec.norms;

@@ -2,13 +2,13 @@
 
 use super::{Network, param};
 use crate::base::{Error, Result};
-use crate::model::block::Block;
+use crate::model::block::DecoderBlock;
 use crate::model::block::altup::AltUp;
 use crate::model::block::laurel::Laurel;
 use crate::model::block::per_layer::PerLayerInput;
 use crate::model::delta_net::DeltaNet;
 use crate::model::experts::Experts;
-use crate::model::latent::Latent;
+use crate::model::latent::LatentAttention;
 use crate::model::linear::Linear;
 use crate::model::norm::Norm;
 use crate::model::projections::Projections;
@@ -26,7 +26,7 @@ impl Network {
     ///
     /// # Errors
     /// The source cannot deliver the weights of this layer.
-    pub fn block(&self, index: usize) -> Result<Block> {
+    pub fn block(&self, index: usize) -> Result<DecoderBlock> {
         let weights = self.source.fetch_dense(index)?;
         let spec = &self.spec;
         let norms = spec.norms(index);
@@ -73,7 +73,7 @@ impl Network {
                 let Some(inner) = norm(Some(LATENT_NORM))? else {
                     return Err(Error::internal("latent attention has no norm"));
                 };
-                Some(Latent {
+                Some(LatentAttention {
                     sizes,
                     queries: norm(Some(LATENT_QUERY_NORM))?.zip(query),
                     norm: inner,
@@ -181,7 +181,7 @@ impl Network {
             Some(copies) => Projections::copy_pairs(groups, copies.entry(index).or_default())?,
             None => Projections::copy_pairs(groups, &mut None)?,
         }
-        Ok(Block {
+        Ok(DecoderBlock {
             _weights: weights.clone(),
             index,
             attention_in,

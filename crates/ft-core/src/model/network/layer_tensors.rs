@@ -6,7 +6,7 @@ use crate::base::Result;
 use crate::model::contracts::Param;
 use crate::peft::{Adapter, Lora};
 use crate::quant::Weight;
-use crate::source::{Group, GroupWeights, InMemory};
+use crate::source::{Group, GroupWeights, InMemoryWeights};
 use candle_core::Tensor;
 use std::sync::Arc;
 
@@ -111,7 +111,7 @@ impl LayerTensors {
             pair.start = pair.start.map(|(a, b)| (next(&a), next(&b)));
             adapters.insert(module.clone(), Arc::new(Adapter::Lora(pair)));
         }
-        let source = InMemory::over(network.source.clone());
+        let source = InMemoryWeights::over(network.source.clone());
         source.set(Group::Layer(self.layer), weights);
         Network {
             spec: network.spec.clone(),

@@ -71,7 +71,7 @@ fn attention_has_the_bits_of_one_rank_and_its_gradients() {
             let size = if ranks == 2 { 4 } else { ranks };
             let inputs = [&q, &k, &v, &d].map(|t| t.to_vec2::<f32>().unwrap());
             let found = threads::run(size, |comm| {
-                let sequence = Sequence::new(&*comm, SequenceConfig { ranks, by }, batch).unwrap();
+                let sequence = SequenceRanks::new(&*comm, SequenceConfig { ranks, by }, batch).unwrap();
                 let own = sequence.own();
                 assert_eq!(sequence.part(batch).unwrap().len(), own.len());
                 let cut = |i: usize| Tensor::new(inputs[i][own.clone()].to_vec(), &Device::Cpu).unwrap();
@@ -119,8 +119,8 @@ fn what_cannot_be_shared_is_an_error() {
         let few = batch(&[1]);
         let mut columns = batch(&[4]);
         columns.columns.documents.insert("x", vec![1.0]);
-        let error = Sequence::new(&*comm, config, &few).err().unwrap().to_string();
-        let sequence = Sequence::new(&*comm, config, &columns).unwrap();
+        let error = SequenceRanks::new(&*comm, config, &few).err().unwrap().to_string();
+        let sequence = SequenceRanks::new(&*comm, config, &columns).unwrap();
         error + &sequence.part(&columns).err().unwrap().to_string()
     }) {
         assert!(

@@ -1,7 +1,7 @@
 //! Updates of a part of a parameter: on several ranks each one has the moments of its part, updates it, and the others
 //! copy the result. The bits are those of an update of the whole parameter.
 
-use super::super::state::{self, State};
+use super::super::state::{self, ParamState};
 use super::{Optimizer, UpdateTensors};
 use crate::base::{Error, Result};
 use crate::ops::step::{self, BLOCK, FoundInf, ParameterStep, Precision};
@@ -102,7 +102,7 @@ impl Optimizer {
                 .expected(range.len()));
         }
         if !self.states.contains_key(name) {
-            let fresh = State::fresh_part(&self.settings, shape, range.len(), weight.device())?;
+            let fresh = ParamState::fresh_part(&self.settings, shape, range.len(), weight.device())?;
             self.states.insert(name.to_string(), fresh);
         }
         // The part alone begins at its first element.

@@ -1,7 +1,7 @@
 //! Tests of optimizer states: created, measured, saved, restored; masked weights; corrections.
 
 use super::*;
-use crate::optim::Masks;
+use crate::optim::UpdateMasks;
 use crate::optim::config::{OptimizerName, StateDtype};
 use std::collections::BTreeSet;
 
@@ -161,7 +161,7 @@ fn a_masked_update_changes_its_part_and_no_more() {
             let s = settings(lines);
             let shape = [300, 90];
             let n = 27_000;
-            let masks = Masks::new(0.3, scattered, 1, 3, BTreeSet::new());
+            let masks = UpdateMasks::new(0.3, scattered, 1, 3, BTreeSet::new());
             let subset = masks.of("w", n).unwrap();
             let (weight, gradient) = (tensor(&shape, 1).to_dtype(dtype).unwrap(), tensor(&shape, 2));
             let before = values(&weight);

@@ -4,7 +4,7 @@
 
 use super::algebra::{eigen_bytes, svd_bytes};
 use super::krylov;
-use crate::peft::adapter::Cost;
+use crate::peft::adapter::AdapterCost;
 use crate::peft::config::{LoraConfig, LoraInit, PeftType};
 use crate::peft::targets::layer_of;
 use std::collections::{BTreeMap, BTreeSet};
@@ -46,11 +46,13 @@ pub fn decomposes(lora: &LoraConfig) -> bool {
 
 /// Bytes for each thread into which the products of the start are packed; they stay until the run is over. Those of a few
 /// vectors need less.
-pub fn packed(lora: &LoraConfig, adapters: &BTreeMap<String, Cost>) -> u64 {
+pub fn packed(lora: &LoraConfig, adapters: &BTreeMap<String, AdapterCost>) -> u64 {
     if !decomposes(lora) {
         return 0;
     }
-    let linears = adapters.iter().filter_map(|(module, cost)| Linear::of(module, cost));
+    let linears = adapters
+        .iter()
+        .filter_map(|(module, cost)| LinearSizes::of(module, cost));
     match lora.init_lora_weights {
         LoraInit::Olora => 0,
         LoraInit::Eva => {
@@ -65,14 +67,14 @@ pub fn packed(lora: &LoraConfig, adapters: &BTreeMap<String, Cost>) -> u64 {
 /// Bytes at the worst moment of the start: hidden states of `tokens` calibration tokens of width `hidden` (D), one layer's
 /// covariances, what is decomposed at one time, and what is kept until the last layer is done. 0 for starts that need none
 /// of it. The passes over these tokens are not in it.
-pub fn bytes(lora: &LoraConfig, hidden: usize, tokens: u64, adapters: &BTreeMap<String, Cost>) -> u64 {
+pub fn bytes(lora: &LoraConfig, hidden: usize, tokens: u64, adapters: &BTreeMap<String, AdapterCost>) -> u64 {
     if !decomposes(lora) {
         return 0;
     }
     let init = lora.init_lora_weights;
-    let mut layers: BTreeMap<Option<usize>, Vec<Linear>> = BTreeMap::new();
+    let mut layers: BTreeMap<Option<usize>, Vec<LinearSizes>> = BTreeMap::new();
     for (module, cost) in adapters {
-        if let Some(linear) = Linear::of(module, cost) {
+        if let Some(linear) = LinearSizes::of(module, cost) {
             layers.entry(layer_of(module)).or_default().push(linear);
         }
     }
@@ -111,7 +113,7 @@ pub fn bytes(lora: &LoraConfig, hidden: usize, tokens: u64, adapters: &BTreeMap<
     states + kept + worst.max().unwrap_or(0)
 }
 
-struct Linear {
+struct LinearSizes {
     i: u64,
     o: u64,
     r: u64,
@@ -119,8 +121,8 @@ struct Linear {
     input: u8,
 }
 
-impl Linear {
-    fn of(module: &str, cost: &Cost) -> Option<Self> {
+impl LinearSizes {
+    fn of(module: &str, cost: &AdapterCost) -> Option<Self> {
         let shape = |below: &str| cost.trained.iter().find(|(n, _)| n.ends_with(below)).map(|(_, s)| s);
         let (&[r, i], &[o, _]) = (shape(".lora_A.weight")?.as_slice(), shape(".lora_B.weight")?.as_slice()) else {
             return None;
@@ -197,12 +199,12 @@ mod tests {
     #[test]
     fn a_start_costs_covariances_and_what_it_decomposes() {
         let part = |name: &str, shape: [usize; 2]| (format!("model.layers.0.mlp.{name}").into(), shape.to_vec());
-        let cost = Cost {
+        let cost = AdapterCost {
             trained: vec![
                 part("up_proj.lora_A.weight", [2, 8]),
                 part("up_proj.lora_B.weight", [12, 2]),
             ],
-            ..Cost::default()
+            ..AdapterCost::default()
         };
         let adapters = BTreeMap::from([("model.layers.0.mlp.up_proj".to_string(), cost)]);
         let with = |lora: LoraConfig| bytes(&lora, 8, 100, &adapters);

@@ -4,7 +4,7 @@ use super::algebra::{CompressedPair, compressed, eigen, fast_svd, matrix, qr, so
 use super::*;
 use crate::ops::oracle::{flat, random};
 use crate::peft::config::CordaMethod;
-use crate::peft::{Lora, Mask};
+use crate::peft::{DropoutMask, Lora};
 use faer::Mat;
 
 fn weight(rows: usize, columns: usize, seed: u64) -> Mat<f64> {
@@ -184,7 +184,12 @@ fn ranks_are_spent_where_they_count() {
 
 #[test]
 fn compressing_keeps_what_fits_and_tells_what_is_lost() {
-    let mut lora = Lora::new("m", (random((2, 12), 1), random((6, 2), 2)), 0.7, Mask::default());
+    let mut lora = Lora::new(
+        "m",
+        (random((2, 12), 1), random((6, 2), 2)),
+        0.7,
+        DropoutMask::default(),
+    );
     lora.start = Some((random((2, 12), 3), random((6, 2), 4)));
     let delta = matrix(&flat(&lora.delta().unwrap()), 6, 12);
     for (r, least, most) in [(4, 0.0, 1e-5), (5, 0.0, 1e-5), (2, 1e-3, 0.9)] {

@@ -1,7 +1,7 @@
 //! Tests of GRPO losses: derivatives against finite differences, and the correction of rollouts with quantized weights.
 
 use super::*;
-use crate::rlhf::correction::{Correction, RolloutCorrection};
+use crate::rlhf::correction::{RatioCorrection, RolloutCorrection};
 
 const LOSSES: [GrpoLoss; 5] = [
     GrpoLoss::Grpo,
@@ -122,7 +122,7 @@ fn the_correction_of_coded_rollouts_is_unbiased() {
         (first, second)
     };
     let reward = [[1.0, -0.5], [0.25, 2.0]];
-    let correction = Correction {
+    let correction = RatioCorrection {
         mode: RolloutCorrection::SequenceMask,
         min: None,
         max: Some(3.0),

@@ -70,9 +70,9 @@ pub struct PreferenceTerms {
 
 /// Type of a pairwise loss.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Pairwise {
+pub enum PairwiseLoss {
     /// DPO and its variants: with a reference model.
-    Dpo(Dpo),
+    Dpo(DpoSettings),
     /// The odds ratio of the answers, beside the cross-entropy of the chosen one; no reference (Hong et al. 2024, arXiv
     /// 2403.07691).
     Orpo {
@@ -95,7 +95,7 @@ pub enum Pairwise {
 
 /// Settings of DPO, named as in TRL.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Dpo {
+pub struct DpoSettings {
     /// The losses to add, with their weights.
     pub losses: Vec<(PairLoss, f64)>,
     /// Scale of the rewards.
@@ -110,18 +110,18 @@ pub struct Dpo {
     pub discopop_tau: f64,
 }
 
-impl Pairwise {
+impl PairwiseLoss {
     /// True if the loss uses a reference model.
     pub fn has_reference(&self) -> bool {
-        matches!(self, Pairwise::Dpo(_))
+        matches!(self, PairwiseLoss::Dpo(_))
     }
 
     /// The loss of each pair, with its gradients.
     pub fn evaluate(&self, pairs: &[LogProbPair]) -> PreferenceTerms {
         match self {
-            Pairwise::Dpo(dpo) => dpo.evaluate(pairs),
-            Pairwise::Orpo { beta } => orpo(*beta, pairs),
-            Pairwise::Simpo {
+            PairwiseLoss::Dpo(dpo) => dpo.evaluate(pairs),
+            PairwiseLoss::Orpo { beta } => orpo(*beta, pairs),
+            PairwiseLoss::Simpo {
                 beta,
                 gamma,
                 nll,
@@ -138,7 +138,7 @@ fn chosen_nll(pairs: &[LogProbPair]) -> (f64, f64) {
     (-logp / tokens.max(1.0), -1.0 / tokens.max(1.0))
 }
 
-impl Dpo {
+impl DpoSettings {
     /// The score of a log-ratio: f'(π/π_ref) without its constant (f-DPO: Wang et al. 2023, arXiv 2309.16240,
     /// table 1), and its derivative.
     fn score(&self, ratio: f64) -> (f64, f64) {
@@ -403,8 +403,8 @@ mod tests {
         .to_vec()
     }
 
-    fn dpo(kind: PairLoss, f_divergence: FDivergence) -> Pairwise {
-        Pairwise::Dpo(Dpo {
+    fn dpo(kind: PairLoss, f_divergence: FDivergence) -> PairwiseLoss {
+        PairwiseLoss::Dpo(DpoSettings {
             losses: vec![(kind, 0.7)],
             beta: 0.3,
             label_smoothing: 0.1,
@@ -414,17 +414,17 @@ mod tests {
         })
     }
 
-    fn every() -> Vec<Pairwise> {
+    fn every() -> Vec<PairwiseLoss> {
         let names = PairLoss::NAMES.iter().filter_map(|n| PairLoss::parse(n));
-        let mut all: Vec<Pairwise> = names.map(|kind| dpo(kind, FDivergence::ReverseKl)).collect();
+        let mut all: Vec<PairwiseLoss> = names.map(|kind| dpo(kind, FDivergence::ReverseKl)).collect();
         all.extend(
             FDivergence::NAMES
                 .iter()
                 .filter_map(|n| FDivergence::parse(n))
                 .map(|f| dpo(PairLoss::Sigmoid, f)),
         );
-        all.push(Pairwise::Orpo { beta: 0.3 });
-        all.push(Pairwise::Simpo {
+        all.push(PairwiseLoss::Orpo { beta: 0.3 });
+        all.push(PairwiseLoss::Simpo {
             beta: 2.0,
             gamma: 0.5,
             nll: 0.3,
@@ -474,7 +474,7 @@ mod tests {
             chosen: side(0.0, 0.0, 2.0),
             rejected: side(0.0, 0.0, 2.0),
         };
-        let terms = Pairwise::Orpo { beta: 0.1 }.evaluate(&[certain]);
+        let terms = PairwiseLoss::Orpo { beta: 0.1 }.evaluate(&[certain]);
         assert!(terms.loss.is_finite() && terms.slopes[0].iter().all(|s| s.is_finite()));
     }
 }

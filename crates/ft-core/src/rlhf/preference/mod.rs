@@ -12,9 +12,9 @@ pub mod policy;
 pub mod reward;
 pub mod unpaired;
 
-pub use losses::{Pairwise, PreferenceTerms};
-pub use policy::{Algorithm, Preferences};
-pub use reward::Reward;
+pub use losses::{PairwiseLoss, PreferenceTerms};
+pub use policy::{PreferenceAlgorithm, PreferenceObjective};
+pub use reward::RewardObjective;
 
 /// Document columns (`data::Columns`) that these objectives read.
 pub mod columns {

@@ -6,12 +6,12 @@
 //! The documents of a batch are in pairs: chosen and rejected; for KTO a judged answer and its mismatched pair.
 
 use super::columns::{LABEL, PROMPT, REFERENCE};
-use super::losses::{AnswerLogProbs, LogProbPair, Pairwise, PreferenceTerms};
-use super::unpaired::{self, JudgedAnswer, Kto, KtoTerms};
+use super::losses::{AnswerLogProbs, LogProbPair, PairwiseLoss, PreferenceTerms};
+use super::unpaired::{self, JudgedAnswer, KtoSettings, KtoTerms};
 use crate::base::means::NamedMeans;
 use crate::base::{Error, Result};
 use crate::data::{Batch, IGNORE};
-use crate::model::{Head, LossGradients, Need, Objective};
+use crate::model::{Head, LossGradients, Objective, ObjectiveNeeds};
 use crate::ops::step_stats::{StepStats, StepSums};
 use crate::rlhf::policy::gradients;
 use candle_core::Tensor;
@@ -19,32 +19,32 @@ use std::ops::Range;
 
 /// Kind of training data, with its loss.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Algorithm {
+pub enum PreferenceAlgorithm {
     /// Pairs of a chosen and a rejected answer.
     Pairs {
         /// The loss of a pair.
-        loss: Pairwise,
+        loss: PairwiseLoss,
         /// Weight of an answer's tokens beyond the length of the shorter answer (LD-DPO: Liu et al. 2024,
         /// arXiv 2409.06411); 1: off.
         ld_alpha: f64,
     },
     /// Single answers, each desirable or not.
-    Judged(Kto),
+    Judged(KtoSettings),
 }
 
-impl Algorithm {
+impl PreferenceAlgorithm {
     /// True if the log-probabilities of the reference are needed.
     pub fn has_reference(&self) -> bool {
         match self {
-            Algorithm::Pairs { loss, .. } => loss.has_reference(),
-            Algorithm::Judged(_) => true,
+            PreferenceAlgorithm::Pairs { loss, .. } => loss.has_reference(),
+            PreferenceAlgorithm::Judged(_) => true,
         }
     }
 
     fn ld_alpha(&self) -> f64 {
         match self {
-            Algorithm::Pairs { ld_alpha, .. } => *ld_alpha,
-            Algorithm::Judged(_) => 1.0,
+            PreferenceAlgorithm::Pairs { ld_alpha, .. } => *ld_alpha,
+            PreferenceAlgorithm::Judged(_) => 1.0,
         }
     }
 
@@ -115,14 +115,14 @@ impl AnswerSpan {
 }
 
 /// The preference objective.
-pub struct Preferences {
-    algorithm: Algorithm,
+pub struct PreferenceObjective {
+    algorithm: PreferenceAlgorithm,
     means: NamedMeans,
 }
 
-impl Preferences {
+impl PreferenceObjective {
     /// The objective of this algorithm.
-    pub fn new(algorithm: Algorithm) -> Self {
+    pub fn new(algorithm: PreferenceAlgorithm) -> Self {
         Self {
             algorithm,
             means: NamedMeans::default(),
@@ -154,7 +154,7 @@ impl Preferences {
         };
         let sides: Vec<AnswerLogProbs> = (0..answers.len()).map(side).collect();
         match &self.algorithm {
-            Algorithm::Pairs { loss, .. } => {
+            PreferenceAlgorithm::Pairs { loss, .. } => {
                 let pairs: Vec<LogProbPair> = sides
                     .chunks_exact(2)
                     .map(|p| LogProbPair {
@@ -172,16 +172,16 @@ impl Preferences {
                     texts: pairs.iter().flat_map(|_| [terms.text_slope, 0.0]).collect(),
                 })
             }
-            Algorithm::Judged(kto) => self.judged(kto, batch.columns.document(LABEL)?, &sides),
+            PreferenceAlgorithm::Judged(kto) => self.judged(kto, batch.columns.document(LABEL)?, &sides),
         }
     }
 
-    fn measure(&self, loss: &Pairwise, pairs: &[LogProbPair], terms: &PreferenceTerms, correct: f64) {
+    fn measure(&self, loss: &PairwiseLoss, pairs: &[LogProbPair], terms: &PreferenceTerms, correct: f64) {
         let count = pairs.len() as f64;
         let sum = |f: &dyn Fn(usize) -> f64| (0..pairs.len()).map(f).sum::<f64>();
         // TRL reports sums over the tokens if the loss uses sums.
         let logp = |s: &AnswerLogProbs| match loss {
-            Pairwise::Dpo(_) => s.logp,
+            PairwiseLoss::Dpo(_) => s.logp,
             _ => s.logp / s.predicted.max(1.0),
         };
         for (name, value) in [
@@ -199,7 +199,7 @@ impl Preferences {
         }
     }
 
-    fn judged(&self, kto: &Kto, labels: &[f32], sides: &[AnswerLogProbs]) -> Result<Slopes> {
+    fn judged(&self, kto: &KtoSettings, labels: &[f32], sides: &[AnswerLogProbs]) -> Result<Slopes> {
         let (mut answers, mut mismatched, mut at) = (Vec::new(), Vec::new(), Vec::new());
         for (d, (side, &label)) in sides.iter().zip(labels).enumerate() {
             let ratio = side.logp - side.reference;
@@ -260,13 +260,13 @@ struct Slopes {
     texts: Vec<f64>,
 }
 
-impl Objective for Preferences {
+impl Objective for PreferenceObjective {
     fn evaluate(
         &self,
         h: &Tensor,
         head: &Head,
         batch: &Batch,
-        need: Need,
+        need: ObjectiveNeeds,
         step_stats: &StepStats,
     ) -> Result<LossGradients> {
         let log_probs = head.log_probs(h, &batch.targets)?;
@@ -298,8 +298,8 @@ impl Objective for Preferences {
     /// Number of units: pairs, or judged answers.
     fn weight(&self, batch: &Batch) -> usize {
         match &self.algorithm {
-            Algorithm::Pairs { .. } => batch.documents.len().saturating_sub(1) / 2,
-            Algorithm::Judged(_) => batch
+            PreferenceAlgorithm::Pairs { .. } => batch.documents.len().saturating_sub(1) / 2,
+            PreferenceAlgorithm::Judged(_) => batch
                 .columns
                 .document(LABEL)
                 .map_or(0, |labels| labels.iter().filter(|l| **l >= 0.0).count()),

@@ -12,7 +12,7 @@ use crate::base::means::NamedMeans;
 use crate::base::rng::{Rng, Stream};
 use crate::base::{Error, Result};
 use crate::data::Batch;
-use crate::model::{Gradient, Head, LossGradients, Need, Objective, Param};
+use crate::model::{Head, LossGradients, Objective, ObjectiveNeeds, Param, ParamGradient};
 use crate::ops::step_stats::{StepStats, StepSums};
 use crate::ops::update;
 use candle_core::{DType, Device, Tensor};
@@ -21,7 +21,7 @@ use candle_core::{DType, Device, Tensor};
 pub const SCORE: &str = "objective.score.weight";
 
 /// The reward objective.
-pub struct Reward {
+pub struct RewardObjective {
     /// f32 `[1, D]`
     score: Param,
     /// The padding id in transformers: trailing padding tokens are skipped, as there.
@@ -64,7 +64,7 @@ fn last_states(h: &Tensor, batch: &Batch, pad: Option<u32>) -> Result<(Tensor, V
     Ok((positions, rows))
 }
 
-impl Reward {
+impl RewardObjective {
     /// A new head of width D, drawn from a normal distribution with standard deviation `std`. `center` is TRL's
     /// `center_rewards_coefficient`.
     ///
@@ -96,13 +96,13 @@ impl Reward {
     }
 }
 
-impl Objective for Reward {
+impl Objective for RewardObjective {
     fn evaluate(
         &self,
         h: &Tensor,
         _: &Head,
         batch: &Batch,
-        need: Need,
+        need: ObjectiveNeeds,
         step_stats: &StepStats,
     ) -> Result<LossGradients> {
         let (n, d) = h.dims2()?;
@@ -158,7 +158,7 @@ impl Objective for Reward {
         Ok(LossGradients {
             dh,
             dw: None,
-            objective_params: vec![Gradient {
+            objective_params: vec![ParamGradient {
                 param: self.score.clone(),
                 gradient,
             }],

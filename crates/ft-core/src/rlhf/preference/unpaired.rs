@@ -10,7 +10,7 @@ use super::losses::sigmoid;
 
 /// Settings, named as in TRL.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Kto {
+pub struct KtoSettings {
     /// The loss.
     pub loss: JudgedLoss,
     /// Scale of the rewards.
@@ -42,7 +42,7 @@ pub struct KtoTerms {
 }
 
 /// The loss of these answers. `mismatched`: log-ratios of mismatched pairs.
-pub fn evaluate(kto: &Kto, answers: &[JudgedAnswer], mismatched: &[f64]) -> KtoTerms {
+pub fn evaluate(kto: &KtoSettings, answers: &[JudgedAnswer], mismatched: &[f64]) -> KtoTerms {
     let kl = match kto.loss {
         JudgedLoss::Kto => (mismatched.iter().sum::<f64>() / mismatched.len().max(1) as f64).max(0.0),
         JudgedLoss::ApoZeroUnpaired => 0.0,
@@ -69,7 +69,7 @@ mod tests {
     #[test]
     fn slopes_are_those_of_the_losses_and_the_kl_is_not_negative() {
         for loss in [JudgedLoss::Kto, JudgedLoss::ApoZeroUnpaired] {
-            let kto = Kto {
+            let kto = KtoSettings {
                 loss,
                 beta: 0.4,
                 desirable_weight: 1.0,

@@ -1,7 +1,7 @@
 //! The loaders of the double buffers of the disk source: parts of layers, and pieces of the output projection.
 
-use super::Shared;
-use super::pool::{Buffers, ItemLoader};
+use super::ReaderState;
+use super::pool::{ItemLoader, SlotBuffers};
 use crate::base::{Error, Result};
 use crate::quant::Weight;
 use crate::source::GroupWeights;
@@ -9,12 +9,12 @@ use crate::source::experts::LayerPart;
 use std::sync::Arc;
 
 /// Loads layers without experts, or experts: parameters that are not in memory are read into the buffers, in their order.
-pub(super) struct Parts(pub Arc<Shared>);
+pub(super) struct PartLoader(pub Arc<ReaderState>);
 
-impl ItemLoader for Parts {
+impl ItemLoader for PartLoader {
     type Key = LayerPart;
 
-    fn prepare(&self, part: LayerPart, buffers: &mut Buffers) -> Result<()> {
+    fn prepare(&self, part: LayerPart, buffers: &mut SlotBuffers) -> Result<()> {
         let in_memory = self.0.in_memory().clone();
         for (i, p) in self.0.part(part)?.enumerate() {
             let fits = buffers.get(&i).is_some_and(|t| t.dims() == p.shape);
@@ -27,7 +27,7 @@ impl ItemLoader for Parts {
     }
 
     /// Reads the weights of a part into `buffers`.
-    fn fill(&self, part: LayerPart, buffers: &Buffers) -> Result<GroupWeights> {
+    fn fill(&self, part: LayerPart, buffers: &SlotBuffers) -> Result<GroupWeights> {
         let in_memory = self.0.in_memory().clone();
         let mut weights = GroupWeights::default();
         let mut read = 0;
@@ -56,7 +56,7 @@ impl ItemLoader for Parts {
 
 /// Loads rows of the head, starting at the row given by the key.
 pub(super) struct HeadRows {
-    pub shared: Arc<Shared>,
+    pub shared: Arc<ReaderState>,
     pub name: Arc<str>,
     pub rows: usize,
 }
@@ -64,7 +64,7 @@ pub(super) struct HeadRows {
 impl ItemLoader for HeadRows {
     type Key = usize;
 
-    fn prepare(&self, _: usize, buffers: &mut Buffers) -> Result<()> {
+    fn prepare(&self, _: usize, buffers: &mut SlotBuffers) -> Result<()> {
         if buffers.is_empty() {
             let param = self.shared.param(&self.name)?;
             let shape = [self.rows.min(param.shape[0]), param.elements() / param.shape[0].max(1)];
@@ -73,7 +73,7 @@ impl ItemLoader for HeadRows {
         Ok(())
     }
 
-    fn fill(&self, first: usize, buffers: &Buffers) -> Result<GroupWeights> {
+    fn fill(&self, first: usize, buffers: &SlotBuffers) -> Result<GroupWeights> {
         let all = self.shared.param(&self.name)?.shape[0];
         let mut weights = GroupWeights::default();
         for buffer in buffers.values() {

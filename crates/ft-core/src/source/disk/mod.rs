@@ -13,12 +13,12 @@ mod writer;
 #[cfg(test)]
 mod tests;
 
-use super::experts::{Expected, ExpertReads, LayerPart};
+use super::experts::{ExpectedExperts, ExpertReads, LayerPart};
 use super::policy::is_projection;
-use super::requantize::{Exact, quantize, requantize};
+use super::requantize::{ExactParam, quantize, requantize};
 use super::resident::{RandomWeights, check_names, draw, send};
 use super::{
-    Group, GroupWeights, MasterLowBits, NumbersSink, ParamInfo, Requantized, StoragePolicy, StreamedMatrix,
+    Group, GroupWeights, MasterLowBits, NumbersSink, ParamInfo, RequantizedWeight, StoragePolicy, StreamedMatrix,
     TrainableStore, WeightSource, distinct, lock, no_such, not_quantized, stays_on_device, stored, tensor_bytes,
 };
 use crate::base::{Error, Result, files};
@@ -30,15 +30,15 @@ use crate::ops::cross_entropy::PIECE;
 use crate::ops::transfer::CopyTimes;
 use crate::quant::{Format, Weight};
 use candle_core::{DType, Device, Tensor};
-use loaders::{HeadRows, Parts};
-use numbers::Files;
+use loaders::{HeadRows, PartLoader};
+use numbers::ParamFiles;
 use pool::{DoubleBuffer, ReaderJob};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, mpsc};
 use std::thread::JoinHandle;
 use store::STEP;
-pub use writer::Writer;
+pub use writer::SourceWriter;
 
 /// Options of a disk source.
 #[derive(Debug, Clone)]
@@ -59,7 +59,7 @@ pub struct DiskOptions {
     pub head_rows: Option<usize>,
 }
 
-/// Writes the weights of `Resident::random` to a model file, a few elements at a time.
+/// Writes the weights of `ResidentWeights::random` to a model file, a few elements at a time.
 ///
 /// # Errors
 /// The file cannot be written.
@@ -88,14 +88,14 @@ pub fn write_random(path: &Path, params: &[ParamInfo], seed: u64, std: f32, norm
 }
 
 /// State shared with the reader thread.
-struct Shared {
+struct ReaderState {
     params: Vec<ParamInfo>,
     /// Indices into `params`.
     groups: BTreeMap<Group, Vec<usize>>,
     /// As `groups`, of what is read at a time.
     parts: BTreeMap<LayerPart, Vec<usize>>,
-    expected: Expected,
-    files: Files,
+    expected: ExpectedExperts,
+    files: ParamFiles,
     /// Parameters that are quantized while they are frozen.
     quantized: BTreeMap<Arc<str>, Format>,
     dtype: DType,
@@ -105,27 +105,27 @@ struct Shared {
 }
 
 /// Reads the weights from the model files layer by layer, with double buffering.
-pub struct Disk {
-    shared: Arc<Shared>,
-    layers: DoubleBuffer<Parts>,
-    experts: DoubleBuffer<Parts>,
+pub struct DiskWeights {
+    shared: Arc<ReaderState>,
+    layers: DoubleBuffer<PartLoader>,
+    experts: DoubleBuffer<PartLoader>,
     pieces: DoubleBuffer<HeadRows>,
     /// Parameters that are always in memory, active or not.
     always_in_memory: Mutex<Vec<Arc<str>>>,
-    /// Active parameters; all of them are in `Shared::in_memory`.
+    /// Active parameters; all of them are in `ReaderState::in_memory`.
     active: Mutex<BTreeSet<Arc<str>>>,
     options: DiskOptions,
     jobs: Option<mpsc::Sender<ReaderJob>>,
     reader: Option<JoinHandle<()>>,
 }
 
-impl Disk {
+impl DiskWeights {
     /// Reads the parameters that are always in memory, and nothing else.
     ///
     /// # Errors
-    /// As `Resident::load`; a number of head rows that is not a multiple of `PIECE`.
+    /// As `ResidentWeights::load`; a number of head rows that is not a multiple of `PIECE`.
     pub fn open(params: Vec<ParamInfo>, weights: Weights, options: DiskOptions) -> Result<Self> {
-        Self::open_written(params, weights, options, Writer::default())
+        Self::open_written(params, weights, options, SourceWriter::default())
     }
 
     /// As `open`, with files that `writer` writes. If ranks share them, all ranks open the source, and call every method of
@@ -137,7 +137,7 @@ impl Disk {
         params: Vec<ParamInfo>,
         weights: Weights,
         options: DiskOptions,
-        writer: Writer,
+        writer: SourceWriter,
     ) -> Result<Self> {
         check_names(&params, &weights)?;
         if options
@@ -170,18 +170,18 @@ impl Disk {
                     .found(format)
                     .hint("hold the weights in memory: `Placement::Device`"));
                 }
-                in_files.insert(p.name.clone(), stored::Checked::new(&weights, p, layout, format)?);
+                in_files.insert(p.name.clone(), stored::CheckedParam::new(&weights, p, layout, format)?);
                 quantized.insert(p.name.clone(), format);
             }
         }
         to_code.retain(|(p, _)| !in_files.contains_key(&p.name));
-        let mut files = Files::new(weights, in_files, options.dtype, &options.trained, writer)?;
+        let mut files = ParamFiles::new(weights, in_files, options.dtype, &options.trained, writer)?;
         if !to_code.is_empty() {
             files.quantize_others(&to_code, &options.codes)?;
         }
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(ReaderState {
             parts: LayerPart::all(&params),
-            expected: Expected::default(),
+            expected: ExpectedExperts::default(),
             params,
             groups,
             files,
@@ -204,8 +204,8 @@ impl Disk {
             .spawn(move || queue.into_iter().for_each(|job| job()))
             .map_err(|e| Error::new("cannot start the thread that reads weights from the disk").cause(e))?;
         Ok(Self {
-            layers: DoubleBuffer::new(Parts(shared.clone())),
-            experts: DoubleBuffer::new(Parts(shared.clone())),
+            layers: DoubleBuffer::new(PartLoader(shared.clone())),
+            experts: DoubleBuffer::new(PartLoader(shared.clone())),
             pieces: DoubleBuffer::new(HeadRows {
                 shared: shared.clone(),
                 name: options.head.as_str().into(),
@@ -246,7 +246,7 @@ impl Disk {
         }
     }
 
-    fn buffer(&self, part: LayerPart) -> &DoubleBuffer<Parts> {
+    fn buffer(&self, part: LayerPart) -> &DoubleBuffer<PartLoader> {
         match part {
             LayerPart::Dense(_) => &self.layers,
             LayerPart::Expert(..) => &self.experts,
@@ -265,7 +265,7 @@ impl Disk {
     }
 }
 
-impl Drop for Disk {
+impl Drop for DiskWeights {
     fn drop(&mut self) {
         self.jobs = None;
         if let Some(reader) = self.reader.take() {
@@ -274,7 +274,7 @@ impl Drop for Disk {
     }
 }
 
-impl Shared {
+impl ReaderState {
     fn in_memory(&self) -> MutexGuard<'_, BTreeMap<Arc<str>, Tensor>> {
         lock(&self.in_memory)
     }
@@ -335,7 +335,7 @@ impl Shared {
     }
 }
 
-impl WeightSource for Disk {
+impl WeightSource for DiskWeights {
     fn fetch(&self, group: Group) -> Result<Arc<GroupWeights>> {
         if let Group::Layer(layer) = group
             && self.shared.members(group)?.all(|p| p.expert().is_none())
@@ -439,7 +439,7 @@ impl WeightSource for Disk {
 }
 
 struct HeadPieces<'a> {
-    disk: &'a Disk,
+    disk: &'a DiskWeights,
     rows: usize,
 }
 
@@ -461,7 +461,7 @@ impl StreamedMatrix for HeadPieces<'_> {
     }
 }
 
-impl TrainableStore for Disk {
+impl TrainableStore for DiskWeights {
     fn master_in_optimizer(&self, name: &str) -> bool {
         self.active().contains(name)
     }
@@ -489,12 +489,12 @@ impl TrainableStore for Disk {
         Ok(())
     }
 
-    fn deactivate(&self, keep: &dyn Fn(&str) -> bool, low: &mut dyn MasterLowBits) -> Result<Vec<Requantized>> {
+    fn deactivate(&self, keep: &dyn Fn(&str) -> bool, low: &mut dyn MasterLowBits) -> Result<Vec<RequantizedWeight>> {
         let leaving: Vec<Arc<str>> = self.active().iter().filter(|name| !keep(name)).cloned().collect();
         let mut requantized = Vec::new();
         for name in leaving {
             if let Some(weight) = self.in_memory(&name) {
-                let exact = Exact {
+                let exact = ExactParam {
                     weight,
                     low: low.take_low(&name),
                 };

@@ -1,7 +1,7 @@
 //! Reads and writes parameters: in the checkpoint, or, after training, in the store.
 
-use super::store::{CODES, LOW, STEP, Store, WEIGHT, part_name};
-use super::writer::Writer;
+use super::store::{CODES, FileStore, LOW, STEP, WEIGHT, part_name};
+use super::writer::SourceWriter;
 use crate::base::{Error, Result};
 use crate::formats::StoredDtype;
 use crate::formats::weights::Weights;
@@ -9,38 +9,38 @@ use crate::formats::writer::{TensorPlan, Values, write_file};
 use crate::ops::Dtype;
 use crate::ops::update;
 use crate::quant::{Format, QMatrix};
-use crate::source::requantize::{Exact, quantize};
-use crate::source::stored::Checked;
-use crate::source::{Numbers, NumbersSink, ParamInfo};
+use crate::source::requantize::{ExactParam, quantize};
+use crate::source::stored::CheckedParam;
+use crate::source::{NumbersSink, ParamElements, ParamInfo};
 use candle_core::{DType, Device, Tensor};
 use half::{bf16, f16};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 
-pub(super) struct Files {
+pub(super) struct ParamFiles {
     weights: Weights,
-    store: Store,
+    store: FileStore,
     /// Weights that the checkpoint holds quantized.
-    stored: BTreeMap<Arc<str>, Checked>,
+    stored: BTreeMap<Arc<str>, CheckedParam>,
     /// Other weights of the checkpoint, quantized by `quantize_others`.
     codes: Option<Weights>,
     dtype: Dtype,
-    writer: Writer,
+    writer: SourceWriter,
 }
 
-impl Files {
+impl ParamFiles {
     pub(super) fn new(
         weights: Weights,
-        stored: BTreeMap<Arc<str>, Checked>,
+        stored: BTreeMap<Arc<str>, CheckedParam>,
         dtype: Dtype,
         trained: &Path,
-        writer: Writer,
+        writer: SourceWriter,
     ) -> Result<Self> {
         Ok(Self {
             weights: writer.to_read(weights),
             stored,
-            store: Store::create(trained, writer.clone())?,
+            store: FileStore::create(trained, writer.clone())?,
             codes: None,
             dtype,
             writer,
@@ -174,7 +174,7 @@ impl Files {
     }
 
     /// Stores a trained parameter.
-    pub(super) fn write(&self, name: &str, exact: &Exact, codes: Option<&QMatrix>) -> Result<()> {
+    pub(super) fn write(&self, name: &str, exact: &ExactParam, codes: Option<&QMatrix>) -> Result<()> {
         exact.send(&mut |numbers| self.store.write(name, Some(numbers), codes))
     }
 
@@ -197,7 +197,7 @@ impl Files {
         let mut values = vec![0f32; p.elements()];
         saved.read_f32_at(&p.name, 0, &mut values)?;
         let codes = quantize(&values, p, format, self.dtype)?;
-        let exact = Exact::new(values, &p.shape, self.dtype, device)?;
+        let exact = ExactParam::new(values, &p.shape, self.dtype, device)?;
         self.write(&p.name, &exact, Some(&codes))
     }
 
@@ -208,14 +208,14 @@ impl Files {
             if let Some(stored) = self.stored.get(name).filter(|_| key != WEIGHT) {
                 let values = stored.read(&self.weights, p, self.dtype)?.dequantize();
                 return match self.dtype {
-                    Dtype::F32 => sink(Numbers::F32(&values)),
+                    Dtype::F32 => sink(ParamElements::F32(&values)),
                     Dtype::Bf16 => {
                         let halves: Vec<bf16> = values.iter().map(|x| bf16::from_f32(*x)).collect();
-                        sink(Numbers::Bf16(&halves, None))
+                        sink(ParamElements::Bf16(&halves, None))
                     }
                     Dtype::F16 => {
                         let halves: Vec<f16> = values.iter().map(|x| f16::from_f32(*x)).collect();
-                        sink(Numbers::F16(&halves, None))
+                        sink(ParamElements::F16(&halves, None))
                     }
                 };
             }
@@ -232,17 +232,17 @@ impl Files {
                     Dtype::F32 => {
                         wide.resize(n, 0f32);
                         file.read_f32_at(key, first, &mut wide)?;
-                        sink(Numbers::F32(&wide))?;
+                        sink(ParamElements::F32(&wide))?;
                     }
                     Dtype::Bf16 => {
                         narrow.resize(n, bf16::ZERO);
                         file.read_bf16_at(key, first, &mut narrow)?;
-                        sink(Numbers::Bf16(&narrow, has_low.then_some(low.as_slice())))?;
+                        sink(ParamElements::Bf16(&narrow, has_low.then_some(low.as_slice())))?;
                     }
                     Dtype::F16 => {
                         halves.resize(n, f16::ZERO);
                         file.read_f16_at(key, first, &mut halves)?;
-                        sink(Numbers::F16(&halves, has_low.then_some(low.as_slice())))?;
+                        sink(ParamElements::F16(&halves, has_low.then_some(low.as_slice())))?;
                     }
                 }
                 first += n;

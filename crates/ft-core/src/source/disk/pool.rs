@@ -9,17 +9,17 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 /// Memory of a slot: tensors by their index in the item.
-pub(super) type Buffers = BTreeMap<usize, Tensor>;
+pub(super) type SlotBuffers = BTreeMap<usize, Tensor>;
 
 /// Loads an item into the buffers of a slot.
 pub(super) trait ItemLoader: Send + Sync + 'static {
     type Key: Copy + Eq + Send + 'static;
 
     /// Allocates missing buffers. The requesting thread calls it, so that one thread allocates all memory.
-    fn prepare(&self, key: Self::Key, buffers: &mut Buffers) -> Result<()>;
+    fn prepare(&self, key: Self::Key, buffers: &mut SlotBuffers) -> Result<()>;
 
     /// Fills the buffers and returns them by name. Runs on the reader thread, or on the thread that needs the item.
-    fn fill(&self, key: Self::Key, buffers: &Buffers) -> Result<GroupWeights>;
+    fn fill(&self, key: Self::Key, buffers: &SlotBuffers) -> Result<GroupWeights>;
 }
 
 /// A job for the reader thread.
@@ -35,7 +35,7 @@ enum SlotState {
 struct Slot<K> {
     key: Option<K>,
     content: SlotState,
-    buffers: Buffers,
+    buffers: SlotBuffers,
     /// Copies that may still read the buffers.
     reads: Vec<HostRead>,
     /// True if the slot was prefetched, and not fetched since.
@@ -62,17 +62,17 @@ impl<K> Slot<K> {
     }
 }
 
-struct Shared<L: ItemLoader> {
+struct PoolState<L: ItemLoader> {
     loader: L,
     slots: Mutex<Vec<Slot<L::Key>>>,
     changed: Condvar,
 }
 
-pub(super) struct DoubleBuffer<L: ItemLoader>(Arc<Shared<L>>);
+pub(super) struct DoubleBuffer<L: ItemLoader>(Arc<PoolState<L>>);
 
 impl<L: ItemLoader> DoubleBuffer<L> {
     pub(super) fn new(loader: L) -> Self {
-        Self(Arc::new(Shared {
+        Self(Arc::new(PoolState {
             loader,
             slots: Mutex::new(Vec::new()),
             changed: Condvar::new(),
@@ -191,7 +191,7 @@ impl<K> Slot<K> {
         Self {
             key: None,
             content: SlotState::Empty,
-            buffers: Buffers::new(),
+            buffers: SlotBuffers::new(),
             reads: Vec::new(),
             prefetched: false,
             last: 0,
@@ -199,13 +199,13 @@ impl<K> Slot<K> {
     }
 }
 
-impl<L: ItemLoader> Shared<L> {
+impl<L: ItemLoader> PoolState<L> {
     fn lock(&self) -> MutexGuard<'_, Vec<Slot<L::Key>>> {
         lock(&self.slots)
     }
 
     /// Fills buffers that no copy reads any more.
-    fn fill(&self, key: L::Key, buffers: &Buffers, reads: &[HostRead]) -> Result<GroupWeights> {
+    fn fill(&self, key: L::Key, buffers: &SlotBuffers, reads: &[HostRead]) -> Result<GroupWeights> {
         reads.iter().try_for_each(HostRead::wait)?;
         self.loader.fill(key, buffers)
     }
@@ -242,7 +242,7 @@ fn clock<K>(slots: &[Slot<K>]) -> u64 {
 }
 
 /// Assigns the slot to `key` and marks it as loading; returns its memory for the loader, and what may still read it.
-fn begin<K>(slots: &mut [Slot<K>], at: usize, key: K, prefetched: bool) -> (Buffers, Vec<HostRead>) {
+fn begin<K>(slots: &mut [Slot<K>], at: usize, key: K, prefetched: bool) -> (SlotBuffers, Vec<HostRead>) {
     let now = clock(slots);
     let slot = &mut slots[at];
     slot.empty(SlotState::Loading);
@@ -259,21 +259,21 @@ mod tests {
 
     /// Loads the key itself as a number; key 13 fails.
     #[derive(Default)]
-    struct Numbered {
+    struct NumberLoader {
         filled: AtomicUsize,
     }
 
-    impl ItemLoader for Arc<Numbered> {
+    impl ItemLoader for Arc<NumberLoader> {
         type Key = u32;
 
-        fn prepare(&self, _: u32, buffers: &mut Buffers) -> Result<()> {
+        fn prepare(&self, _: u32, buffers: &mut SlotBuffers) -> Result<()> {
             if buffers.is_empty() {
                 buffers.insert(0, Tensor::zeros(1, candle_core::DType::F32, &Device::Cpu)?);
             }
             Ok(())
         }
 
-        fn fill(&self, key: u32, buffers: &Buffers) -> Result<GroupWeights> {
+        fn fill(&self, key: u32, buffers: &SlotBuffers) -> Result<GroupWeights> {
             self.filled.fetch_add(1, Relaxed);
             if key == 13 {
                 return Err(Error::new("unlucky"));
@@ -296,7 +296,7 @@ mod tests {
 
     #[test]
     fn two_places_serve_a_walk_up_and_down_with_each_thing_loaded_once_a_direction() {
-        let load = Arc::new(Numbered::default());
+        let load = Arc::new(NumberLoader::default());
         let pool = DoubleBuffer::new(load.clone());
         let n = 6;
         for round in 1..=2 {
@@ -319,7 +319,7 @@ mod tests {
 
     #[test]
     fn what_is_in_use_is_never_overwritten() {
-        let pool = DoubleBuffer::new(Arc::new(Numbered::default()));
+        let pool = DoubleBuffer::new(Arc::new(NumberLoader::default()));
         let handles: Vec<_> = (0..4).map(|i| pool.get(i).unwrap()).collect();
         pool.prefetch(9, now);
         for (i, handle) in handles.iter().enumerate() {
@@ -338,7 +338,7 @@ mod tests {
 
     #[test]
     fn a_failed_load_is_told_and_can_be_tried_again() {
-        let load = Arc::new(Numbered::default());
+        let load = Arc::new(NumberLoader::default());
         let pool = DoubleBuffer::new(load.clone());
         assert!(pool.get(13).is_err());
         pool.prefetch(13, now);
@@ -350,7 +350,7 @@ mod tests {
 
     #[test]
     fn it_waits_for_what_is_on_its_way() {
-        let pool = DoubleBuffer::new(Arc::new(Numbered::default()));
+        let pool = DoubleBuffer::new(Arc::new(NumberLoader::default()));
         let mut waiting = None;
         pool.prefetch(3, |job| waiting = Some(job));
         let job = waiting.unwrap();

@@ -5,7 +5,7 @@
 //! only, further training and checkpoints read both. The files are scratch files of the running process: a resumed run
 //! writes them again from its checkpoint.
 
-use super::writer::Writer;
+use super::writer::SourceWriter;
 use crate::base::{Result, staging};
 use crate::formats::StoredDtype;
 use crate::formats::weights::Weights;
@@ -13,7 +13,7 @@ use crate::formats::writer::{TensorPlan, Values, write_file};
 use crate::ops::Dtype;
 use crate::ops::master;
 use crate::quant::QMatrix;
-use crate::source::{Numbers, lock};
+use crate::source::{ParamElements, lock};
 use half::{bf16, f16};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -34,15 +34,15 @@ pub(super) fn part_name(name: &str, part: &str) -> String {
 /// Elements read or written at a time.
 pub(super) const STEP: usize = 1 << 19;
 
-pub(super) struct Store {
+pub(super) struct FileStore {
     dir: PathBuf,
     names: Mutex<BTreeSet<String>>,
-    writer: Writer,
+    writer: SourceWriter,
 }
 
-impl Store {
+impl FileStore {
     /// Creates an empty store in `dir`; removes the files that another run of ft left there.
-    pub(super) fn create(dir: &Path, writer: Writer) -> Result<Self> {
+    pub(super) fn create(dir: &Path, writer: SourceWriter) -> Result<Self> {
         writer.write(|| staging::remove_scratch(dir).map(drop))?;
         Ok(Self {
             dir: dir.to_path_buf(),
@@ -61,12 +61,12 @@ impl Store {
     }
 
     /// Stores all elements of a parameter if it was trained, and its quantized data if it is stored quantized.
-    pub(super) fn write(&self, name: &str, numbers: Option<Numbers>, codes: Option<&QMatrix>) -> Result<()> {
+    pub(super) fn write(&self, name: &str, numbers: Option<ParamElements>, codes: Option<&QMatrix>) -> Result<()> {
         let (mut plans, low) = match numbers {
             None => (Vec::new(), None),
-            Some(Numbers::F32(v)) => (plans(v.len(), StoredDtype::F32, false), None),
-            Some(Numbers::Bf16(v, low)) => (plans(v.len(), StoredDtype::Bf16, low.is_some()), low),
-            Some(Numbers::F16(v, low)) => (plans(v.len(), StoredDtype::F16, low.is_some()), low),
+            Some(ParamElements::F32(v)) => (plans(v.len(), StoredDtype::F32, false), None),
+            Some(ParamElements::Bf16(v, low)) => (plans(v.len(), StoredDtype::Bf16, low.is_some()), low),
+            Some(ParamElements::F16(v, low)) => (plans(v.len(), StoredDtype::F16, low.is_some()), low),
         };
         let parts = codes.map(QMatrix::parts).unwrap_or_default();
         plans.extend(parts.iter().map(|part| TensorPlan {
@@ -75,9 +75,9 @@ impl Store {
             shape: vec![part.bytes.len()],
         }));
         self.put(name, &plans, &mut |plan, sink| match (plan.name.as_str(), numbers) {
-            (WEIGHT, Some(Numbers::F32(v))) => sink(Values::F32(v)),
-            (WEIGHT, Some(Numbers::Bf16(v, _))) => sink(Values::Bf16(v)),
-            (WEIGHT, Some(Numbers::F16(v, _))) => sink(Values::F16(v)),
+            (WEIGHT, Some(ParamElements::F32(v))) => sink(Values::F32(v)),
+            (WEIGHT, Some(ParamElements::Bf16(v, _))) => sink(Values::Bf16(v)),
+            (WEIGHT, Some(ParamElements::F16(v, _))) => sink(Values::F16(v)),
             (LOW, _) => low.unwrap_or_default().chunks(STEP).try_for_each(|part| {
                 let bytes: Vec<u8> = part.iter().flat_map(|x| x.to_le_bytes()).collect();
                 sink(Values::Raw(&bytes))

@@ -3,7 +3,7 @@
 use super::*;
 use crate::formats::writer::write_model;
 use crate::ops::{master, update};
-use crate::source::{Numbers, Resident, Sublayer};
+use crate::source::{ParamElements, ResidentWeights, Sublayer};
 use half::bf16;
 use tempfile::TempDir;
 
@@ -34,7 +34,7 @@ fn params(tied: bool) -> Vec<ParamInfo> {
 
 type Low = BTreeMap<String, Tensor>;
 
-fn open(dir: &Path, dtype: Dtype, tied: bool, head_rows: Option<usize>) -> Result<Disk> {
+fn open(dir: &Path, dtype: Dtype, tied: bool, head_rows: Option<usize>) -> Result<DiskWeights> {
     let file = dir.join("model.safetensors");
     if !file.exists() {
         write_random(&file, &params(tied), SEED.0, SEED.1, SEED.2, dtype)?;
@@ -48,11 +48,11 @@ fn open(dir: &Path, dtype: Dtype, tied: bool, head_rows: Option<usize>) -> Resul
         head: if tied { "embed" } else { "head" }.into(),
         head_rows,
     };
-    Disk::open(params(tied), Weights::open_file(&file)?, options)
+    DiskWeights::open(params(tied), Weights::open_file(&file)?, options)
 }
 
-fn resident(dtype: Dtype, tied: bool) -> Resident {
-    Resident::random(params(tied), SEED.0, SEED.1, SEED.2, dtype, &Device::Cpu).unwrap()
+fn resident(dtype: Dtype, tied: bool) -> ResidentWeights {
+    ResidentWeights::random(params(tied), SEED.0, SEED.1, SEED.2, dtype, &Device::Cpu).unwrap()
 }
 
 fn flat(t: &Tensor) -> Vec<f32> {
@@ -125,13 +125,13 @@ fn exact(source: &dyn TrainableStore, name: &str) -> Vec<u32> {
     source
         .read(name, &mut |numbers| {
             match numbers {
-                Numbers::F32(v) => all.extend(v.iter().map(|x| x.to_bits())),
-                Numbers::Bf16(v, None) => all.extend(v.iter().map(|x| x.to_f32().to_bits())),
-                Numbers::Bf16(v, Some(low)) => {
+                ParamElements::F32(v) => all.extend(v.iter().map(|x| x.to_bits())),
+                ParamElements::Bf16(v, None) => all.extend(v.iter().map(|x| x.to_f32().to_bits())),
+                ParamElements::Bf16(v, Some(low)) => {
                     all.extend(v.iter().zip(low).map(|(h, l)| master::join(*h, *l as u16).to_bits()))
                 }
-                Numbers::F16(v, None) => all.extend(v.iter().map(|x| x.to_f32().to_bits())),
-                Numbers::F16(v, Some(low)) => all.extend(
+                ParamElements::F16(v, None) => all.extend(v.iter().map(|x| x.to_f32().to_bits())),
+                ParamElements::F16(v, Some(low)) => all.extend(
                     v.iter()
                         .zip(low)
                         .map(|(h, l)| master::join_f16(*h, *l as u16).to_bits()),
@@ -394,11 +394,11 @@ fn requantized_weights_keep_their_exact_values_in_the_checkpoint() {
         head: "embed".into(),
         head_rows: None,
     };
-    let disk = Disk::open(params(true), Weights::open_file(&file).unwrap(), options).unwrap();
+    let disk = DiskWeights::open(params(true), Weights::open_file(&file).unwrap(), options).unwrap();
     let read = || {
         let mut all = Vec::new();
         disk.read(&name, &mut |numbers| {
-            if let Numbers::Bf16(values, low) = numbers {
+            if let ParamElements::Bf16(values, low) = numbers {
                 assert!(low.is_none());
                 all.extend(values.iter().map(|x| x.to_f32()));
             }
@@ -435,7 +435,7 @@ fn mixture() -> Vec<ParamInfo> {
 }
 
 /// Visits experts as a pass does: the routed ones, in order.
-fn visit(disk: &dyn TrainableStore, here: &Resident, layer: usize, experts: &[usize]) {
+fn visit(disk: &dyn TrainableStore, here: &ResidentWeights, layer: usize, experts: &[usize]) {
     let whole = here.fetch(Group::Layer(layer)).unwrap();
     disk.expect_experts(layer, experts);
     let dense = disk.fetch_dense(layer).unwrap();
@@ -474,8 +474,9 @@ fn experts_are_read_alone_in_two_slots_and_counted() {
             head: "head".into(),
             head_rows: None,
         };
-        let disk = Disk::open(mixture(), Weights::open_file(&file).unwrap(), options).unwrap();
-        let here = Resident::random_stored(mixture(), SEED.0, SEED.1, SEED.2, |p| storage.of(p), &Device::Cpu).unwrap();
+        let disk = DiskWeights::open(mixture(), Weights::open_file(&file).unwrap(), options).unwrap();
+        let here =
+            ResidentWeights::random_stored(mixture(), SEED.0, SEED.1, SEED.2, |p| storage.of(p), &Device::Cpu).unwrap();
         for layer in [0, 1, 1, 0] {
             visit(&disk, &here, layer, &[1, 2, 5]);
         }

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 /// The writer of the files of a source. Default: each process writes its own.
 #[derive(Clone, Default)]
-pub struct Writer(Option<Machine>);
+pub struct SourceWriter(Option<Machine>);
 
 #[derive(Clone)]
 struct Machine {
@@ -18,7 +18,7 @@ struct Machine {
     first: bool,
 }
 
-impl Writer {
+impl SourceWriter {
     /// The first rank of each machine writes, into its own directory. Returns the directory that the ranks of this machine
     /// share; `own`: that of this rank. All ranks call it.
     ///

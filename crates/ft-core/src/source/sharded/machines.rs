@@ -5,7 +5,7 @@
 //! Letters: W ranks, L ranks of a machine.
 
 use super::own::{OwnPart, bytes_of};
-use super::{Division, Sharded};
+use super::{MatrixDivision, ShardedWeights};
 use crate::base::{Error, Result};
 use crate::comm::{Collective, Shard, World, hosts};
 use crate::source::{ParamInfo, lock};
@@ -92,7 +92,7 @@ fn one(part: Range<usize>) -> Vec<Range<usize>> {
     std::iter::once(part).collect()
 }
 
-impl Sharded {
+impl ShardedWeights {
     /// The ranks of this machine, to which this rank sends its parts; `alone`: rank 0 alone, from the ranks of its machine.
     pub(super) fn receivers(&self, alone: bool) -> Vec<usize> {
         let near = self.machines.ranks_with(self.comm.world().rank);
@@ -117,8 +117,8 @@ impl Sharded {
         let codes = |own: Tensor, length: usize| Shard {
             own: vec![own],
             ranges: of_near(&|rank| match self.division {
-                Division::Experts if parts[rank].is_empty() => one(0..0),
-                Division::Experts => one(0..length),
+                MatrixDivision::Experts if parts[rank].is_empty() => one(0..0),
+                MatrixDivision::Experts => one(0..length),
                 _ => one(self.machines.bytes_of(length, rank)),
             }),
         };

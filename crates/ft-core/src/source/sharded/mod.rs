@@ -1,13 +1,13 @@
 //! A source whose matrices of decoder layers are stored in parts: each rank of a job has 1/W of every one (as FSDP, and
 //! stage 3 of ZeRO: Rajbhandari et al. 2020, arXiv 1910.02054). A layer is collected from all ranks ahead of its use, into
-//! one of two buffers. Embedding, head, norms and biases are whole on every rank. With `Division::InNode` a layer is collected from the
-//! ranks of one machine (`machines`).
+//! one of two buffers. Embedding, head, norms and biases are whole on every rank. With `MatrixDivision::InNode` a layer
+//! is collected from the ranks of one machine (`machines`).
 //!
-//! Or only the routed experts are divided, each whole on one rank (`Division::Experts`). Nothing is collected then: the rows of
-//! the tokens travel to the experts (`model::experts`).
+//! Or only the routed experts are divided, each whole on one rank (`MatrixDivision::Experts`). Nothing is collected
+//! then: the rows of the tokens travel to the experts (`model::experts`).
 //!
-//! All ranks fetch and prefetch the same layers in the same order. If rank 0 works alone (`Sharded::begin_alone`), it
-//! asks the others for each layer, and they answer (`Sharded::answer`).
+//! All ranks fetch and prefetch the same layers in the same order. If rank 0 works alone
+//! (`ShardedWeights::begin_alone`), it asks the others for each layer, and they answer (`ShardedWeights::answer`).
 //!
 //! Letters: W ranks.
 
@@ -23,13 +23,13 @@ pub use origin::WeightOrigin;
 
 use super::slots::Slots;
 use super::uploaded::FetchOrder;
-use super::{Group, GroupWeights, ParamInfo, Resident, StreamedMatrix, WeightSource, expert_of, lock, no_such};
+use super::{Group, GroupWeights, ParamInfo, ResidentWeights, StreamedMatrix, WeightSource, expert_of, lock, no_such};
 use crate::base::{Error, Result};
-use crate::comm::{Collective, Patience, Pending, Whole, part_of, share};
+use crate::comm::{Collective, Patience, PendingNumbers, WholeList, part_of, share};
 use crate::ops::Dtype;
 use crate::quant::{Format, StorageDtype, Weight};
 use candle_core::{Device, Tensor};
-use own::{Form, OwnPart};
+use own::{MatrixForm, OwnPart};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
@@ -64,7 +64,7 @@ pub fn own_bytes(p: &ParamInfo, format: Option<Format>, bytes: u64, (rank, size)
 
 /// Which matrices the ranks divide.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Division {
+pub enum MatrixDivision {
     /// Those of the decoder layers: each rank has some elements of every one.
     Elements,
     /// As `Elements`, but all ranks of a machine together have all of them.
@@ -73,7 +73,7 @@ pub enum Division {
     Experts,
 }
 
-impl Division {
+impl MatrixDivision {
     /// True for a parameter that is divided.
     pub fn divides(self, p: &ParamInfo) -> bool {
         is_in_parts(p) && (self != Self::Experts || p.expert().is_some())
@@ -81,8 +81,8 @@ impl Division {
 }
 
 /// Stores a part of every matrix of the decoder layers.
-pub struct Sharded {
-    division: Division,
+pub struct ShardedWeights {
+    division: MatrixDivision,
     /// All ranks are one machine, unless the weights are divided inside each.
     machines: Machines,
     /// Of each layer.
@@ -94,7 +94,7 @@ pub struct Sharded {
     /// Of the own parts of active matrices; all else is in host memory.
     device: Device,
     /// All other parameters.
-    whole: Resident,
+    whole: ResidentWeights,
     /// Indices into `params` of the matrices of each layer.
     layers: BTreeMap<usize, Vec<usize>>,
     /// Matrices that are quantized while they are frozen: format, and data type of the dequantized values.
@@ -105,24 +105,24 @@ pub struct Sharded {
     trained: Mutex<BTreeMap<Arc<str>, ExactPart>>,
     /// Active matrices.
     active: Mutex<BTreeSet<Arc<str>>>,
-    slots: Mutex<Slots<usize, Content>>,
-    alone: Mutex<Alone>,
+    slots: Mutex<Slots<usize, LayerContent>>,
+    alone: Mutex<Rank0Work>,
 }
 
 /// A layer in a buffer.
-enum Content {
-    Coming(Sent),
+enum LayerContent {
+    Coming(SentMatrices),
     Ready(Arc<GroupWeights>),
 }
 
 /// Matrices under way: their indices and forms, and the lists of which they are made.
-type Sent = (Vec<(usize, Form)>, Pending<Whole>);
+type SentMatrices = (Vec<(usize, MatrixForm)>, PendingNumbers<WholeList>);
 /// Exact values of an own part, and the low 16 bits of their masters.
 type ExactPart = (Tensor, Option<Tensor>);
 
 /// The work of rank 0 alone.
 #[derive(Default)]
-struct Alone {
+struct Rank0Work {
     works: bool,
     /// The last layer that the others sent.
     layer: Option<(usize, Arc<GroupWeights>)>,
@@ -133,20 +133,20 @@ const LAYER: &str = "layer";
 /// A parameter by its name.
 const PARAM: &str = "parameter";
 
-impl Sharded {
+impl ShardedWeights {
     /// Reads the own parts of the matrices, and all other parameters, from `origin` into the storage that `storage` returns
     /// for them. A matrix that is quantized while it is read exists as a whole for that time. Active matrices have their parts on
     /// `device`, where they are updated. All ranks call it.
     ///
     /// # Errors
-    /// A missing parameter, or one of another shape; a number that is not finite; with `Division::InNode`, machines with
-    /// different numbers of ranks.
+    /// A missing parameter, or one of another shape; a number that is not finite; with `MatrixDivision::InNode`,
+    /// machines with different numbers of ranks.
     pub fn open(
         params: Vec<ParamInfo>,
         origin: WeightOrigin,
         storage: impl Fn(&ParamInfo) -> StorageDtype,
         comm: Arc<dyn Collective>,
-        division: Division,
+        division: MatrixDivision,
         device: &Device,
     ) -> Result<Self> {
         if let WeightOrigin::Files(weights) = &origin {
@@ -154,7 +154,7 @@ impl Sharded {
         }
         let origin = Arc::new(origin);
         let others = params.iter().filter(|p| !division.divides(p)).cloned().collect();
-        let whole = Resident::build(others, &Device::Cpu, |p| origin.weight(p, storage(p)))?;
+        let whole = ResidentWeights::build(others, &Device::Cpu, |p| origin.weight(p, storage(p)))?;
         let originals = origin.clone();
         let whole = whole.with_originals(move |p, dtype| originals.values(p, dtype));
         let (mut own, mut quantized) = (BTreeMap::new(), BTreeMap::new());
@@ -168,7 +168,7 @@ impl Sharded {
         }
         let world = comm.world().clone();
         let machines = match division {
-            Division::InNode => Machines::of_job(&*comm)?,
+            MatrixDivision::InNode => Machines::of_job(&*comm)?,
             _ => Machines::one(world.size),
         };
         let mut source = Self {
@@ -191,22 +191,22 @@ impl Sharded {
         };
         for (index, p) in params.iter().enumerate().filter(|(_, p)| division.divides(p)) {
             let range = source.range(p);
-            let elsewhere = division == Division::Experts && range.is_empty();
+            let elsewhere = division == MatrixDivision::Experts && range.is_empty();
             let part = match (origin.format(p, storage(p))?, storage(p)) {
                 (None, StorageDtype::Dense(dtype) | StorageDtype::Quantized(_, dtype)) => {
                     let own = origin.part(p, dtype, &range)?;
                     let copies = source.copies(p, |range| origin.part(p, dtype, range))?;
                     OwnPart::Dense { own, copies }
                 }
-                (Some((format, decoded)), _) if elsewhere => {
-                    quantized.insert(p.name.clone(), (format, decoded));
-                    OwnPart::elsewhere(p, format, decoded)?
+                (Some((format, dequantized_dtype)), _) if elsewhere => {
+                    quantized.insert(p.name.clone(), (format, dequantized_dtype));
+                    OwnPart::elsewhere(p, format, dequantized_dtype)?
                 }
                 (Some(_), storage) => match origin.weight(p, storage)? {
                     Weight::Quantized(codes) => {
                         quantized.insert(p.name.clone(), (codes.format(), codes.dequantized_dtype()));
                         match division {
-                            Division::Experts => OwnPart::Whole(codes),
+                            MatrixDivision::Experts => OwnPart::Whole(codes),
                             _ => OwnPart::cut(&codes, |n| source.machines.bytes_of(n, world.rank))?,
                         }
                     }
@@ -223,7 +223,7 @@ impl Sharded {
     }
 
     /// Which matrices are divided.
-    pub fn division(&self) -> Division {
+    pub fn division(&self) -> MatrixDivision {
         self.division
     }
 
@@ -240,7 +240,7 @@ impl Sharded {
 
     /// True for an expert that is whole on one rank, which takes its gradients.
     pub fn on_one_rank(&self, name: &str) -> bool {
-        self.division == Division::Experts && self.in_parts(name)
+        self.division == MatrixDivision::Experts && self.in_parts(name)
     }
 
     /// The own part of an active matrix, flat: the optimizer updates it in place. `None`: it is not in parts.
@@ -253,7 +253,7 @@ impl Sharded {
 
     /// Rank 0 works alone from now on: it asks the others for what it needs.
     pub fn begin_alone(&self) {
-        *lock(&self.alone) = Alone {
+        *lock(&self.alone) = Rank0Work {
             works: true,
             layer: None,
         };
@@ -266,7 +266,7 @@ impl Sharded {
 
     /// All ranks work together again.
     pub fn end_alone(&self) {
-        *lock(&self.alone) = Alone::default();
+        *lock(&self.alone) = Rank0Work::default();
     }
 
     /// Answers a request of rank 0; `None` if it is not for this source.
@@ -324,7 +324,7 @@ impl Sharded {
     }
 
     /// Starts to collect these matrices on all ranks; `alone`: on rank 0.
-    fn send(&self, indices: &[usize], alone: bool) -> Result<Sent> {
+    fn send(&self, indices: &[usize], alone: bool) -> Result<SentMatrices> {
         let own = lock(&self.own);
         let (mut forms, mut shards) = (Vec::new(), Vec::new());
         for &index in indices {
@@ -340,7 +340,7 @@ impl Sharded {
     }
 
     /// Builds the matrices that were collected.
-    fn build(&self, (forms, coming): Sent) -> Result<Vec<(Arc<str>, Weight)>> {
+    fn build(&self, (forms, coming): SentMatrices) -> Result<Vec<(Arc<str>, Weight)>> {
         let mut lists = coming.wait()?.into_iter();
         let mut out = Vec::with_capacity(forms.len());
         for (index, form) in forms {
@@ -369,15 +369,15 @@ impl Sharded {
         Ok(true)
     }
 
-    fn start(&self, layer: usize) -> Result<Content> {
+    fn start(&self, layer: usize) -> Result<LayerContent> {
         let indices = self.layers.get(&layer).map_or(&[][..], Vec::as_slice);
-        Ok(Content::Coming(self.send(indices, false)?))
+        Ok(LayerContent::Coming(self.send(indices, false)?))
     }
 
-    fn receive(&self, layer: usize, content: Content) -> Result<Arc<GroupWeights>> {
+    fn receive(&self, layer: usize, content: LayerContent) -> Result<Arc<GroupWeights>> {
         match content {
-            Content::Ready(weights) => Ok(weights),
-            Content::Coming(sent) => self.with_others(layer, self.build(sent)?),
+            LayerContent::Ready(weights) => Ok(weights),
+            LayerContent::Coming(sent) => self.with_others(layer, self.build(sent)?),
         }
     }
 
@@ -413,10 +413,10 @@ impl Sharded {
 }
 
 /// The elements of a parameter that each of `size` ranks has. `experts`: of each layer.
-fn ranges(division: Division, experts: &BTreeMap<usize, usize>, p: &ParamInfo, size: usize) -> Vec<Range<usize>> {
+fn ranges(division: MatrixDivision, experts: &BTreeMap<usize, usize>, p: &ParamInfo, size: usize) -> Vec<Range<usize>> {
     let n = p.elements();
     let of = |rank| match (division, p.group, p.expert()) {
-        (Division::Experts, Group::Layer(layer), Some(expert)) => {
+        (MatrixDivision::Experts, Group::Layer(layer), Some(expert)) => {
             let count = experts.get(&layer).copied().unwrap_or(0);
             let own = own_experts(count, rank, size).contains(&expert);
             0..if own { n } else { 0 }
@@ -426,10 +426,10 @@ fn ranges(division: Division, experts: &BTreeMap<usize, usize>, p: &ParamInfo, s
     (0..size).map(of).collect()
 }
 
-impl WeightSource for Sharded {
+impl WeightSource for ShardedWeights {
     fn fetch_dense(&self, layer: usize) -> Result<Arc<GroupWeights>> {
         match self.division {
-            Division::Experts => self.whole.fetch(Group::Layer(layer)),
+            MatrixDivision::Experts => self.whole.fetch(Group::Layer(layer)),
             _ => self.fetch(Group::Layer(layer)),
         }
     }
@@ -437,14 +437,14 @@ impl WeightSource for Sharded {
     fn fetch_expert(&self, layer: usize, expert: usize) -> Result<Arc<GroupWeights>> {
         let world = self.comm.world();
         let own = || own_experts(self.experts.get(&layer).copied().unwrap_or(0), world.rank, world.size);
-        if self.division == Division::Experts && own().contains(&expert) {
+        if self.division == MatrixDivision::Experts && own().contains(&expert) {
             return self.own_expert(layer, expert);
         }
         self.fetch(Group::Layer(layer))
     }
 
     fn expert_ranks(&self) -> Option<&ExpertRanks> {
-        let divides = self.division == Division::Experts && !lock(&self.alone).works;
+        let divides = self.division == MatrixDivision::Experts && !lock(&self.alone).works;
         divides.then_some(&self.expert_ranks)
     }
 
@@ -461,13 +461,13 @@ impl WeightSource for Sharded {
             None => self.start(layer)?,
         };
         let weights = self.receive(layer, content)?;
-        lock(&self.slots).put(layer, Content::Ready(weights.clone()), false);
+        lock(&self.slots).put(layer, LayerContent::Ready(weights.clone()), false);
         Ok(weights)
     }
 
     fn prefetch(&self, group: Group) {
         let Group::Layer(layer) = group else { return };
-        let collects = self.division != Division::Experts && self.layers.contains_key(&layer);
+        let collects = self.division != MatrixDivision::Experts && self.layers.contains_key(&layer);
         if lock(&self.alone).works || !collects {
             return;
         }
@@ -501,7 +501,8 @@ impl WeightSource for Sharded {
 }
 
 /// How often each layer is collected in a step, after steps like it: `rounds` micro-batches through `layers` layers, the
-/// backward pass down to layer `lowest`; layers that `trains` change at the end. `uploaded`: for a GPU, through `Uploaded`.
+/// backward pass down to layer `lowest`; layers that `trains` change at the end. `uploaded`: for a GPU, through
+/// `UploadedWeights`.
 pub fn collections(
     layers: usize,
     lowest: usize,

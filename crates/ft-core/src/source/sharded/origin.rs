@@ -17,7 +17,7 @@ use std::sync::Arc;
 pub enum WeightOrigin {
     /// Model files.
     Files(Arc<Weights>),
-    /// Random weights, as `Resident::random`.
+    /// Random weights, as `ResidentWeights::random`.
     Random {
         /// The distribution.
         random: RandomWeights,
@@ -38,16 +38,16 @@ impl WeightOrigin {
         match (self, storage) {
             (Self::Files(weights), storage) => read(weights, p, storage, &Device::Cpu),
             (_, StorageDtype::Dense(dtype)) => Ok(self.values(p, dtype)?.into()),
-            (Self::Random { random, index }, StorageDtype::Quantized(format, decoded)) => {
+            (Self::Random { random, index }, StorageDtype::Quantized(format, dequantized_dtype)) => {
                 let values = draw(p, position(index, p), 0..p.elements(), *random);
-                Ok(quantize(&values, p, format, decoded)?.into())
+                Ok(quantize(&values, p, format, dequantized_dtype)?.into())
             }
         }
     }
 
     /// The format in which a parameter is stored while it is frozen, and the type of its dequantized values; `None`: not quantized.
     pub(super) fn format(&self, p: &ParamInfo, storage: StorageDtype) -> Result<Option<(Format, Dtype)>> {
-        let (StorageDtype::Dense(decoded) | StorageDtype::Quantized(_, decoded)) = storage;
+        let (StorageDtype::Dense(dequantized_dtype) | StorageDtype::Quantized(_, dequantized_dtype)) = storage;
         let in_files = match self {
             Self::Files(weights) => stored::find(weights, &p.name)?.map(|(_, format)| format),
             Self::Random { .. } => None,
@@ -56,7 +56,7 @@ impl WeightOrigin {
             StorageDtype::Quantized(format, _) => Some(format),
             StorageDtype::Dense(_) => None,
         };
-        Ok(in_files.or(own).map(|format| (format, decoded)))
+        Ok(in_files.or(own).map(|format| (format, dequantized_dtype)))
     }
 
     /// True if the files have this parameter quantized.

@@ -1,7 +1,7 @@
 //! The part of a matrix that a rank stores, and how the parts of all ranks become the matrix.
 
 use crate::base::{Error, Result};
-use crate::comm::Whole;
+use crate::comm::WholeList;
 use crate::ops::Dtype;
 use crate::quant::{Format, QMatrix, Weight};
 use crate::source::{ParamInfo, tensor_bytes};
@@ -16,7 +16,7 @@ pub(super) enum OwnPart {
     /// Quantized data, cut by bytes.
     Codes {
         format: Format,
-        decoded: Dtype,
+        dequantized_dtype: Dtype,
         parts: Vec<CodePart>,
     },
     /// All of a quantized expert.
@@ -53,13 +53,13 @@ impl OwnPart {
         }
         Ok(Self::Codes {
             format: codes.format(),
-            decoded: codes.dequantized_dtype(),
+            dequantized_dtype: codes.dequantized_dtype(),
             parts,
         })
     }
 
     /// Nothing of a quantized expert, which another rank has.
-    pub(super) fn elsewhere(p: &ParamInfo, format: Format, decoded: Dtype) -> Result<Self> {
+    pub(super) fn elsewhere(p: &ParamInfo, format: Format, dequantized_dtype: Dtype) -> Result<Self> {
         let &[rows, columns] = p.shape.as_slice() else {
             return Err(Error::internal("only a matrix is quantized").at(&*p.name));
         };
@@ -70,7 +70,7 @@ impl OwnPart {
         let parts = format.parts(rows, columns).into_iter().map(nothing);
         Ok(Self::Codes {
             format,
-            decoded,
+            dequantized_dtype,
             parts: parts.collect::<Result<_>>()?,
         })
     }
@@ -83,17 +83,21 @@ impl OwnPart {
         }
     }
 
-    pub(super) fn form(&self) -> Form {
+    pub(super) fn form(&self) -> MatrixForm {
         match self {
-            Self::Dense { .. } => Form::Dense,
-            Self::Whole(codes) => Form::Codes {
+            Self::Dense { .. } => MatrixForm::Dense,
+            Self::Whole(codes) => MatrixForm::Codes {
                 format: codes.format(),
-                decoded: codes.dequantized_dtype(),
+                dequantized_dtype: codes.dequantized_dtype(),
                 parts: codes.parts().iter().map(|part| part.name).collect(),
             },
-            Self::Codes { format, decoded, parts } => Form::Codes {
+            Self::Codes {
+                format,
+                dequantized_dtype,
+                parts,
+            } => MatrixForm::Codes {
                 format: *format,
-                decoded: *decoded,
+                dequantized_dtype: *dequantized_dtype,
                 parts: parts.iter().map(|part| part.name).collect(),
             },
         }
@@ -101,22 +105,26 @@ impl OwnPart {
 }
 
 /// How a matrix is made of the collected lists.
-pub(super) enum Form {
+pub(super) enum MatrixForm {
     Dense,
     Codes {
         format: Format,
-        decoded: Dtype,
+        dequantized_dtype: Dtype,
         parts: Vec<&'static str>,
     },
 }
 
-impl Form {
+impl MatrixForm {
     /// Takes the lists of the matrix and builds it.
-    pub(super) fn build(self, p: &ParamInfo, lists: &mut impl Iterator<Item = Whole>) -> Result<Weight> {
+    pub(super) fn build(self, p: &ParamInfo, lists: &mut impl Iterator<Item = WholeList>) -> Result<Weight> {
         let missing = || Error::internal("a stored part of a weight is missing").at(&*p.name);
         match self {
             Self::Dense => Ok(lists.next().ok_or_else(missing)?.into_tensor(&p.shape)?.into()),
-            Self::Codes { format, decoded, parts } => {
+            Self::Codes {
+                format,
+                dequantized_dtype,
+                parts,
+            } => {
                 let mut found = Vec::new();
                 for name in parts {
                     found.push((name, lists.next().ok_or_else(missing)?.into_bytes()?));
@@ -128,7 +136,7 @@ impl Form {
                     let part = found.iter_mut().find(|(part, _)| *part == name);
                     part.map(|(_, bytes)| std::mem::take(bytes)).ok_or_else(missing)
                 };
-                let codes = QMatrix::from_parts(format, (rows, columns), decoded, take);
+                let codes = QMatrix::from_parts(format, (rows, columns), dequantized_dtype, take);
                 Ok(codes.map_err(|e| e.or_at(&*p.name))?.into())
             }
         }

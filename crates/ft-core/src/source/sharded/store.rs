@@ -2,24 +2,24 @@
 //! there are any. Other ranks need nothing, because a layer is collected before its next use.
 
 use super::own::OwnPart;
-use super::{Division, ExactPart, Sharded, WeightSource, lock};
+use super::{ExactPart, MatrixDivision, ShardedWeights, WeightSource, lock};
 use crate::base::{Error, Result};
-use crate::comm::{Shard, Whole};
+use crate::comm::{Shard, WholeList};
 use crate::formats::weights::Weights;
 use crate::ops::Dtype;
 use crate::ops::transfer::CopyTimes;
 use crate::quant::{QMatrix, Weight};
-use crate::source::requantize::{Exact, quantize, requantize};
+use crate::source::requantize::{ExactParam, quantize, requantize};
 use crate::source::resident::send;
 use crate::source::{
-    ExpertReads, MasterLowBits, NumbersSink, ParamInfo, Requantized, TrainableStore, no_such, not_quantized,
+    ExpertReads, MasterLowBits, NumbersSink, ParamInfo, RequantizedWeight, TrainableStore, no_such, not_quantized,
 };
 use candle_core::{DType, Device, Tensor};
 use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;
 
-impl Sharded {
+impl ShardedWeights {
     /// The exact values of the own part of a parameter: as they are stored, and the low 16 bits of their masters unless
     /// the optimizer has them.
     ///
@@ -52,10 +52,10 @@ impl Sharded {
 
     fn set_quantized(&self, p: &ParamInfo, codes: QMatrix) -> Result<()> {
         let own = match self.division {
-            Division::Experts if self.range(p).is_empty() => {
+            MatrixDivision::Experts if self.range(p).is_empty() => {
                 OwnPart::elsewhere(p, codes.format(), codes.dequantized_dtype())?
             }
-            Division::Experts => OwnPart::Whole(Arc::new(codes)),
+            MatrixDivision::Experts => OwnPart::Whole(Arc::new(codes)),
             _ => OwnPart::cut(&codes, |n| self.machines.bytes_of(n, self.comm.world().rank))?,
         };
         self.set(p, own);
@@ -63,22 +63,22 @@ impl Sharded {
     }
 
     /// The whole of exact values. All ranks call it.
-    fn join(&self, p: &ParamInfo, (weight, low): &ExactPart) -> Result<Exact> {
+    fn join(&self, p: &ParamInfo, (weight, low): &ExactPart) -> Result<ExactParam> {
         let ranges = self.ranges(p);
         let shard = |own: &Tensor| Shard::one(own.clone(), &ranges);
         let all = (0..self.comm.world().size).collect();
         let shards: Vec<Shard> = [Some(weight), low.as_ref()].into_iter().flatten().map(shard).collect();
         let mut lists = self.comm.collect(p.elements() as u64, shards, all).wait()?.into_iter();
         let weight = lists.next().ok_or_else(|| no_such(&p.name))?.into_tensor(&p.shape)?;
-        let low = lists.next().map(|low: Whole| low.into_tensor(&[p.elements()]));
-        Ok(Exact {
+        let low = lists.next().map(|low: WholeList| low.into_tensor(&[p.elements()]));
+        Ok(ExactParam {
             weight,
             low: low.transpose()?,
         })
     }
 }
 
-impl TrainableStore for Sharded {
+impl TrainableStore for ShardedWeights {
     fn activate(&self, names: &[&str], low: &mut dyn MasterLowBits) -> Result<()> {
         let mut exact = BTreeSet::new();
         for name in names.iter().filter(|name| self.in_parts(name)) {
@@ -109,7 +109,7 @@ impl TrainableStore for Sharded {
         self.whole.activate(names, low)
     }
 
-    fn deactivate(&self, keep: &dyn Fn(&str) -> bool, low: &mut dyn MasterLowBits) -> Result<Vec<Requantized>> {
+    fn deactivate(&self, keep: &dyn Fn(&str) -> bool, low: &mut dyn MasterLowBits) -> Result<Vec<RequantizedWeight>> {
         let leaving: Vec<Arc<str>> = lock(&self.active).iter().filter(|n| !keep(n)).cloned().collect();
         let mut requantized = Vec::new();
         for name in &leaving {
@@ -167,7 +167,7 @@ impl TrainableStore for Sharded {
         let exact = |range: &Range<usize>, dtype: Dtype| {
             let mut values = vec![0f32; range.len()];
             saved.read_f32_at(name, range.start, &mut values)?;
-            Exact::new(values, &[range.len()], dtype, &Device::Cpu)
+            ExactParam::new(values, &[range.len()], dtype, &Device::Cpu)
         };
         if let Some(&(format, dtype)) = self.quantized.get(name) {
             let codes = quantize(&saved.read_f32(name)?, p, format, dtype)?;
@@ -202,7 +202,7 @@ impl TrainableStore for Sharded {
         self.set_quantized(p, quantize(values, p, format, dtype)?)
     }
 
-    fn sharded(&self) -> Option<&Sharded> {
+    fn sharded(&self) -> Option<&ShardedWeights> {
         Some(self)
     }
 

@@ -7,7 +7,7 @@ use crate::formats::weights::{TensorInfo, Weights};
 use crate::ops::quantized::ScaleType;
 
 /// How the scales of a tensor are spread over its weight.
-pub(super) struct Grid {
+pub(super) struct ScaleGrid {
     pub scale: ScaleType,
     /// Columns that share a scale; 0: a whole row.
     pub group: usize,
@@ -19,7 +19,7 @@ pub(super) struct Grid {
     pub len: usize,
 }
 
-impl Grid {
+impl ScaleGrid {
     /// The scale of a group of a row.
     pub(super) fn at(&self, row: usize, group: usize) -> usize {
         row / self.rows * self.width + group.min(self.width - 1)
@@ -39,10 +39,10 @@ pub(super) fn grid_of(
     (rows, columns): (usize, usize),
     block: Option<(usize, usize)>,
     scale: ScaleType,
-) -> Option<Grid> {
+) -> Option<ScaleGrid> {
     let grid = |group: usize, rows: usize, width: usize| {
         let len = shape.iter().product();
-        Some(Grid {
+        Some(ScaleGrid {
             scale,
             group,
             rows: rows.max(1),
@@ -96,7 +96,12 @@ pub(super) fn present<'a>(weights: &'a Weights, name: &str) -> Result<&'a Tensor
 }
 
 /// The grid of the scales `name` of the weight `info`.
-pub(super) fn grid(weights: &Weights, info: &TensorInfo, name: &str, settings: &QuantizationSettings) -> Result<Grid> {
+pub(super) fn grid(
+    weights: &Weights,
+    info: &TensorInfo,
+    name: &str,
+    settings: &QuantizationSettings,
+) -> Result<ScaleGrid> {
     let scales = present(weights, name)?;
     let scale = scale_type(scales).ok_or_else(|| wrong_scale(weights, scales))?;
     let &[rows, columns] = info.shape.as_slice() else {

@@ -13,9 +13,9 @@
 //! | compressed-tensors, ModelOpt | `NAME.weight` I8 or F8_E4M3, `NAME.weight_scale`, `NAME.weight_zero_point` |
 //! | MXFP4 | `NAME_blocks` U8 `[.., G, 16]`, `NAME_scales` U8 `[.., G]` (NAME without `.weight`) |
 
-use super::grid::{Grid, expected_grids, grid, grid_of, present, scale_type, wrong_scale};
+use super::grid::{ScaleGrid, expected_grids, grid, grid_of, present, scale_type, wrong_scale};
 use super::settings::QuantizationSettings;
-use super::unpack::{self, Words};
+use super::unpack::{self, PackedWords};
 use crate::base::{Error, Result};
 use crate::formats::StoredDtype;
 use crate::formats::weights::{TensorInfo, Weights};
@@ -26,7 +26,7 @@ use crate::source::ParamInfo;
 
 /// The layout of a weight in the files of another tool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Tool {
+pub enum ToolLayout {
     /// `SCB`.
     Bitsandbytes8,
     /// 4 bits, with a scale for each block of this number of elements.
@@ -56,7 +56,7 @@ const ACTIVATIONS: [&str; 5] = [
 ///
 /// # Errors
 /// A format that ft does not read; a scale that is missing.
-pub(crate) fn find(weights: &Weights, name: &str) -> Result<Option<(Tool, Format)>> {
+pub(crate) fn find(weights: &Weights, name: &str) -> Result<Option<(ToolLayout, Format)>> {
     let base = name.strip_suffix(".weight").unwrap_or(name);
     let has = |suffix: &str| weights.info(&format!("{base}.{suffix}")).is_some();
     let settings = QuantizationSettings::of(weights);
@@ -72,7 +72,7 @@ pub(crate) fn find(weights: &Weights, name: &str) -> Result<Option<(Tool, Format
             scale: ScaleType::E8m0,
             product: ProductType::F32,
         };
-        return Ok(Some((Tool::Mxfp4, scaled(kind, 32, false, false))));
+        return Ok(Some((ToolLayout::Mxfp4, scaled(kind, 32, false, false))));
     }
     let Some(info) = weights.info(name).filter(|info| info.dtype.size() == 1) else {
         return Ok(None);
@@ -83,7 +83,7 @@ pub(crate) fn find(weights: &Weights, name: &str) -> Result<Option<(Tool, Format
             scale: ScaleType::F32,
             product: ProductType::Absmax127,
         };
-        return Ok(Some((Tool::Bitsandbytes8, scaled(kind, 0, false, false))));
+        return Ok(Some((ToolLayout::Bitsandbytes8, scaled(kind, 0, false, false))));
     }
     let code = match info.dtype {
         StoredDtype::F8E4M3 => CodeType::E4m3,
@@ -113,7 +113,7 @@ pub(crate) fn find(weights: &Weights, name: &str) -> Result<Option<(Tool, Format
     let (scale, ordered) = (grid.scale, grid.group > 0 && has("weight_g_idx"));
     let kind = ScaledKind { code, scale, product };
     Ok(Some((
-        Tool::Plain(suffix),
+        ToolLayout::Plain(suffix),
         scaled(kind, grid.group, code == CodeType::U8, ordered),
     )))
 }
@@ -139,19 +139,19 @@ fn unreadable(weights: &Weights, info: &TensorInfo) -> Error {
 }
 
 /// The tensors of a weight: those that must be there, and those that are.
-pub(crate) fn names(weights: &Weights, tool: Tool, name: &str) -> Vec<String> {
+pub(crate) fn names(weights: &Weights, tool: ToolLayout, name: &str) -> Vec<String> {
     let base = name.strip_suffix(".weight").unwrap_or(name);
     let (needed, optional): (&[&str], &[&str]) = match tool {
-        Tool::Mxfp4 => return vec![format!("{name}_blocks"), format!("{name}_scales")],
-        Tool::Bitsandbytes8 => (&["weight", "SCB"], &[]),
-        Tool::Bitsandbytes4(_) => return super::wide::names(weights, name),
-        Tool::Gptq | Tool::Awq => (&["qweight", "qzeros", "scales"], &["g_idx"]),
-        Tool::Packed => (
+        ToolLayout::Mxfp4 => return vec![format!("{name}_blocks"), format!("{name}_scales")],
+        ToolLayout::Bitsandbytes8 => (&["weight", "SCB"], &[]),
+        ToolLayout::Bitsandbytes4(_) => return super::wide::names(weights, name),
+        ToolLayout::Gptq | ToolLayout::Awq => (&["qweight", "qzeros", "scales"], &["g_idx"]),
+        ToolLayout::Packed => (
             &["weight_packed", "weight_scale", "weight_shape"],
             &["weight_zero_point", "weight_g_idx"],
         ),
-        Tool::Plain("weight_scale") => (&["weight", "weight_scale"], &["weight_zero_point", "weight_g_idx"]),
-        Tool::Plain(suffix) => return plain_names(weights, base, suffix),
+        ToolLayout::Plain("weight_scale") => (&["weight", "weight_scale"], &["weight_zero_point", "weight_g_idx"]),
+        ToolLayout::Plain(suffix) => return plain_names(weights, base, suffix),
     };
     let all = |list: &[&str]| list.iter().map(|suffix| format!("{base}.{suffix}")).collect::<Vec<_>>();
     let mut found = all(needed);
@@ -175,17 +175,17 @@ pub(crate) fn read(
     weights: &Weights,
     p: &ParamInfo,
     dims: (usize, usize),
-    tool: Tool,
+    tool: ToolLayout,
     format: Format,
-    decoded: Dtype,
+    dequantized_dtype: Dtype,
 ) -> Result<QMatrix> {
-    if let Tool::Bitsandbytes4(block) = tool {
-        return super::wide::read(weights, p, dims, format, block, decoded);
+    if let ToolLayout::Bitsandbytes4(block) = tool {
+        return super::wide::read(weights, p, dims, format, block, dequantized_dtype);
     }
     let Format::Scaled(scaled) = format else {
         return Err(Error::internal("a weight of another tool has no scales").at(&*p.name));
     };
-    let file = Parts {
+    let file = PartReader {
         weights,
         base: p.name.strip_suffix(".weight").unwrap_or(&p.name),
         name: &p.name,
@@ -195,17 +195,17 @@ pub(crate) fn read(
         scaled,
     };
     let mut parts = match tool {
-        Tool::Gptq => file.gptq()?,
-        Tool::Awq => file.awq()?,
-        Tool::Packed => file.packed()?,
-        Tool::Mxfp4 => file.mxfp4()?,
-        Tool::Bitsandbytes8 => file.plain("SCB")?,
-        Tool::Bitsandbytes4(_) => {
+        ToolLayout::Gptq => file.gptq()?,
+        ToolLayout::Awq => file.awq()?,
+        ToolLayout::Packed => file.packed()?,
+        ToolLayout::Mxfp4 => file.mxfp4()?,
+        ToolLayout::Bitsandbytes8 => file.plain("SCB")?,
+        ToolLayout::Bitsandbytes4(_) => {
             return Err(Error::internal("4-bit weights of bitsandbytes are read in `wide`, not here").at(&*p.name));
         }
-        Tool::Plain(suffix) => file.plain(suffix)?,
+        ToolLayout::Plain(suffix) => file.plain(suffix)?,
     };
-    QMatrix::from_parts(format, dims, decoded, |part| {
+    QMatrix::from_parts(format, dims, dequantized_dtype, |part| {
         Ok(std::mem::take(match part {
             QDATA => &mut parts.codes,
             "scales" => &mut parts.scales,
@@ -218,7 +218,7 @@ pub(crate) fn read(
 
 /// The parts of `QMatrix`.
 #[derive(Default)]
-struct Found {
+struct MatrixParts {
     codes: Vec<u8>,
     scales: Vec<u8>,
     zeros: Vec<u8>,
@@ -226,7 +226,7 @@ struct Found {
 }
 
 /// Reads the tensors of one weight.
-struct Parts<'a> {
+struct PartReader<'a> {
     weights: &'a Weights,
     /// The name of the module.
     base: &'a str,
@@ -239,7 +239,7 @@ struct Parts<'a> {
 
 const INTEGERS: [StoredDtype; 2] = [StoredDtype::I32, StoredDtype::U32];
 
-impl Parts<'_> {
+impl PartReader<'_> {
     /// The bytes of a tensor, which must have this shape and one of these types.
     fn tensor(&self, suffix: &str, dtypes: &[StoredDtype], shape: &[usize]) -> Result<Vec<u8>> {
         self.named(&format!("{}.{suffix}", self.base), dtypes, shape)
@@ -334,7 +334,7 @@ impl Parts<'_> {
         }
     }
 
-    fn gptq(&self) -> Result<Found> {
+    fn gptq(&self) -> Result<MatrixParts> {
         let (rows, columns) = self.dims;
         let settings = QuantizationSettings::of(self.weights);
         let bits = settings.bits(self.base)? as usize;
@@ -345,7 +345,7 @@ impl Parts<'_> {
         let words = self.tensor("qweight", &INTEGERS, &[down, rows])?;
         let zeros = self.tensor("qzeros", &INTEGERS, &[self.groups, across])?;
         let scales = self.tensor("scales", &[self.scale_type()], &[self.groups, rows])?;
-        let zeros = Words::new(
+        let zeros = PackedWords::new(
             &zeros,
             across,
             if settings.is_gptq_v1() { unpack::ones(bits) } else { 0 },
@@ -353,14 +353,14 @@ impl Parts<'_> {
         // Codes of 3 bits cross the words, so that 1 is added to each.
         let plus = u8::from(bits == 3 && settings.is_gptq_v1());
         let codes = if bits < 4 {
-            let words = Words::new(&words, rows, 0);
+            let words = PackedWords::new(&words, rows, 0);
             unpack::nibbles((rows, columns), self.stride, |row, column| {
                 words.code_down(row, column, bits)
             })
         } else {
             unpack::transpose_words(&words, (rows, down), self.stride, bits == 4)
         };
-        Ok(Found {
+        Ok(MatrixParts {
             codes,
             scales: unpack::transpose(&scales, (self.groups, rows), self.scaled.kind.scale.bytes()),
             zeros: unpack::table((rows, self.groups), |row, group| {
@@ -370,14 +370,14 @@ impl Parts<'_> {
         })
     }
 
-    fn awq(&self) -> Result<Found> {
+    fn awq(&self) -> Result<MatrixParts> {
         let (rows, columns) = self.dims;
         let across = self.words(rows, "outputs")?;
         let words = self.tensor("qweight", &INTEGERS, &[columns, across])?;
         let zeros = self.tensor("qzeros", &INTEGERS, &[self.groups, across])?;
         let scales = self.tensor("scales", &[self.scale_type()], &[self.groups, rows])?;
-        let (words, zeros) = (Words::new(&words, across, 0), Words::new(&zeros, across, 0));
-        Ok(Found {
+        let (words, zeros) = (PackedWords::new(&words, across, 0), PackedWords::new(&zeros, across, 0));
+        Ok(MatrixParts {
             codes: unpack::nibbles((rows, columns), self.stride, |row, column| {
                 words.code(column, unpack::awq_place(row), 4)
             }),
@@ -389,14 +389,14 @@ impl Parts<'_> {
         })
     }
 
-    fn packed(&self) -> Result<Found> {
+    fn packed(&self) -> Result<MatrixParts> {
         let (rows, columns) = self.dims;
         let bits = self.bits();
         let words = self.tensor("weight_packed", &INTEGERS, &[rows, (columns * bits).div_ceil(32)])?;
         let zeros = if self.scaled.zeros {
             let down = (rows * bits).div_ceil(32);
             let zeros = self.tensor("weight_zero_point", &INTEGERS, &[down, self.groups])?;
-            let zeros = Words::new(&zeros, self.groups, 0);
+            let zeros = PackedWords::new(&zeros, self.groups, 0);
             let each = 32 / bits;
             unpack::table((rows, self.groups), |row, group| {
                 (zeros.word(row / each, group) >> (row % each * bits)) as u8 & (255 >> (8 - bits))
@@ -404,7 +404,7 @@ impl Parts<'_> {
         } else {
             Vec::new()
         };
-        Ok(Found {
+        Ok(MatrixParts {
             codes: unpack::rows(&words, (rows, columns), self.stride, bits == 4),
             scales: self.scales("weight_scale")?,
             zeros,
@@ -412,7 +412,7 @@ impl Parts<'_> {
         })
     }
 
-    fn plain(&self, suffix: &str) -> Result<Found> {
+    fn plain(&self, suffix: &str) -> Result<MatrixParts> {
         let (rows, columns) = self.dims;
         let unsigned = self.scaled.kind.code == CodeType::U8;
         let dtype = match self.scaled.kind.code {
@@ -453,7 +453,7 @@ impl Parts<'_> {
         }
         let scales = self.scales(suffix)?;
         let order = self.order("weight_g_idx")?;
-        Ok(Found {
+        Ok(MatrixParts {
             codes,
             scales,
             zeros,
@@ -461,7 +461,7 @@ impl Parts<'_> {
         })
     }
 
-    fn mxfp4(&self) -> Result<Found> {
+    fn mxfp4(&self) -> Result<MatrixParts> {
         let (rows, columns) = self.dims;
         // Leading dimensions, such as that of the experts, count as rows.
         let flat = |suffix: &str, last: &[usize]| -> Result<Vec<u8>> {
@@ -479,14 +479,14 @@ impl Parts<'_> {
             self.named(&name, &[StoredDtype::U8], &shape)
         };
         let blocks = flat("_blocks", &[self.groups, 16])?;
-        Ok(Found {
+        Ok(MatrixParts {
             codes: unpack::rows(&blocks, (rows, columns), self.stride, true),
             scales: flat("_scales", &[self.groups])?,
-            ..Found::default()
+            ..MatrixParts::default()
         })
     }
 
-    fn grid(&self, suffix: &str) -> Result<Grid> {
+    fn grid(&self, suffix: &str) -> Result<ScaleGrid> {
         let shape = &present(self.weights, &format!("{}.{suffix}", self.base))?.shape;
         grid_of(
             shape,
@@ -534,7 +534,7 @@ fn kind(code: CodeType, scale: ScaleType) -> ScaledKind {
     ScaledKind { code, scale, product }
 }
 
-fn qweight(weights: &Weights, base: &str, settings: &QuantizationSettings) -> Result<(Tool, Format)> {
+fn qweight(weights: &Weights, base: &str, settings: &QuantizationSettings) -> Result<(ToolLayout, Format)> {
     let scales = present(weights, &format!("{base}.scales"))?;
     let scale = scale_type(scales).filter(|s| *s != ScaleType::E8m0);
     let scale = scale.ok_or_else(|| wrong_scale(weights, scales))?;
@@ -542,12 +542,14 @@ fn qweight(weights: &Weights, base: &str, settings: &QuantizationSettings) -> Re
     let (tool, bits) = (settings.qweight_tool(base)?, settings.bits(base)?);
     let code = if bits == 8 { CodeType::U8 } else { CodeType::U4 };
     let group = if groups == 1 { 0 } else { settings.group_size(base)? };
-    let ordered =
-        tool == Tool::Gptq && settings.is_ordered() && group > 0 && weights.info(&format!("{base}.g_idx")).is_some();
+    let ordered = tool == ToolLayout::Gptq
+        && settings.is_ordered()
+        && group > 0
+        && weights.info(&format!("{base}.g_idx")).is_some();
     Ok((tool, scaled(kind(code, scale), group, true, ordered)))
 }
 
-fn packed(weights: &Weights, name: &str, settings: &QuantizationSettings) -> Result<(Tool, Format)> {
+fn packed(weights: &Weights, name: &str, settings: &QuantizationSettings) -> Result<(ToolLayout, Format)> {
     let words = present(weights, &format!("{name}_packed"))?;
     let scales = present(weights, &format!("{name}_scale"))?;
     let scale = scale_type(scales).filter(|s| *s != ScaleType::E8m0);
@@ -581,7 +583,7 @@ fn packed(weights: &Weights, name: &str, settings: &QuantizationSettings) -> Res
     let has = |suffix: &str| weights.info(&format!("{name}_{suffix}")).is_some();
     let ordered = grid.group > 0 && has("g_idx");
     Ok((
-        Tool::Packed,
+        ToolLayout::Packed,
         scaled(kind(code, scale), grid.group, has("zero_point"), ordered),
     ))
 }

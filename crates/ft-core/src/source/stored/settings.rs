@@ -1,6 +1,6 @@
 //! `quantization_config` of `config.json`: the settings that ft reads, and those that it refuses by name.
 
-use super::other::Tool;
+use super::other::ToolLayout;
 use crate::base::{Error, Result};
 use crate::formats::weights::Weights;
 use serde_json::{Map, Value, json};
@@ -35,10 +35,10 @@ impl<'a> QuantizationSettings<'a> {
             .hint("use the `config.json` that belongs to these weights")
     }
 
-    pub(super) fn qweight_tool(&self, base: &str) -> Result<Tool> {
+    pub(super) fn qweight_tool(&self, base: &str) -> Result<ToolLayout> {
         match self.method() {
-            "gptq" => Ok(Tool::Gptq),
-            "awq" => Ok(Tool::Awq),
+            "gptq" => Ok(ToolLayout::Gptq),
+            "awq" => Ok(ToolLayout::Awq),
             _ => Err(self.missing(base, "quant_method", "gptq or awq")),
         }
     }

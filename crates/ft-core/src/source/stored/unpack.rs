@@ -6,14 +6,14 @@ use rayon::prelude::*;
 const ROWS: usize = 16;
 
 /// Little-endian words `[rows, width]`.
-pub(super) struct Words<'a> {
+pub(super) struct PackedWords<'a> {
     bytes: &'a [u8],
     width: usize,
     /// Added to each word.
     plus: u32,
 }
 
-impl<'a> Words<'a> {
+impl<'a> PackedWords<'a> {
     pub(super) fn new(bytes: &'a [u8], width: usize, plus: u32) -> Self {
         Self { bytes, width, plus }
     }

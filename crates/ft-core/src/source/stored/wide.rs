@@ -1,5 +1,5 @@
 //! 4-bit weights of bitsandbytes in blocks larger than 64: the absmax of a block is that of each 64 elements in it. A nested absmax is
-//! decoded, because its own blocks would not be those of the parts.
+//! dequantized, because its own blocks would not be those of the parts.
 
 use super::{check_state, quant};
 use crate::base::{Error, Result};
@@ -41,7 +41,7 @@ pub(super) fn read(
     (rows, columns): (usize, usize),
     format: Format,
     block: usize,
-    decoded: Dtype,
+    dequantized_dtype: Dtype,
 ) -> Result<QMatrix> {
     let offset = check_state(weights, p, format, (rows, columns), block)?;
     let blocks = (rows * columns).div_ceil(block);
@@ -68,7 +68,7 @@ pub(super) fn read(
     let absmax: Vec<u8> = (0..parts)
         .flat_map(|part| absmax[part * BLOCK / block].to_le_bytes())
         .collect();
-    QMatrix::from_parts(format, (rows, columns), decoded, |part| match part {
+    QMatrix::from_parts(format, (rows, columns), dequantized_dtype, |part| match part {
         QDATA => weights.read_bytes(&p.name),
         _ => Ok(absmax.clone()),
     })

@@ -3,7 +3,7 @@
 use super::*;
 use crate::ops::Dtype;
 use crate::ops::master;
-use crate::source::{Numbers, Resident, SLOTS};
+use crate::source::{ParamElements, ResidentWeights, SLOTS};
 
 const V: usize = 11;
 const D: usize = 4;
@@ -30,12 +30,12 @@ fn params() -> Vec<ParamInfo> {
     all
 }
 
-fn resident(dtype: Dtype) -> Resident {
-    Resident::random(params(), 7, 0.5, 1.0, dtype, &Device::Cpu).unwrap()
+fn resident(dtype: Dtype) -> ResidentWeights {
+    ResidentWeights::random(params(), 7, 0.5, 1.0, dtype, &Device::Cpu).unwrap()
 }
 
-fn uploaded(dtype: Dtype) -> Uploaded {
-    Uploaded::new(Arc::new(resident(dtype)), "head", HostMemory::Stable, &Device::Cpu).unwrap()
+fn uploaded(dtype: Dtype) -> UploadedWeights {
+    UploadedWeights::new(Arc::new(resident(dtype)), "head", HostMemory::Stable, &Device::Cpu).unwrap()
 }
 
 fn flat(t: &Tensor) -> Vec<f32> {
@@ -135,12 +135,14 @@ fn what_was_trained_goes_home_exactly() {
         there
             .read(NAME, &mut |numbers| {
                 match numbers {
-                    Numbers::F32(x) => read.extend_from_slice(x),
-                    Numbers::Bf16(h, Some(l)) => read.extend(h.iter().zip(l).map(|(h, l)| master::join(*h, *l as u16))),
-                    Numbers::F16(h, Some(l)) => {
+                    ParamElements::F32(x) => read.extend_from_slice(x),
+                    ParamElements::Bf16(h, Some(l)) => {
+                        read.extend(h.iter().zip(l).map(|(h, l)| master::join(*h, *l as u16)))
+                    }
+                    ParamElements::F16(h, Some(l)) => {
                         read.extend(h.iter().zip(l).map(|(h, l)| master::join_f16(*h, *l as u16)));
                     }
-                    Numbers::Bf16(..) | Numbers::F16(..) => panic!("the lower half is lost"),
+                    ParamElements::Bf16(..) | ParamElements::F16(..) => panic!("the lower half is lost"),
                 }
                 Ok(())
             })
@@ -167,12 +169,12 @@ fn codes_travel_as_they_are() {
             _ => StorageDtype::Dense(Dtype::F32),
         };
         let make = || {
-            let host = Resident::random_stored(params(), 7, 0.5, 1.0, storage, &Device::Cpu).unwrap();
+            let host = ResidentWeights::random_stored(params(), 7, 0.5, 1.0, storage, &Device::Cpu).unwrap();
             let originals = resident(Dtype::F32);
             host.with_originals(move |p, _| Ok(originals.in_memory(&p.name).unwrap()))
         };
         let here = make();
-        let there = Uploaded::new(
+        let there = UploadedWeights::new(
             Arc::new(make().with_quantized_tensors().unwrap()),
             "head",
             HostMemory::Stable,
@@ -198,9 +200,9 @@ fn codes_travel_as_they_are() {
 }
 
 /// A host source that records its requests.
-struct Watched(Resident, Arc<Mutex<Vec<(bool, usize)>>>);
+struct RecordingSource(ResidentWeights, Arc<Mutex<Vec<(bool, usize)>>>);
 
-impl WeightSource for Watched {
+impl WeightSource for RecordingSource {
     fn fetch(&self, group: Group) -> Result<Arc<GroupWeights>> {
         if let Group::Layer(l) = group {
             lock(&self.1).push((true, l));
@@ -235,12 +237,12 @@ impl WeightSource for Watched {
     }
 }
 
-impl TrainableStore for Watched {
+impl TrainableStore for RecordingSource {
     fn activate(&self, names: &[&str], low: &mut dyn MasterLowBits) -> Result<()> {
         self.0.activate(names, low)
     }
 
-    fn deactivate(&self, keep: &dyn Fn(&str) -> bool, low: &mut dyn MasterLowBits) -> Result<Vec<Requantized>> {
+    fn deactivate(&self, keep: &dyn Fn(&str) -> bool, low: &mut dyn MasterLowBits) -> Result<Vec<RequantizedWeight>> {
         self.0.deactivate(keep, low)
     }
 
@@ -284,8 +286,8 @@ fn up_and_down(source: &dyn WeightSource, lowest: usize) {
 fn the_source_behind_reads_each_layer_ahead_and_none_for_nothing() {
     for lowest in [0, 2] {
         let asked: Arc<Mutex<Vec<(bool, usize)>>> = Arc::default();
-        let watched = Watched(resident(Dtype::F32), asked.clone());
-        let there = Uploaded::new(Arc::new(watched), "head", HostMemory::Temporary, &Device::Cpu).unwrap();
+        let watched = RecordingSource(resident(Dtype::F32), asked.clone());
+        let there = UploadedWeights::new(Arc::new(watched), "head", HostMemory::Temporary, &Device::Cpu).unwrap();
         for _ in 0..2 {
             up_and_down(&there, lowest);
         }
@@ -306,7 +308,7 @@ fn the_source_behind_reads_each_layer_ahead_and_none_for_nothing() {
 
 #[test]
 fn weights_of_the_disk_pass_through_in_two_places_there_and_two_here() {
-    use crate::source::{Disk, StoragePolicy, disk};
+    use crate::source::{DiskWeights, StoragePolicy, disk};
     let (dir, dtype) = (tempfile::TempDir::new().unwrap(), Dtype::F32);
     let file = dir.path().join("model.safetensors");
     disk::write_random(&file, &params(), 7, 0.5, 1.0, dtype).unwrap();
@@ -319,9 +321,9 @@ fn weights_of_the_disk_pass_through_in_two_places_there_and_two_here() {
         head: "head".into(),
         head_rows: None,
     };
-    let there = Disk::open(params(), Weights::open_file(&file).unwrap(), options).unwrap();
+    let there = DiskWeights::open(params(), Weights::open_file(&file).unwrap(), options).unwrap();
     let (there, here) = (
-        Uploaded::new(Arc::new(there), "head", HostMemory::Temporary, &Device::Cpu).unwrap(),
+        UploadedWeights::new(Arc::new(there), "head", HostMemory::Temporary, &Device::Cpu).unwrap(),
         resident(dtype),
     );
     for lowest in [0, 3, 0] {
@@ -344,7 +346,7 @@ fn weights_of_the_disk_pass_through_in_two_places_there_and_two_here() {
 
 #[test]
 fn experts_come_alone_from_memory_and_from_the_disk() {
-    use crate::source::{Disk, StoragePolicy, disk};
+    use crate::source::{DiskWeights, StoragePolicy, disk};
     const EXPERTS: usize = 4;
     let dtype = Dtype::F32;
     let mut all = params();
@@ -356,7 +358,7 @@ fn experts_come_alone_from_memory_and_from_the_disk() {
             sublayer: crate::source::Sublayer::Mlp,
         });
     }
-    let host = || Resident::random(all.clone(), 7, 0.5, 1.0, dtype, &Device::Cpu).unwrap();
+    let host = || ResidentWeights::random(all.clone(), 7, 0.5, 1.0, dtype, &Device::Cpu).unwrap();
     let dir = tempfile::TempDir::new().unwrap();
     let file = dir.path().join("model.safetensors");
     disk::write_random(&file, &all, 7, 0.5, 1.0, dtype).unwrap();
@@ -369,13 +371,13 @@ fn experts_come_alone_from_memory_and_from_the_disk() {
         head: "head".into(),
         head_rows: None,
     };
-    let disk = Disk::open(all.clone(), Weights::open_file(&file).unwrap(), options).unwrap();
+    let disk = DiskWeights::open(all.clone(), Weights::open_file(&file).unwrap(), options).unwrap();
     let hosts: [(Arc<dyn TrainableStore>, HostMemory); 2] = [
         (Arc::new(host()), HostMemory::Stable),
         (Arc::new(disk), HostMemory::Temporary),
     ];
     for (behind, memory) in hosts {
-        let there = Uploaded::new(behind, "head", memory, &Device::Cpu).unwrap();
+        let there = UploadedWeights::new(behind, "head", memory, &Device::Cpu).unwrap();
         let here = host();
         for layer in (0..LAYERS).chain((0..LAYERS).rev()) {
             there.expect_experts(layer, &[0, 2, 3]);

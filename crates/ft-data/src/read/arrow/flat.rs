@@ -3,7 +3,7 @@
 
 /// A table of the metadata.
 #[derive(Clone, Copy)]
-pub(super) struct Table<'a> {
+pub(super) struct FlatTable<'a> {
     bytes: &'a [u8],
     /// Position of the table; its fields are relative to it.
     at: usize,
@@ -19,7 +19,7 @@ fn position(bytes: &[u8], at: usize) -> Option<usize> {
     at.checked_add(u32::from_le_bytes(le(bytes, at)?) as usize)
 }
 
-impl<'a> Table<'a> {
+impl<'a> FlatTable<'a> {
     pub(super) fn root(bytes: &'a [u8]) -> Option<Self> {
         Self::new(bytes, position(bytes, 0)?)
     }

@@ -11,9 +11,9 @@ mod schema;
 #[cfg(test)]
 mod tests;
 
-use super::{Each, Row, RowPosition};
+use super::{Row, RowPosition, RowReceiver};
 use column::{Column, Dictionaries, RowReader};
-use flat::Table;
+use flat::FlatTable;
 use ft_base::{Error, Result, catch_panic, progress::Phase};
 use schema::{Field, StoredType};
 use std::fs::File;
@@ -38,7 +38,7 @@ struct Messages<'a> {
 }
 
 /// The body of a batch.
-struct Body<'a> {
+struct BatchBody<'a> {
     messages: &'a Messages<'a>,
     first: u64,
     length: u64,
@@ -52,7 +52,7 @@ struct Body<'a> {
     left: (u64, u64),
 }
 
-pub(super) fn read_arrow(path: &str, file: File, size: u64, phase: &Phase, each: &mut Each) -> Result<()> {
+pub(super) fn read_arrow(path: &str, file: File, size: u64, phase: &Phase, each: &mut RowReceiver) -> Result<()> {
     let mut messages = Messages {
         file,
         path,
@@ -82,7 +82,7 @@ pub(super) fn read_arrow(path: &str, file: File, size: u64, phase: &Phase, each:
     while let Some((metadata, first, length)) = messages.next()? {
         phase.set(messages.at);
         let broken = || messages.broken("a message without a header");
-        let message = Table::root(&metadata).ok_or_else(broken)?;
+        let message = FlatTable::root(&metadata).ok_or_else(broken)?;
         let header = message.table(2).ok_or_else(broken)?;
         match (message.byte(1).unwrap_or(0), &fields) {
             (1, None) => fields = Some(schema::read(header).map_err(|e| e.or_at(path))?),
@@ -172,7 +172,7 @@ impl Messages<'_> {
             return Ok(None);
         }
         let metadata = self.bytes(self.at, length.into())?;
-        let body = Table::root(&metadata).map_or(0, |message| message.i64(3).unwrap_or(0));
+        let body = FlatTable::root(&metadata).map_or(0, |message| message.i64(3).unwrap_or(0));
         let first = self.at + u64::from(length);
         let body = u64::try_from(body).map_err(|_| self.broken("a body of negative length"))?;
         if first.checked_add(body).is_none_or(|end| end > self.end) {
@@ -182,7 +182,7 @@ impl Messages<'_> {
         Ok(Some((metadata, first, body)))
     }
 
-    fn body<'b>(&'b self, batch: Table, first: u64, length: u64) -> Result<Body<'b>> {
+    fn body<'b>(&'b self, batch: FlatTable, first: u64, length: u64) -> Result<BatchBody<'b>> {
         if length > MAX_BATCH_BYTES {
             return Err(Error::unsupported("a record batch is too large")
                 .at(self.path)
@@ -190,7 +190,7 @@ impl Messages<'_> {
                 .expected(format!("at most {MAX_BATCH_BYTES}"))
                 .hint("save the rows in smaller batches: `writer.write_table(table, max_chunksize=1000)`"));
         }
-        Ok(Body {
+        Ok(BatchBody {
             messages: self,
             first,
             length,
@@ -203,7 +203,7 @@ impl Messages<'_> {
     }
 }
 
-impl Body<'_> {
+impl BatchBody<'_> {
     /// The next column. `decoded`: the entries of its dictionary, not their numbers.
     fn column(&mut self, field: &Field, decoded: bool) -> Result<Column> {
         let missing = || self.messages.broken(format!("column `{}` is not complete", field.name));

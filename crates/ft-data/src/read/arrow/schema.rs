@@ -1,7 +1,7 @@
 //! The columns of an Arrow file: names, types, dictionaries.
 
 use super::super::MAX_DEPTH;
-use super::flat::Table;
+use super::flat::FlatTable;
 use ft_base::{Error, Result};
 
 /// Largest number of columns with those inside others.
@@ -48,7 +48,7 @@ pub(super) struct Field {
 }
 
 /// The columns of a file. Errors: a type that is not supported, broken metadata.
-pub(super) fn read(schema: Table) -> Result<Vec<Field>> {
+pub(super) fn read(schema: FlatTable) -> Result<Vec<Field>> {
     if schema.i16(0).unwrap_or(0) != 0 {
         return Err(
             Error::unsupported("the numbers of the file are big-endian").hint("save the rows again on this machine")
@@ -64,7 +64,7 @@ fn broken(found: impl std::fmt::Display) -> Error {
         .hint("check that the file is complete, or save the rows again")
 }
 
-fn fields(tables: Option<Vec<Table>>, depth: usize, left: &mut usize) -> Result<Vec<Field>> {
+fn fields(tables: Option<Vec<FlatTable>>, depth: usize, left: &mut usize) -> Result<Vec<Field>> {
     let tables = tables.ok_or_else(|| broken("a column outside of the metadata"))?;
     if depth > MAX_DEPTH || tables.len() > *left {
         return Err(broken("too many columns inside others"));
@@ -73,7 +73,7 @@ fn fields(tables: Option<Vec<Table>>, depth: usize, left: &mut usize) -> Result<
     tables.into_iter().map(|table| field(table, depth, left)).collect()
 }
 
-fn field(table: Table, depth: usize, left: &mut usize) -> Result<Field> {
+fn field(table: FlatTable, depth: usize, left: &mut usize) -> Result<Field> {
     let name = table.text(0).unwrap_or_default();
     let kind = kind(table).ok_or_else(|| {
         Error::unsupported("the type of a column is not supported")
@@ -105,7 +105,7 @@ fn field(table: Table, depth: usize, left: &mut usize) -> Result<Field> {
     })
 }
 
-fn int(table: Table) -> Option<StoredType> {
+fn int(table: FlatTable) -> Option<StoredType> {
     let bytes = match table.i32(0)? {
         8 => 1,
         16 => 2,
@@ -118,7 +118,7 @@ fn int(table: Table) -> Option<StoredType> {
 }
 
 /// Dates, times and durations are numbers in the unit of the file.
-fn kind(field: Table) -> Option<StoredType> {
+fn kind(field: FlatTable) -> Option<StoredType> {
     let table = field.table(3)?;
     let size = |id| table.i32(id).and_then(|n| usize::try_from(n).ok());
     let signed = |bytes| StoredType::Int { bytes, signed: true };

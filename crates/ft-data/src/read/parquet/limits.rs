@@ -1,7 +1,7 @@
 //! Limits of the memory that a parquet file may ask for. The decoder believes the sizes and counts of pages and takes
 //! memory for them, up to that of 2^31 values for a few bytes; here they are compared with the bytes that are there.
 
-use super::thrift::{Header, Thrift};
+use super::thrift::{PageHeader, Thrift};
 use parquet::basic::Encoding;
 use parquet::column::page::{Page, PageMetadata, PageReader};
 use parquet::errors::{ParquetError, Result};
@@ -32,12 +32,12 @@ fn too_much<T>(what: &str, asks: u64, has: u64) -> Result<T> {
 }
 
 /// A file whose pages are checked before they are decoded.
-pub(super) struct Limited {
+pub(super) struct CheckedFile {
     inner: SerializedFileReader<File>,
     file: Arc<File>,
 }
 
-impl Limited {
+impl CheckedFile {
     pub(super) fn open(file: File) -> Result<Self> {
         let own = Arc::new(file.try_clone()?);
         let inner = SerializedFileReader::new(file)?;
@@ -49,7 +49,7 @@ impl Limited {
     }
 }
 
-impl FileReader for Limited {
+impl FileReader for CheckedFile {
     fn metadata(&self) -> &ParquetMetaData {
         self.inner.metadata()
     }
@@ -59,7 +59,7 @@ impl FileReader for Limited {
     }
 
     fn get_row_group(&self, i: usize) -> Result<Box<dyn RowGroupReader + '_>> {
-        Ok(Box::new(Group {
+        Ok(Box::new(CheckedGroup {
             inner: self.inner.get_row_group(i)?,
             file: Arc::clone(&self.file),
         }))
@@ -70,12 +70,12 @@ impl FileReader for Limited {
     }
 }
 
-struct Group<'a> {
+struct CheckedGroup<'a> {
     inner: Box<dyn RowGroupReader + 'a>,
     file: Arc<File>,
 }
 
-impl RowGroupReader for Group<'_> {
+impl RowGroupReader for CheckedGroup<'_> {
     fn metadata(&self) -> &RowGroupMetaData {
         self.inner.metadata()
     }
@@ -112,7 +112,7 @@ fn headers(file: &File, start: u64, bytes: u64) -> Result<()> {
     let (mut at, mut window) = (start, 4096);
     while at < end {
         let piece = file.get_bytes(at, window.min(end - at) as usize)?;
-        let Some(header) = Header::read(&piece) else {
+        let Some(header) = PageHeader::read(&piece) else {
             if window < MAX_HEADER && at + window < end {
                 window *= 16;
                 continue;

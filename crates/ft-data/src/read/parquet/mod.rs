@@ -3,9 +3,9 @@
 mod limits;
 mod thrift;
 
-use super::{Each, MAX_DEPTH, Row, RowPosition};
+use super::{MAX_DEPTH, Row, RowPosition, RowReceiver};
 use ft_base::{Error, Result, catch_panic, progress};
-use limits::Limited;
+use limits::CheckedFile;
 use parquet::file::reader::FileReader;
 use parquet::record::{Field, Row as Record};
 use serde_json::{Map, Number, Value};
@@ -13,13 +13,13 @@ use std::fs::File;
 use std::path::Path;
 use std::sync::Arc;
 
-pub(super) fn read_parquet(path: &str, file: File, each: &mut Each) -> Result<()> {
+pub(super) fn read_parquet(path: &str, file: File, each: &mut RowReceiver) -> Result<()> {
     let mut place = RowPosition {
         file: Arc::from(path),
         number: 0,
         is_line: false,
     };
-    let reader = guarded(path, || Limited::open(file))?;
+    let reader = guarded(path, || CheckedFile::open(file))?;
     let rows = usize::try_from(reader.metadata().file_metadata().num_rows()).unwrap_or(0);
     let phase = progress::phase(progress::about("reading", Path::new(path)), rows, "rows");
     let mut records = guarded(path, || reader.get_row_iter(None))?;

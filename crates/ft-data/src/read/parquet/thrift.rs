@@ -1,13 +1,13 @@
 //! The compact protocol of Thrift, in which pages have their headers, and what else is written with its integers.
 
 /// The start of a page: a struct in the compact protocol of Thrift.
-pub(super) struct Header {
+pub(super) struct PageHeader {
     pub(super) bytes: u64,
     pub(super) uncompressed: i64,
     pub(super) compressed: i64,
 }
 
-impl Header {
+impl PageHeader {
     /// `None` if it is not all there, or damaged.
     pub(super) fn read(bytes: &[u8]) -> Option<Self> {
         let mut thrift = Thrift { bytes, at: 0 };

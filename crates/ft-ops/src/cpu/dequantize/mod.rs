@@ -63,12 +63,12 @@ pub(crate) fn dequantize(isa: Option<VectorIsa>, view: &QMatrixView<'_>, row: us
         // SAFETY: as above.
         #[cfg(target_arch = "x86_64")]
         Some(VectorIsa::Avx2) => unsafe { vectors::narrow(view, row, start, to) },
-        _ => runs::<Plain>(view, row, start, to),
+        _ => runs::<PortableKernel>(view, row, start, to),
     }
 }
 
 /// Dequantizes elements that share a scale.
-trait Kernel {
+trait DequantizeKernel {
     /// # Safety
     /// The CPU must have the instructions of the kernel.
     unsafe fn int8(codes: &[u8], scale: f32, bf16: bool, to: &mut [f32]);
@@ -80,7 +80,7 @@ trait Kernel {
 
 /// Dequantizes a part of a row, run by run (elements with one scale).
 #[inline(always)]
-fn runs<K: Kernel>(view: &QMatrixView<'_>, row: usize, start: usize, to: &mut [f32]) {
+fn runs<K: DequantizeKernel>(view: &QMatrixView<'_>, row: usize, start: usize, to: &mut [f32]) {
     let bytes = view.bytes();
     if let QData::Scaled(data) = view.codes
         && !data.order.is_empty()
@@ -146,9 +146,9 @@ pub(crate) fn round_table(table: &mut [f32; 16]) {
     }
 }
 
-struct Plain;
+struct PortableKernel;
 
-impl Kernel for Plain {
+impl DequantizeKernel for PortableKernel {
     #[inline(always)]
     unsafe fn int8(codes: &[u8], scale: f32, bf16: bool, to: &mut [f32]) {
         for (to, code) in to.iter_mut().zip(codes) {

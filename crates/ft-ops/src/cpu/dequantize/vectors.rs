@@ -1,6 +1,6 @@
 //! Dequantization with AVX-512 and AVX2. A table of 16 is one register of AVX-512 and two of AVX2.
 
-use super::{Kernel, Plain, runs};
+use super::{DequantizeKernel, PortableKernel, runs};
 use crate::quantized::QMatrixView;
 use std::arch::x86_64::*;
 
@@ -8,21 +8,21 @@ use std::arch::x86_64::*;
 /// The CPU must have AVX-512 (F, BW, DQ, VL).
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
 pub(super) unsafe fn wide(view: &QMatrixView<'_>, row: usize, start: usize, to: &mut [f32]) {
-    runs::<Wide>(view, row, start, to)
+    runs::<Avx512Kernel>(view, row, start, to)
 }
 
 /// # Safety
 /// The CPU must have AVX2.
 #[target_feature(enable = "avx2,fma")]
 pub(super) unsafe fn narrow(view: &QMatrixView<'_>, row: usize, start: usize, to: &mut [f32]) {
-    runs::<Narrow>(view, row, start, to)
+    runs::<Avx2Kernel>(view, row, start, to)
 }
 
-struct Wide;
-struct Narrow;
+struct Avx512Kernel;
+struct Avx2Kernel;
 
 // `#[target_feature]` is not allowed on trait methods: the methods only call functions that have it.
-impl Kernel for Wide {
+impl DequantizeKernel for Avx512Kernel {
     #[inline(always)]
     unsafe fn int8(codes: &[u8], scale: f32, bf16: bool, to: &mut [f32]) {
         // SAFETY: promised by the caller.
@@ -42,7 +42,7 @@ impl Kernel for Wide {
     }
 }
 
-impl Kernel for Narrow {
+impl DequantizeKernel for Avx2Kernel {
     #[inline(always)]
     unsafe fn int8(codes: &[u8], scale: f32, bf16: bool, to: &mut [f32]) {
         // SAFETY: promised by the caller.
@@ -83,8 +83,8 @@ unsafe fn int8_wide<const BF16: bool>(codes: &[u8], scale: f32, to: &mut [f32]) 
             _mm512_storeu_ps(to.as_mut_ptr(), values);
         }
     }
-    // SAFETY: `Plain` needs no CPU feature.
-    unsafe { Plain::int8(rest, scale, BF16, to_rest) }
+    // SAFETY: `PortableKernel` needs no CPU feature.
+    unsafe { PortableKernel::int8(rest, scale, BF16, to_rest) }
 }
 
 #[inline]
@@ -108,8 +108,8 @@ unsafe fn int8_narrow<const BF16: bool>(codes: &[u8], scale: f32, to: &mut [f32]
             _mm256_storeu_ps(to.as_mut_ptr(), values);
         }
     }
-    // SAFETY: `Plain` needs no CPU feature.
-    unsafe { Plain::int8(rest, scale, BF16, to_rest) }
+    // SAFETY: `PortableKernel` needs no CPU feature.
+    unsafe { PortableKernel::int8(rest, scale, BF16, to_rest) }
 }
 
 #[inline]
@@ -130,8 +130,8 @@ unsafe fn nibbles_wide(codes: &[u8], table: &[f32; 16], to: &mut [f32]) {
             _mm512_storeu_ps(to.as_mut_ptr().add(16), _mm512_permutexvar_ps(second, table));
         }
     }
-    // SAFETY: `Plain` needs no CPU feature.
-    unsafe { Plain::nibbles(rest, table, to_rest) }
+    // SAFETY: `PortableKernel` needs no CPU feature.
+    unsafe { PortableKernel::nibbles(rest, table, to_rest) }
 }
 
 #[inline]
@@ -155,6 +155,6 @@ unsafe fn nibbles_narrow(codes: &[u8], table: &[f32; 16], to: &mut [f32]) {
             _mm256_storeu_ps(to.as_mut_ptr(), _mm256_blendv_ps(a, b, half));
         }
     }
-    // SAFETY: `Plain` needs no CPU feature.
-    unsafe { Plain::nibbles(rest, table, to_rest) }
+    // SAFETY: `PortableKernel` needs no CPU feature.
+    unsafe { PortableKernel::nibbles(rest, table, to_rest) }
 }

@@ -12,16 +12,16 @@ mod top;
 
 use super::cross_entropy::{LogitsSizes, PIECE, back, multiply, pieces};
 use super::product::{CInit, Matrix, WeightRows, product};
-use super::storage::{Values, unwritten, values};
+use super::storage::{StoredElements, unwritten, values};
 use crate::distill::{DistillTeacher, TopK};
 use candle_core::Tensor;
 use ft_base::Result;
-use rows::{Live, LogitsTile, Student, cap_rows};
+use rows::{LogitsTeacher, LogitsTile, StudentRows, cap_rows};
 
 pub(crate) use top::Selection;
 
 /// Returns rows of a head: arguments are the first row and the number of rows.
-pub(crate) type Piece<'a> = dyn Fn(usize, usize) -> Result<Tensor> + 'a;
+pub(crate) type ReadHeadRows<'a> = dyn Fn(usize, usize) -> Result<Tensor> + 'a;
 
 /// One model: hidden states `[N, D]` and a head `[rows, D]`. `cap` 0 means no softcap.
 #[derive(Clone, Copy)]
@@ -29,7 +29,7 @@ pub(crate) struct SideSlices<'a> {
     pub h: &'a [f32],
     pub width: usize,
     pub rows: usize,
-    pub piece: &'a Piece<'a>,
+    pub piece: &'a ReadHeadRows<'a>,
     pub cap: f32,
 }
 
@@ -83,14 +83,14 @@ impl Logits {
 }
 
 /// One model with the hidden states of a group of tokens.
-struct Group<'a> {
+struct ModelTokens<'a> {
     side: &'a SideSlices<'a>,
     /// `[count, D]`
     h: Vec<f32>,
     logits: Logits,
 }
 
-impl<'a> Group<'a> {
+impl<'a> ModelTokens<'a> {
     fn new(side: &'a SideSlices<'a>, tokens: &[usize], rows: usize, kept: bool, chunk: usize) -> Self {
         let d = side.width;
         let mut h = unwritten(tokens.len() * d);
@@ -105,7 +105,7 @@ impl<'a> Group<'a> {
     }
 
     /// Computes the logits `[count, width]` of the tokens from `start` on, without the softcap.
-    fn multiply(&mut self, head: Values<'_>, (start, count): (usize, usize), first: usize) -> &mut [f32] {
+    fn multiply(&mut self, head: StoredElements<'_>, (start, count): (usize, usize), first: usize) -> &mut [f32] {
         let d = self.side.width;
         let width = head.len() / d.max(1);
         let logits = self.logits.part(count, first, width);
@@ -116,7 +116,7 @@ impl<'a> Group<'a> {
     }
 
     /// Returns the logits with the softcap, as after `survey`: saved, or recomputed.
-    fn again(&mut self, head: Values<'_>, tokens: (usize, usize), first: usize) -> &mut [f32] {
+    fn again(&mut self, head: StoredElements<'_>, tokens: (usize, usize), first: usize) -> &mut [f32] {
         let (d, cap) = (self.side.width, self.side.cap);
         let width = head.len() / d.max(1);
         if self.logits.kept {
@@ -184,12 +184,12 @@ fn group(
         wide,
         width,
     };
-    let mut own = Group::new(student, tokens, v, kept, chunk);
+    let mut own = ModelTokens::new(student, tokens, v, kept, chunk);
     let stored = match teacher {
         DistillTeacher::Live(_) => None,
         DistillTeacher::Stored { top, .. } => Some(top.tokens(first_token, all)),
     };
-    let mut state = Student::new(targets, v, student.cap, terms, stored);
+    let mut state = StudentRows::new(targets, v, student.cap, terms, stored);
     for (first, width) in pieces(v) {
         let head = (student.piece)(first, width)?;
         values(&head, "the head", |head| {
@@ -204,8 +204,8 @@ fn group(
     let mut live = match teacher {
         DistillTeacher::Stored { .. } => None,
         DistillTeacher::Live(side) => {
-            let mut group = Group::new(side, tokens, terms.common, kept, chunk);
-            let mut live = Live::new(all, terms, side.cap);
+            let mut group = ModelTokens::new(side, tokens, terms.common, kept, chunk);
+            let mut live = LogitsTeacher::new(all, terms, side.cap);
             for (first, width) in pieces(terms.common) {
                 let head = (side.piece)(first, width)?;
                 values(&head, "the teacher's head", |head| {
@@ -271,7 +271,7 @@ fn group(
                         state.turn_stored(part.0, ours, first, wide, scale);
                     }
                 }
-                let Group { h, logits, .. } = &mut own;
+                let ModelTokens { h, logits, .. } = &mut own;
                 let dlogits = &*logits.part(count, first, wide);
                 let h = &h[start * d..][..count * d];
                 if let Some(dw) = &mut gradients.dw {
@@ -279,8 +279,8 @@ fn group(
                         (wide, d, count),
                         &mut dw[first * d..][..wide * d],
                         CInit::C,
-                        Matrix::k_outer(Values::F32(dlogits), wide),
-                        Matrix::k_outer(Values::F32(h), d),
+                        Matrix::k_outer(StoredElements::F32(dlogits), wide),
+                        Matrix::k_outer(StoredElements::F32(h), d),
                         head.rounding(),
                     );
                 }
@@ -314,7 +314,7 @@ pub(crate) fn likeliest(
     let all = chosen.len();
     let chunk = chunk.clamp(1, all.max(1));
     // Logits are used once: none are saved.
-    let mut group = Group::new(side, chosen, common, false, chunk);
+    let mut group = ModelTokens::new(side, chosen, common, false, chunk);
     let mut selection = Selection::new(all, common, k, temperature, side.cap);
     for (first, width) in pieces(common) {
         let head = (side.piece)(first, width)?;

@@ -2,7 +2,7 @@
 //! exponentials of each model, then the sums of the divergence.
 
 use super::stored::StoredTerms;
-use super::terms::{self, FORWARD, MIXTURE, Mix, REVERSE, Scale, Turn};
+use super::terms::{self, FORWARD, GradientTerms, MIXTURE, MixLogs, REVERSE, RowScale};
 use super::{DivergenceTerms, TokenDivergence};
 use crate::cpu::cross_entropy::{BLOCK, inside, largest};
 use crate::distill::TopKSlices;
@@ -27,13 +27,13 @@ pub(super) struct BlockSum {
 }
 
 /// Merges the blocks of a row.
-pub(super) fn scale(blocks: &[BlockSum], inverse: f32) -> Scale {
+pub(super) fn scale(blocks: &[BlockSum], inverse: f32) -> RowScale {
     let max = blocks
         .iter()
         .fold(f32::NEG_INFINITY, |m, b| if b.max > m { b.max } else { m });
     let weight = |b: &BlockSum| b.sum * ((b.max - max) as f64 * inverse as f64).exp();
     let sum: f64 = blocks.iter().map(weight).sum();
-    Scale {
+    RowScale {
         max,
         inverse,
         ln_sum: sum.ln() as f32,
@@ -49,8 +49,8 @@ impl DivergenceTerms {
         }
     }
 
-    pub(super) fn mix(&self) -> Mix {
-        Mix {
+    pub(super) fn mix(&self) -> MixLogs {
+        MixLogs {
             own: (1.0 - self.beta).ln(),
             other: self.beta.ln(),
         }
@@ -83,7 +83,7 @@ pub(super) struct TargetLogit {
 }
 
 /// The student.
-pub(super) struct Student<'a> {
+pub(super) struct StudentRows<'a> {
     pub terms: DivergenceTerms,
     pub cap: f32,
     targets: Vec<u32>,
@@ -92,12 +92,12 @@ pub(super) struct Student<'a> {
     /// For the divergence: at T over C, `[tokens, blocks of C]`.
     soft: Vec<BlockSum>,
     hits: Vec<TargetLogit>,
-    pub(super) hard_ends: Vec<Scale>,
-    pub(super) ends: Vec<Scale>,
+    pub(super) hard_ends: Vec<RowScale>,
+    pub(super) ends: Vec<RowScale>,
     pub(super) kept: Option<StoredTerms<'a>>,
 }
 
-impl<'a> Student<'a> {
+impl<'a> StudentRows<'a> {
     pub(super) fn new(
         targets: Vec<u32>,
         v: usize,
@@ -172,7 +172,7 @@ impl<'a> Student<'a> {
     /// Merges the blocks, after all pieces were processed.
     pub(super) fn finish(&mut self) {
         let n = self.targets.len().max(1);
-        let ends = |blocks: &[BlockSum], inverse: f32| -> Vec<Scale> {
+        let ends = |blocks: &[BlockSum], inverse: f32| -> Vec<RowScale> {
             let per = (blocks.len() / n).max(1);
             blocks.par_chunks(per).map(|row| scale(row, inverse)).collect()
         };
@@ -194,14 +194,14 @@ impl<'a> Student<'a> {
     }
 
     /// Returns the parameters that turn the logits of token `i` into gradients; `k` is the sum of q ln(q/m).
-    pub(super) fn turn(&self, i: usize, k: f64, scale: f32) -> Turn {
+    pub(super) fn turn(&self, i: usize, k: f64, scale: f32) -> GradientTerms {
         let terms = &self.terms;
         let share = match terms.mode() {
             MIXTURE => 1.0 - terms.beta,
             _ => 1.0,
         };
         let hard = self.hard_ends[i];
-        Turn {
+        GradientTerms {
             q: self.ends[i],
             mix: terms.mix(),
             mode: terms.mode(),
@@ -214,7 +214,7 @@ impl<'a> Student<'a> {
     }
 
     /// Subtracts the target's part of the cross-entropy from the gradients of a row.
-    pub(super) fn subtract_target(&self, i: usize, row: &mut [f32], first: usize, turn: &Turn, scale: f32) {
+    pub(super) fn subtract_target(&self, i: usize, row: &mut [f32], first: usize, turn: &GradientTerms, scale: f32) {
         if self.terms.alpha != 0.0
             && let Some(at) = inside(self.targets[i], first, row.len())
         {
@@ -250,19 +250,19 @@ pub(super) struct LogitsTile {
 }
 
 /// A teacher with logits in memory.
-pub(super) struct Live {
+pub(super) struct LogitsTeacher {
     terms: DivergenceTerms,
     cap: f32,
     tokens: usize,
     blocks: Vec<BlockSum>,
-    ends: Vec<Scale>,
+    ends: Vec<RowScale>,
     /// `[tokens, blocks of C]`: sums of p ln(p/m) and of q ln(q/m).
     sums: Vec<(f64, f64)>,
     /// The sum of q ln(q/m) of each token.
     k: Vec<f64>,
 }
 
-impl Live {
+impl LogitsTeacher {
     pub(super) fn new(tokens: usize, terms: DivergenceTerms, cap: f32) -> Self {
         let blocks = tokens * terms.blocks();
         Self {
@@ -304,7 +304,7 @@ impl Live {
     }
 
     /// Adds a piece to the divergence: the logits `ours` `[count, wide]` of the student, and `theirs` `[count, width]`.
-    pub(super) fn measure(&mut self, student: &Student<'_>, tile: LogitsTile, ours: &[f32], theirs: &[f32]) {
+    pub(super) fn measure(&mut self, student: &StudentRows<'_>, tile: LogitsTile, ours: &[f32], theirs: &[f32]) {
         let LogitsTile {
             start,
             count,
@@ -327,7 +327,7 @@ impl Live {
     }
 
     /// Returns the result of every token.
-    pub(super) fn rows(&mut self, student: &Student<'_>) -> Vec<TokenDivergence> {
+    pub(super) fn rows(&mut self, student: &StudentRows<'_>) -> Vec<TokenDivergence> {
         let (wa, wb) = self.terms.weights();
         let per = self.terms.blocks().max(1);
         self.k.clear();
@@ -342,7 +342,14 @@ impl Live {
 
     /// Replaces the student's logits `ours` `[count, wide]` of a piece by their gradients times `scale`; `theirs`
     /// `[count, width]`.
-    pub(super) fn turn(&self, student: &Student<'_>, tile: LogitsTile, ours: &mut [f32], theirs: &[f32], scale: f32) {
+    pub(super) fn turn(
+        &self,
+        student: &StudentRows<'_>,
+        tile: LogitsTile,
+        ours: &mut [f32],
+        theirs: &[f32],
+        scale: f32,
+    ) {
         let LogitsTile {
             start,
             count,

@@ -2,8 +2,8 @@
 //! are compared over those ids and one more outcome, "any other". The result is never more than the full
 //! divergence, and equal to it if no id is left out.
 
-use super::rows::{BlockSum, Student};
-use super::terms::{self, FORWARD, MIXTURE, REVERSE, Scale, ln_mixture};
+use super::rows::{BlockSum, StudentRows};
+use super::terms::{self, FORWARD, MIXTURE, REVERSE, RowScale, ln_mixture};
 use super::{DivergenceTerms, TokenDivergence};
 use crate::cpu::cross_entropy::{BLOCK, largest};
 use crate::distill::TopKSlices;
@@ -97,7 +97,7 @@ fn place(ids: &[u32], id: usize) -> usize {
 }
 
 /// Returns the logarithm of the sum of the blocks, as a fraction of the whole.
-fn ln_part(blocks: &[BlockSum], q: Scale) -> f32 {
+fn ln_part(blocks: &[BlockSum], q: RowScale) -> f32 {
     let weight = |b: &BlockSum| b.sum * ((b.max - q.max) as f64 * q.inverse as f64).exp();
     let sum: f64 = blocks.iter().map(weight).sum();
     (sum.ln() - q.ln_sum as f64) as f32
@@ -117,7 +117,7 @@ fn outcome(lq: f32, lp: f32, terms: &DivergenceTerms) -> (f64, f64, f64) {
     }
 }
 
-impl Student<'_> {
+impl StudentRows<'_> {
     /// Returns the result of every token, after all pieces were processed.
     pub(super) fn stored_rows(&mut self) -> Vec<TokenDivergence> {
         let Some(mut kept) = self.kept.take() else {

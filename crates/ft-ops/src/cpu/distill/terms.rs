@@ -10,14 +10,14 @@ pub(super) const MIXTURE: u8 = 2;
 
 /// Parameters of a row that turn logits into log-probabilities.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Scale {
+pub(super) struct RowScale {
     pub max: f32,
     /// 1 / T
     pub inverse: f32,
     pub ln_sum: f32,
 }
 
-impl Scale {
+impl RowScale {
     #[inline(always)]
     pub(super) fn log(self, logit: f32) -> f32 {
         (logit - self.max) * self.inverse - self.ln_sum
@@ -26,7 +26,7 @@ impl Scale {
 
 /// ln (1 - beta) and ln beta.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Mix {
+pub(super) struct MixLogs {
     pub own: f32,
     pub other: f32,
 }
@@ -48,7 +48,7 @@ fn ln_1p<const FMA: bool>(x: f32) -> f32 {
 
 /// `ln((1 - beta) q + beta p)` from the logarithms of q and p.
 #[inline(always)]
-pub(super) fn ln_mixture<const FMA: bool>(lq: f32, lp: f32, mix: Mix) -> f32 {
+pub(super) fn ln_mixture<const FMA: bool>(lq: f32, lp: f32, mix: MixLogs) -> f32 {
     let (a, b) = (lq + mix.own, lp + mix.other);
     let (high, low) = if a > b { (a, b) } else { (b, a) };
     high + ln_1p::<FMA>(exp::<FMA>(low - high))
@@ -57,7 +57,7 @@ pub(super) fn ln_mixture<const FMA: bool>(lq: f32, lp: f32, mix: Mix) -> f32 {
 /// Returns the two terms of one element: p ln(p/m) and q ln(q/m). m is q if only the first is used, p if only the
 /// second.
 #[inline(always)]
-fn pair<const FMA: bool, const MODE: u8>(lq: f32, lp: f32, mix: Mix) -> (f32, f32) {
+fn pair<const FMA: bool, const MODE: u8>(lq: f32, lp: f32, mix: MixLogs) -> (f32, f32) {
     match MODE {
         FORWARD => (exp::<FMA>(lp) * (lp - lq), 0.0),
         REVERSE => (0.0, exp::<FMA>(lq) * (lq - lp)),
@@ -69,7 +69,13 @@ fn pair<const FMA: bool, const MODE: u8>(lq: f32, lp: f32, mix: Mix) -> (f32, f3
 }
 
 #[inline(always)]
-fn sums_of<const FMA: bool, const MODE: u8>(ours: &[f32], theirs: &[f32], q: Scale, p: Scale, mix: Mix) -> (f64, f64) {
+fn sums_of<const FMA: bool, const MODE: u8>(
+    ours: &[f32],
+    theirs: &[f32],
+    q: RowScale,
+    p: RowScale,
+    mix: MixLogs,
+) -> (f64, f64) {
     let (mut a, mut b) = ([0f32; LANES], [0f32; LANES]);
     let (x, x_rest) = ours.as_chunks::<LANES>();
     let (y, y_rest) = theirs.as_chunks::<LANES>();
@@ -90,19 +96,26 @@ fn sums_of<const FMA: bool, const MODE: u8>(ours: &[f32], theirs: &[f32], q: Sca
 
 /// Sums over a block of `p ln(p/m)` and `q ln(q/m)`.
 #[inline(always)]
-fn sums_body<const FMA: bool>(ours: &[f32], theirs: &[f32], q: Scale, p: Scale, mix: Mix, mode: u8) -> (f64, f64) {
+fn sums_body<const FMA: bool>(
+    ours: &[f32],
+    theirs: &[f32],
+    q: RowScale,
+    p: RowScale,
+    mix: MixLogs,
+    mode: u8,
+) -> (f64, f64) {
     match mode {
         FORWARD => sums_of::<FMA, FORWARD>(ours, theirs, q, p, mix),
         REVERSE => sums_of::<FMA, REVERSE>(ours, theirs, q, p, mix),
         _ => sums_of::<FMA, MIXTURE>(ours, theirs, q, p, mix),
     }
 }
-vectorized!(pub(super) fn sums(ours: &[f32], theirs: &[f32], q: Scale, p: Scale, mix: Mix, mode: u8) -> (f64, f64) = sums_body);
+vectorized!(pub(super) fn sums(ours: &[f32], theirs: &[f32], q: RowScale, p: RowScale, mix: MixLogs, mode: u8) -> (f64, f64) = sums_body);
 
 /// Returns the slope of the divergence with respect to logit / T: for KL(p|q) it is q - p, else w q (ln(q/m) - k),
-/// where k is the sum of q ln(q/m); `w` is part of `Turn::factor`.
+/// where k is the sum of q ln(q/m); `w` is part of `GradientTerms::factor`.
 #[inline(always)]
-pub(super) fn slope<const FMA: bool, const MODE: u8>(lq: f32, lp: f32, k: f32, mix: Mix) -> f32 {
+pub(super) fn slope<const FMA: bool, const MODE: u8>(lq: f32, lp: f32, k: f32, mix: MixLogs) -> f32 {
     let q = exp::<FMA>(lq);
     match MODE {
         FORWARD => q - exp::<FMA>(lp),
@@ -113,9 +126,9 @@ pub(super) fn slope<const FMA: bool, const MODE: u8>(lq: f32, lp: f32, k: f32, m
 
 /// Parameters that turn a row of logits into its gradient.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Turn {
-    pub q: Scale,
-    pub mix: Mix,
+pub(super) struct GradientTerms {
+    pub q: RowScale,
+    pub mix: MixLogs,
     pub mode: u8,
     /// k of `slope`.
     pub k: f32,
@@ -127,7 +140,7 @@ pub(super) struct Turn {
     pub cap: f32,
 }
 
-impl Turn {
+impl GradientTerms {
     #[inline(always)]
     fn hard<const FMA: bool>(&self, logit: f32) -> f32 {
         self.hard * exp::<FMA>(logit - self.hard_max)
@@ -145,7 +158,12 @@ impl Turn {
 }
 
 #[inline(always)]
-fn turn_of<const FMA: bool, const MODE: u8, const HARD: bool>(ours: &mut [f32], theirs: &[f32], p: Scale, t: &Turn) {
+fn turn_of<const FMA: bool, const MODE: u8, const HARD: bool>(
+    ours: &mut [f32],
+    theirs: &[f32],
+    p: RowScale,
+    t: &GradientTerms,
+) {
     for (x, y) in ours.iter_mut().zip(theirs) {
         let mut g = t.factor * slope::<FMA, MODE>(t.q.log(*x), p.log(*y), t.k, t.mix);
         if HARD {
@@ -157,7 +175,7 @@ fn turn_of<const FMA: bool, const MODE: u8, const HARD: bool>(ours: &mut [f32], 
 
 /// Replaces logits of the common ids by their gradients.
 #[inline(always)]
-fn turn_body<const FMA: bool>(ours: &mut [f32], theirs: &[f32], p: Scale, t: &Turn) {
+fn turn_body<const FMA: bool>(ours: &mut [f32], theirs: &[f32], p: RowScale, t: &GradientTerms) {
     match (t.mode, t.hard != 0.0) {
         (FORWARD, false) => turn_of::<FMA, FORWARD, false>(ours, theirs, p, t),
         (FORWARD, true) => turn_of::<FMA, FORWARD, true>(ours, theirs, p, t),
@@ -167,12 +185,12 @@ fn turn_body<const FMA: bool>(ours: &mut [f32], theirs: &[f32], p: Scale, t: &Tu
         (_, true) => turn_of::<FMA, MIXTURE, true>(ours, theirs, p, t),
     }
 }
-vectorized!(pub(super) fn turn(ours: &mut [f32], theirs: &[f32], p: Scale, t: &Turn) = turn_body);
+vectorized!(pub(super) fn turn(ours: &mut [f32], theirs: &[f32], p: RowScale, t: &GradientTerms) = turn_body);
 
 /// Replaces logits whose slope is `rest` times their own probability by their gradients. Used for ids of the
 /// student alone (`rest` is 0), and for the ids outside a stored top-k.
 #[inline(always)]
-fn turn_rest_body<const FMA: bool>(ours: &mut [f32], rest: f32, t: &Turn) {
+fn turn_rest_body<const FMA: bool>(ours: &mut [f32], rest: f32, t: &GradientTerms) {
     let factor = t.factor * rest;
     for x in ours {
         let mut g = t.hard::<FMA>(*x);
@@ -182,7 +200,7 @@ fn turn_rest_body<const FMA: bool>(ours: &mut [f32], rest: f32, t: &Turn) {
         *x = g * t.cap_slope(*x);
     }
 }
-vectorized!(pub(super) fn turn_rest(ours: &mut [f32], rest: f32, t: &Turn) = turn_rest_body);
+vectorized!(pub(super) fn turn_rest(ours: &mut [f32], rest: f32, t: &GradientTerms) = turn_rest_body);
 
 /// Computes the sum of `e^((x - max) / T)`.
 #[inline(always)]
@@ -212,7 +230,7 @@ mod tests {
             let want = (x as f64).ln_1p();
             assert!((ln_1p::<false>(x) as f64 - want).abs() <= 1e-6 * want, "{x}");
         }
-        let mix = Mix {
+        let mix = MixLogs {
             own: 0.7f32.ln(),
             other: 0.3f32.ln(),
         };

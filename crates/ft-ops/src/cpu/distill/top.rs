@@ -8,7 +8,7 @@ use rayon::prelude::*;
 
 /// The top-k of one token so far.
 #[derive(Clone)]
-struct Best {
+struct RunningTopK {
     /// Logit and id; at most k.
     kept: Vec<(f32, u32)>,
     /// Sum over logits that were in the top-k at first and were displaced later.
@@ -21,7 +21,7 @@ pub(crate) struct Selection {
     cap: f32,
     inverse: f32,
     per: usize,
-    rows: Vec<Best>,
+    rows: Vec<RunningTopK>,
     /// `[tokens, blocks]`: sums over the logits outside the top-k at the time of the block.
     blocks: Vec<BlockSum>,
 }
@@ -35,7 +35,7 @@ impl Selection {
     pub(crate) fn new(tokens: usize, common: usize, k: usize, temperature: f32, cap: f32) -> Self {
         let (per, best) = (
             common.div_ceil(BLOCK),
-            Best {
+            RunningTopK {
                 kept: Vec::new(),
                 lost: BlockSum::default(),
                 odd: false,
@@ -138,7 +138,7 @@ impl Selection {
     }
 }
 
-impl Best {
+impl RunningTopK {
     fn lose(&mut self, logit: f32, inverse: f32) {
         let BlockSum { max, sum } = self.lost;
         if sum == 0.0 || logit > max {

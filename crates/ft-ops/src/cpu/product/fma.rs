@@ -22,7 +22,7 @@ pub(crate) struct MicroTile {
     pub from: CInit<*const f32>,
 }
 
-pub(crate) type Kernel = unsafe fn(&MicroTile);
+pub(crate) type MicroKernel = unsafe fn(&MicroTile);
 
 impl VectorIsa {
     /// Rows (MR) and columns (NR) of a micro-tile, elements of a SIMD vector.
@@ -34,7 +34,7 @@ impl VectorIsa {
     }
 
     /// Returns the micro-kernel for `rows` rows and `vectors` vectors (1 or 2).
-    pub(super) fn kernel(self, rows: usize, vectors: usize) -> Kernel {
+    pub(super) fn kernel(self, rows: usize, vectors: usize) -> MicroKernel {
         match self {
             VectorIsa::Avx512 => avx512::kernel(rows, vectors),
             VectorIsa::Avx2 => avx2::kernel(rows, vectors),
@@ -56,8 +56,8 @@ macro_rules! kernels {
             const AHEAD: usize = 6;
 
             /// Returns the kernel for `rows` rows (1..=MR) and `vectors` vectors (1 or 2).
-            pub(crate) fn kernel(rows: usize, vectors: usize) -> Kernel {
-                const TILES: [[Kernel; MR]; VECTORS] = [[$(tile::<$row, 1>),*], [$(tile::<$row, 2>),*]];
+            pub(crate) fn kernel(rows: usize, vectors: usize) -> MicroKernel {
+                const TILES: [[MicroKernel; MR]; VECTORS] = [[$(tile::<$row, 1>),*], [$(tile::<$row, 2>),*]];
                 TILES[vectors - 1][rows - 1]
             }
 

@@ -4,8 +4,8 @@
 //! products, and C is not read and written again. Falls back to two more products if fusion is not possible
 //! (the backend `Portable`, or a large rank).
 
-use super::super::Shared;
-use super::{CInit, CpuBackend, Matrix, Operand, ProductJob, Rounding, Sizes, gemv, product_on, run};
+use super::super::SharedSlice;
+use super::{CInit, CpuBackend, GemmSizes, Matrix, Operand, ProductJob, Rounding, gemv, product_on, run};
 
 /// A larger rank would evict the packed A from the cache.
 pub(super) const MAX_RANK: usize = 64;
@@ -27,7 +27,7 @@ pub(super) struct FusedLoraShared<'a> {
     pub down: Matrix<'a>,
     pub up: Matrix<'a>,
     scale: f32,
-    u: Shared,
+    u: SharedSlice,
 }
 
 impl<'a> FusedLoraShared<'a> {
@@ -68,7 +68,7 @@ impl<'a> FusedLoraShared<'a> {
 /// Computes `c [m, n] = start + a · b + u · up`.
 pub(crate) fn product_with(
     backend: CpuBackend,
-    sizes: Sizes,
+    sizes: GemmSizes,
     c: &mut [f32],
     start: CInit<&[f32]>,
     (a, b): (Matrix<'_>, Matrix<'_>),
@@ -93,7 +93,7 @@ pub(crate) fn product_with(
     }
     let job = ProductJob {
         sizes,
-        c: Shared::new(c),
+        c: SharedSlice::new(c),
         start,
         a,
         b,
@@ -102,7 +102,7 @@ pub(crate) fn product_with(
             down,
             up,
             scale,
-            u: Shared::new(u),
+            u: SharedSlice::new(u),
         }),
     };
     let empty = m == 0 || n == 0 || k == 0 || rank == 0;

@@ -1,7 +1,7 @@
-//! A few rows times a weight, e.g. one decoded token (GEMV): reads every element of the weight once and packs
+//! A few rows times a weight, e.g. one generated token (GEMV): reads every element of the weight once and packs
 //! nothing. Quantized weights are dequantized once for all rows, a piece at a time, into the L1 cache.
 
-use super::super::Shared;
+use super::super::SharedSlice;
 use super::super::dequantize::dequantize;
 #[cfg(target_arch = "x86_64")]
 use super::super::dequantize::dots;
@@ -46,7 +46,7 @@ pub(super) fn run(job: &ProductJob, isa: Option<VectorIsa>, rounds: bool) {
         let a = Matrix::k_inner(Operand::F32(&rows), k);
         return run(&ProductJob { a, ..*job }, isa, false);
     }
-    let c: Shared = job.c;
+    let c: SharedSlice = job.c;
     let arranged = arranged(job, isa, a);
     (0..n.div_ceil(BLOCK)).into_par_iter().for_each(|block| {
         let first = block * BLOCK;

@@ -42,8 +42,8 @@ pub(crate) use backend::VectorIsa;
 pub(crate) use fused_lora::{FusedLora, product_with};
 pub(crate) use rows::{PrepackedPart, PrepackedWeight, WeightRows};
 
-use super::Shared;
-use super::storage::Values;
+use super::SharedSlice;
+use super::storage::StoredElements;
 use crate::quantized::QMatrixView;
 use half::bf16;
 
@@ -56,11 +56,11 @@ pub(crate) enum Operand<'a> {
     Quantized(QMatrixView<'a>),
 }
 
-impl<'a> From<Values<'a>> for Operand<'a> {
-    fn from(values: Values<'a>) -> Self {
+impl<'a> From<StoredElements<'a>> for Operand<'a> {
+    fn from(values: StoredElements<'a>) -> Self {
         match values {
-            Values::F32(v) => Operand::F32(v),
-            Values::Bf16(v) => Operand::Bf16(v),
+            StoredElements::F32(v) => Operand::F32(v),
+            StoredElements::Bf16(v) => Operand::Bf16(v),
         }
     }
 }
@@ -175,7 +175,7 @@ pub(crate) fn testable() -> Vec<CpuBackend> {
 }
 
 /// `(m, n, k)`.
-pub(crate) type Sizes = (usize, usize, usize);
+pub(crate) type GemmSizes = (usize, usize, usize);
 
 /// A part of an operand: `count` vectors from `first` on, elements `k0..k0 + k` of each.
 #[derive(Clone, Copy)]
@@ -189,8 +189,8 @@ struct OperandBlock {
 /// One product, before it is cut into blocks.
 #[derive(Clone, Copy)]
 struct ProductJob<'a> {
-    sizes: Sizes,
-    c: Shared,
+    sizes: GemmSizes,
+    c: SharedSlice,
     start: CInit<&'a [f32]>,
     a: Matrix<'a>,
     b: Matrix<'a>,
@@ -199,7 +199,7 @@ struct ProductJob<'a> {
 
 /// Computes `c [m, n] = start + a · b`.
 pub(crate) fn product(
-    sizes: Sizes,
+    sizes: GemmSizes,
     c: &mut [f32],
     start: CInit<&[f32]>,
     a: Matrix<'_>,
@@ -211,7 +211,7 @@ pub(crate) fn product(
 
 fn product_on(
     backend: CpuBackend,
-    sizes: Sizes,
+    sizes: GemmSizes,
     c: &mut [f32],
     start: CInit<&[f32]>,
     a: Matrix<'_>,
@@ -237,7 +237,7 @@ fn product_on(
     }
     let job = ProductJob {
         sizes,
-        c: Shared::new(c),
+        c: SharedSlice::new(c),
         start,
         a,
         b,

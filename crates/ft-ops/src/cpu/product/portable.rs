@@ -18,7 +18,7 @@ const SMALL: usize = 16 * 16;
 
 /// A matrix in memory: address of its first element, and elements between two rows and between two columns.
 #[derive(Clone, Copy)]
-pub(super) struct Strided<P> {
+pub(super) struct StridedMatrix<P> {
     pub at: P,
     pub row: usize,
     pub column: usize,
@@ -30,10 +30,10 @@ pub(super) struct Strided<P> {
 /// All addresses with their strides must lie inside live slices; `dst` must not be shared.
 pub(super) unsafe fn gemm(
     (m, n, k): (usize, usize, usize),
-    dst: Strided<*mut f32>,
+    dst: StridedMatrix<*mut f32>,
     accumulate: bool,
-    a: Strided<*const f32>,
-    b: Strided<*const f32>,
+    a: StridedMatrix<*const f32>,
+    b: StridedMatrix<*const f32>,
 ) {
     if a.column == 1 && b.row == 1 && m * n <= SMALL {
         // A transposed copy of A, so that the order of the sum is that of larger results.
@@ -45,7 +45,7 @@ pub(super) unsafe fn gemm(
                     turned[at * step + row] = unsafe { *a.at.add(row * a.row + at) };
                 }
             }
-            let a = Strided {
+            let a = StridedMatrix {
                 at: turned.as_ptr(),
                 row: 1,
                 column: step,
@@ -129,17 +129,17 @@ pub(super) fn run(job: &ProductJob) {
             };
             with_operand(&job.a, block(r0, rows), |a, a_stride, a_step| {
                 with_operand(&job.b, block(c0, columns), |b, b_stride, b_step| {
-                    let c = Strided {
+                    let c = StridedMatrix {
                         at: job.c.at(r0 * n + c0),
                         row: n,
                         column: 1,
                     };
-                    let a = Strided {
+                    let a = StridedMatrix {
                         at: a,
                         row: a_stride,
                         column: a_step,
                     };
-                    let b = Strided {
+                    let b = StridedMatrix {
                         at: b,
                         row: b_step,
                         column: b_stride,

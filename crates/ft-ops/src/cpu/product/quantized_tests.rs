@@ -5,7 +5,7 @@ use super::*;
 use crate::oracle::{flat, random};
 
 /// (tokens, O, I): few rows, ragged edges, several chunks of k.
-const SIZES: [Sizes; 11] = [
+const SIZES: [GemmSizes; 11] = [
     (1, 70, 128),
     (2, 40, 1088),
     (4, 33, 192),
@@ -24,7 +24,7 @@ fn bits(c: &[f32]) -> Vec<u32> {
 }
 
 /// Compares all products of a quantized weight with those of a dense weight that holds the dequantized values.
-fn check(backend: CpuBackend, (tokens, o, i): Sizes) {
+fn check(backend: CpuBackend, (tokens, o, i): GemmSizes) {
     let (x, dy) = (flat(&random((tokens, i), 1)), flat(&random((tokens, o), 2)));
     let codes = Random::new(o, i);
     for (which, view) in codes.views().into_iter().enumerate() {
@@ -78,7 +78,7 @@ fn check(backend: CpuBackend, (tokens, o, i): Sizes) {
 }
 
 #[test]
-fn products_with_codes_are_those_with_the_decoded_values() {
+fn products_with_codes_are_those_with_the_dequantized_values() {
     for backend in CpuBackend::ALL.into_iter().filter(|p| p.available()) {
         for sizes in SIZES {
             check(backend, sizes);

@@ -16,8 +16,8 @@ use super::fma::MicroTile;
 use super::grid::part;
 #[cfg(target_arch = "x86_64")]
 use super::pack::{self, OperandPart, Panel, PanelLayout};
-use super::portable::{Strided, gemm, unpacked};
-use super::{CpuBackend, Matrix, Operand, Rounding, Shared, Sizes};
+use super::portable::{StridedMatrix, gemm, unpacked};
+use super::{CpuBackend, GemmSizes, Matrix, Operand, Rounding, SharedSlice};
 
 /// A part of a packed operand begins at a multiple of this number, in both directions.
 pub(crate) const PACK_UNIT: usize = 32;
@@ -79,7 +79,7 @@ impl<'a> PackedOperand<'a> {
 /// A part of C: its first element, its row stride, and whether the product is added to its values.
 #[derive(Clone, Copy)]
 pub(crate) struct OutputTile {
-    pub c: Shared,
+    pub c: SharedSlice,
     pub at: usize,
     pub stride: usize,
     pub add: bool,
@@ -179,7 +179,7 @@ impl TaskGemm {
     /// # Safety
     /// No other task may access these elements of C at the same time; both operands were packed by `self`, for
     /// their sides.
-    pub(crate) unsafe fn multiply(self, sizes: Sizes, to: OutputTile, a: &PackedOperand, b: &PackedOperand) {
+    pub(crate) unsafe fn multiply(self, sizes: GemmSizes, to: OutputTile, a: &PackedOperand, b: &PackedOperand) {
         let (m, n, k) = sizes;
         if m == 0 || n == 0 {
             return;
@@ -199,17 +199,17 @@ impl TaskGemm {
                 Some(isa) => fma(isa, sizes, to, a, b),
                 _ => {
                     let ((a, a_row, a_k), (b, b_column, b_k)) = (unpacked(a), unpacked(b));
-                    let c = Strided {
+                    let c = StridedMatrix {
                         at: to.c.at(to.at),
                         row: to.stride,
                         column: 1,
                     };
-                    let a = Strided {
+                    let a = StridedMatrix {
                         at: a,
                         row: a_row,
                         column: a_k,
                     };
-                    let b = Strided {
+                    let b = StridedMatrix {
                         at: b,
                         row: b_k,
                         column: b_column,
@@ -231,7 +231,7 @@ fn rows_of(isa: VectorIsa, rows: usize) -> impl Iterator<Item = (usize, usize)> 
 /// # Safety
 /// As `multiply`, and all elements that the operands describe are in bounds.
 #[cfg(target_arch = "x86_64")]
-unsafe fn fma(isa: VectorIsa, (m, n, k): Sizes, to: OutputTile, a: &PackedOperand, b: &PackedOperand) {
+unsafe fn fma(isa: VectorIsa, (m, n, k): GemmSizes, to: OutputTile, a: &PackedOperand, b: &PackedOperand) {
     let (_, nr, lanes) = isa.micro_tile();
     for k0 in (0..k).step_by(KC) {
         let steps = KC.min(k - k0);

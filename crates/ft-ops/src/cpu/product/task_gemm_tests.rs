@@ -2,7 +2,7 @@
 
 use super::task_gemm::{OperandSide, OutputTile, TaskGemm, cache_friendly_stride};
 use super::{CpuBackend, Matrix, Rounding, testable};
-use crate::cpu::{LINE, Shared, with_scratch};
+use crate::cpu::{LINE, SharedSlice, with_scratch};
 use crate::oracle::{flat, random};
 use half::bf16;
 
@@ -67,7 +67,7 @@ fn check(backend: CpuBackend, rounding: Rounding, case: &Case) {
             packed_b,
         );
         let to = OutputTile {
-            c: Shared::new(&mut c),
+            c: SharedSlice::new(&mut c),
             at: AT,
             stride: c_stride,
             add: case.add,
@@ -147,7 +147,7 @@ fn a_part_that_is_not_there_is_refused() {
             let b = gemm.pack_operand(OperandSide::B, Matrix::k_inner(&values[..], 64), (64, 64), &mut []);
             let mut c = vec![0f32; 64 * 32];
             let to = OutputTile {
-                c: Shared::new(&mut c),
+                c: SharedSlice::new(&mut c),
                 at: 0,
                 stride: 32,
                 add: false,

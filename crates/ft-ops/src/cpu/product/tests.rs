@@ -4,7 +4,7 @@ use super::*;
 use crate::oracle::{flat, random};
 use half::bf16;
 
-const SIZES: [Sizes; 13] = [
+const SIZES: [GemmSizes; 13] = [
     (1, 1, 1),
     (1, 40, 70),
     (3, 100, 9),
@@ -41,9 +41,9 @@ impl Operand {
 
     fn matrix(&self, bf16: bool, k_contiguous: bool) -> Matrix<'_> {
         let values = if bf16 {
-            Values::Bf16(&self.narrow)
+            StoredElements::Bf16(&self.narrow)
         } else {
-            Values::F32(&self.wide)
+            StoredElements::F32(&self.wide)
         };
         if k_contiguous {
             Matrix::k_inner(values, self.k)

@@ -19,7 +19,7 @@ const CUT: u32 = 23 - FINE.ilog2();
 const LOWEST: u32 = (127 - 25) * FINE as u32;
 
 /// A sorted quantization table of 256 values from -1 (or 0) to 1.
-pub(crate) struct Code {
+pub(crate) struct QuantizationTable {
     pub(crate) values: [f32; 256],
     /// `middles[i]` is the midpoint of `values[i]` and `values[i + 1]`.
     pub(crate) middles: [f32; 256],
@@ -28,15 +28,15 @@ pub(crate) struct Code {
     signed: bool,
 }
 
-pub(crate) static SIGNED: LazyLock<Code> = LazyLock::new(|| Code::dynamic(true));
-pub(crate) static UNSIGNED: LazyLock<Code> = LazyLock::new(|| Code::dynamic(false));
+pub(crate) static SIGNED: LazyLock<QuantizationTable> = LazyLock::new(|| QuantizationTable::dynamic(true));
+pub(crate) static UNSIGNED: LazyLock<QuantizationTable> = LazyLock::new(|| QuantizationTable::dynamic(false));
 
 /// Returns the lower edge of a bucket.
 fn edge(bucket: usize) -> f32 {
     f32::from_bits((LOWEST + bucket as u32) << CUT)
 }
 
-impl Code {
+impl QuantizationTable {
     /// Builds the dynamic code: decade d has 2^d fractions (2^(d+1) if unsigned), the midpoints of equal parts of
     /// 0.1 to 1; in addition 0 and 1.
     fn dynamic(signed: bool) -> Self {
@@ -135,7 +135,7 @@ mod tests {
     use super::*;
     use ft_base::rng::{Rng, Stream};
 
-    fn searched(code: &Code, x: f32) -> u8 {
+    fn searched(code: &QuantizationTable, x: f32) -> u8 {
         code.middles[..255].iter().filter(|m| **m < x).count() as u8
     }
 

@@ -7,7 +7,7 @@ pub(crate) mod rules;
 
 use super::math::vectorized;
 use crate::master;
-use code::{BLOCK, Code};
+use code::{BLOCK, QuantizationTable};
 use ft_base::rng::Rng;
 use half::bf16;
 use rayon::prelude::*;
@@ -30,7 +30,7 @@ pub(crate) enum MomentSlices<'a> {
     None,
     F32(&'a mut [f32]),
     /// Quantized data, and the absmax of each block.
-    Int8(&'a mut [u8], &'a mut [f32], &'static Code),
+    Int8(&'a mut [u8], &'a mut [f32], &'static QuantizationTable),
 }
 
 /// An update rule with all values that do not depend on the element precomputed.
@@ -89,7 +89,7 @@ impl<'a> MomentSlices<'a> {
     }
 }
 
-struct Task<'a> {
+struct UpdateTask<'a> {
     first: usize,
     weight: WeightSlices<'a>,
     gradient: &'a [f32],
@@ -107,10 +107,10 @@ pub(crate) fn run(
     mut m: MomentSlices,
     mut v: MomentSlices,
 ) {
-    let tasks: Vec<Task> = gradient
+    let tasks: Vec<UpdateTask> = gradient
         .chunks(CHUNK)
         .enumerate()
-        .map(|(i, gradient)| Task {
+        .map(|(i, gradient)| UpdateTask {
             first: position + i * CHUNK,
             weight: weight.cut(gradient.len()),
             gradient,
@@ -121,7 +121,7 @@ pub(crate) fn run(
     tasks.into_par_iter().for_each(|task| one(rule, task));
 }
 
-fn one(rule: &PreparedRule, mut task: Task) {
+fn one(rule: &PreparedRule, mut task: UpdateTask) {
     let (mut wide, mut first, mut second) = ([0f32; BLOCK], [0f32; BLOCK], [0f32; BLOCK]);
     let mut at = 0;
     for g in task.gradient.chunks(BLOCK) {

@@ -1,7 +1,7 @@
 //! The comparison with TRL is a parity test. Here: heads in parts, spans that do not fit, any number of threads.
 
 use super::*;
-use crate::cross_entropy::{PIECE, Pieces};
+use crate::cross_entropy::{OutputPieces, PIECE};
 use crate::oracle::{assert_close, assert_same_on_any_threads, flat, random};
 use candle_core::Device;
 
@@ -22,7 +22,7 @@ fn run(shared: Option<&SharedIds>, chunk: usize, in_parts: bool) -> (f64, Tensor
     let (other_h, other) = (random(&[6, 3], 3), random(&[vt, 3], 4));
     let part = |head: &Tensor, first: usize| Ok(head.narrow(0, first, PIECE.min(head.dim(0)? - first))?);
     let (own_part, other_part) = (|first| part(&head, first), |first| part(&other, first));
-    let pieces = |rows, width, part| Pieces {
+    let pieces = |rows, width, part| OutputPieces {
         rows,
         width,
         rows_of_part: PIECE,

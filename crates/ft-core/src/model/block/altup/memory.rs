@@ -87,7 +87,7 @@ impl LayerMemory<'_> {
         })
     }
 
-    /// As `Block::altup_forward`.
+    /// As `DecoderBlock::altup_forward`.
     pub(in crate::model) fn altup_forward(
         &self,
         l: &mut Ledger,
@@ -151,7 +151,7 @@ impl LayerMemory<'_> {
         l.free_all([low, z, m]);
     }
 
-    /// As `Block::corrected_backward`.
+    /// As `DecoderBlock::corrected_backward`.
     fn corrected_backward(&self, l: &mut Ledger, sink: &mut dyn GradSinkMemory) -> Allocation {
         self.router_forward(l, ALTUP[3]);
         if let Some([gate, projection]) = self.per_layer() {
@@ -180,8 +180,8 @@ impl LayerMemory<'_> {
         dx2
     }
 
-    /// The linear after the router, and `Block::router_backward`: a norm, its gradient, and that of its output. The sink gets
-    /// the gradients of the router at the end of the layer (`RouterSums`).
+    /// The linear after the router, and `DecoderBlock::router_backward`: a norm, its gradient, and that of its output.
+    /// The sink gets the gradients of the router at the end of the layer (`RouterSums`).
     fn router_backward(&self, l: &mut Ledger, after: &str, sink: &mut dyn GradSinkMemory) {
         for linear in self.altup_linears().into_iter().filter(|linear| linear.name == after) {
             self.linear_gradients(l, linear, true, sink);
@@ -208,7 +208,7 @@ impl LayerMemory<'_> {
         all
     }
 
-    /// As `Block::altup_vjp`; `dy` is freed.
+    /// As `DecoderBlock::altup_vjp`; `dy` is freed.
     pub(in crate::model) fn altup_vjp(
         &self,
         l: &mut Ledger,

@@ -19,7 +19,7 @@ impl LayerMemory<'_> {
         ])
     }
 
-    /// As `Block::end`: the output, and x2 if it is another tensor.
+    /// As `DecoderBlock::end`: the output, and x2 if it is another tensor.
     pub(in crate::model) fn end(&self, l: &mut Ledger, x2: Allocation) -> (Allocation, Option<Allocation>) {
         let Some([gate, projection]) = self.per_layer() else {
             return (x2, None);
@@ -36,7 +36,7 @@ impl LayerMemory<'_> {
         (y, Some(x2))
     }
 
-    /// As `Block::per_layer_backward`; `dy` is freed.
+    /// As `DecoderBlock::per_layer_backward`; `dy` is freed.
     pub(in crate::model) fn per_layer_backward(
         &self,
         l: &mut Ledger,

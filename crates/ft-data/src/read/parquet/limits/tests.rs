@@ -19,7 +19,7 @@ fn file(bytes: &[u8]) -> File {
 #[test]
 fn every_page_of_pyarrow_is_found_and_fits() {
     for name in ["plain.parquet", "snappy.parquet", "zstd.parquet"] {
-        let limited = Limited::open(file(&golden(name))).unwrap();
+        let limited = CheckedFile::open(file(&golden(name))).unwrap();
         let mut pages = 0;
         for n in 0..limited.num_row_groups() {
             let group = limited.get_row_group(n).unwrap();
@@ -56,7 +56,7 @@ fn a_dictionary_with_more_values_than_bytes_is_refused() {
         |at: &usize| bytes[*at..].starts_with(&[0x15, 4, 0x15]) && bytes[at + 6..].starts_with(&[0x4c, 0x15, 4]);
     let at = (0..bytes.len() - 9).find(start).unwrap();
     bytes[at + 8] = 0x7e;
-    let limited = Limited::open(file(&bytes)).unwrap();
+    let limited = CheckedFile::open(file(&bytes)).unwrap();
     let mut rows = limited.get_row_iter(None).unwrap();
     let e = rows.find_map(|row| row.err()).unwrap().to_string();
     assert!(e.contains("asks for 63 values"), "{e}");

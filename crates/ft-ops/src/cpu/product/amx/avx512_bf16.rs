@@ -7,7 +7,7 @@
 //! program was wrong once in fifty times on a busy machine.
 
 use super::TileOfC;
-use super::tile_kernels::{Call, STEP, TILE};
+use super::tile_kernels::{STEP, TILE, TileCall};
 use std::arch::x86_64::*;
 
 /// Rows of C that are summed at a time.
@@ -36,7 +36,7 @@ pub(super) fn words(x: __m512i) -> __m512bh {
 /// # Safety
 /// The CPU must have AVX512-BF16; the other conditions are those of these two functions.
 #[target_feature(enable = "avx512f,avx512bf16")]
-pub(super) unsafe fn multiply(call: &Call, add: bool) {
+pub(super) unsafe fn multiply(call: &TileCall, add: bool) {
     // SAFETY: promised by the caller.
     unsafe {
         let mut steps = call.near + call.far;

@@ -7,11 +7,11 @@ const PAGE: usize = 2 << 20;
 
 /// A buffer that grows and never shrinks; its contents are arbitrary.
 #[derive(Debug, Default)]
-pub(super) struct Buffer {
+pub(super) struct GrowingBuffer {
     memory: Option<(*mut u8, Layout)>,
 }
 
-impl Buffer {
+impl GrowingBuffer {
     /// Returns the address of at least `bytes` bytes.
     pub(super) fn at_least(&mut self, bytes: usize) -> *const u8 {
         if let Some((address, layout)) = self.memory
@@ -62,19 +62,19 @@ impl Buffer {
     }
 }
 
-impl Drop for Buffer {
+impl Drop for GrowingBuffer {
     fn drop(&mut self) {
         self.free();
     }
 }
 
 // SAFETY: the buffer is the only owner of the memory.
-unsafe impl Send for Buffer {}
+unsafe impl Send for GrowingBuffer {}
 
-static BUFFERS: Mutex<Option<(Buffer, Buffer)>> = Mutex::new(None);
+static BUFFERS: Mutex<Option<(GrowingBuffer, GrowingBuffer)>> = Mutex::new(None);
 
 /// Runs `f` with the two buffers of the process, or with new ones if another thread is using them.
-pub(super) fn with_buffers<R>(f: impl FnOnce(&mut Buffer, &mut Buffer) -> R) -> R {
+pub(super) fn with_buffers<R>(f: impl FnOnce(&mut GrowingBuffer, &mut GrowingBuffer) -> R) -> R {
     let kept = BUFFERS.lock().ok().and_then(|mut b| b.take());
     let (mut a, mut b) = kept.unwrap_or_default();
     let result = f(&mut a, &mut b);

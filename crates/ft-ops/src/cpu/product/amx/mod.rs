@@ -23,10 +23,10 @@ mod unpacked;
 
 use super::grid::part;
 use super::{CInit, CpuBackend, Matrix, OperandBlock, ProductJob};
-use buffer::{Buffer, with_buffers};
+use buffer::{GrowingBuffer, with_buffers};
 use pack::PackFormat;
 use rayon::prelude::*;
-use tile_kernels::{Call, STEP, TILE, WRITING};
+use tile_kernels::{STEP, TILE, TileCall, WRITING};
 
 /// Steps (of 32 elements of k) in a chunk of k: B of a block stays in the L2 cache.
 const KC_STEPS: usize = 32;
@@ -63,7 +63,7 @@ unsafe fn release(backend: CpuBackend) {
 /// Computes the sums of a tile. Writes the finished tile of `call`, if any, to C; adds it to the values in C if `add`.
 /// # Safety
 /// As `configure` and `tile_kernels::multiply_and_set`.
-unsafe fn multiply_tile(backend: CpuBackend, call: &Call, add: bool) {
+unsafe fn multiply_tile(backend: CpuBackend, call: &TileCall, add: bool) {
     // SAFETY: promised by the caller.
     unsafe {
         match backend {
@@ -199,7 +199,7 @@ struct Depth {
 
 /// Contiguous steps of a panel, from step `first` on.
 #[derive(Clone, Copy)]
-struct Chunk {
+struct PanelChunk {
     first: usize,
     /// Steps of the operands themselves.
     own: usize,
@@ -212,11 +212,11 @@ impl Depth {
         self.steps.div_ceil(KC_STEPS)
     }
 
-    fn chunk(self, index: usize) -> Chunk {
+    fn chunk(self, index: usize) -> PanelChunk {
         let first = index * KC_STEPS;
         let own = KC_STEPS.min(self.steps - first);
         let is_last = index + 1 == self.count();
-        Chunk {
+        PanelChunk {
             first,
             own,
             room: own + if is_last { self.extra } else { 0 },
@@ -248,7 +248,13 @@ impl PackedView {
     }
 }
 
-fn pack_operand(m: &Matrix, block: OperandBlock, depth: Depth, format: PackFormat, buffer: &mut Buffer) -> PackedView {
+fn pack_operand(
+    m: &Matrix,
+    block: OperandBlock,
+    depth: Depth,
+    format: PackFormat,
+    buffer: &mut GrowingBuffer,
+) -> PackedView {
     let panels = block.count.div_ceil(32);
     let to = PackedView {
         memory: buffer.at_least(panels * (depth.steps + depth.extra) * STEP),
@@ -367,7 +373,7 @@ struct Sums([[f32; TILE]; 2]);
 
 /// A tile whose sums are complete but not yet written to C.
 #[derive(Clone, Copy)]
-struct Finished {
+struct FinishedTile {
     which: usize,
     row: usize,
     column: usize,
@@ -377,7 +383,7 @@ struct Finished {
 impl BlockTask<'_> {
     fn run(&self, add: bool) {
         let mut sums = Sums([[0.0; TILE]; 2]);
-        let mut finished: Option<Finished> = None;
+        let mut finished: Option<FinishedTile> = None;
         let mut next = 0;
         // SAFETY: this path is taken only if the backend is available (tests: emulated).
         unsafe { configure(self.backend) };
@@ -390,7 +396,7 @@ impl BlockTask<'_> {
                 for column in self.columns.0..self.columns.0 + self.columns.1 {
                     let b = self.b.at(column, chunk);
                     let near = steps.min(NEAR);
-                    let mut call = Call {
+                    let mut call = TileCall {
                         a,
                         b,
                         sums: sums.0[next].as_mut_ptr(),
@@ -403,7 +409,7 @@ impl BlockTask<'_> {
                         rows: 32.min(self.job.sizes.0 - row * 32),
                     };
                     ahead = ahead.wrapping_add(steps * 256);
-                    let before = finished.replace(Finished {
+                    let before = finished.replace(FinishedTile {
                         which: next,
                         row,
                         column,
@@ -438,16 +444,16 @@ impl BlockTask<'_> {
     }
 
     /// Returns the index in C of the first element of a tile.
-    fn c_index(&self, tile: &Finished) -> usize {
+    fn c_index(&self, tile: &FinishedTile) -> usize {
         tile.row * 32 * self.job.sizes.1 + self.n0 + tile.column * 32
     }
 
-    fn is_whole(&self, tile: &Finished) -> bool {
+    fn is_whole(&self, tile: &FinishedTile) -> bool {
         tile.row * 32 + 32 <= self.job.sizes.0 && tile.column * 32 + 32 <= self.n_len
     }
 
     /// Writes the part of a tile that lies inside C.
-    fn write(&self, tile: &Finished, sums: &Sums) {
+    fn write(&self, tile: &FinishedTile, sums: &Sums) {
         let n = self.job.sizes.1;
         let rows = 32.min(self.job.sizes.0 - tile.row * 32);
         let columns = 32.min(self.n_len - tile.column * 32);

@@ -5,7 +5,7 @@
 //! the weight itself.
 
 use super::super::{Matrix, OperandBlock};
-use super::buffer::Buffer;
+use super::buffer::GrowingBuffer;
 use super::pack::PackFormat;
 use super::tile_kernels::STEP;
 use super::{Depth, KC_STEPS, PackedView, pack_all};
@@ -19,13 +19,13 @@ pub(crate) struct Panels {
     vectors: usize,
     k: usize,
     depth: Depth,
-    memory: Mutex<Buffer>,
+    memory: Mutex<GrowingBuffer>,
 }
 
 /// Panels locked by one product, from the vector and the element of k at which its operand begins.
 pub(in crate::cpu::product) struct LockedPanels<'a> {
     panels: &'a Panels,
-    memory: MutexGuard<'a, Buffer>,
+    memory: MutexGuard<'a, GrowingBuffer>,
     first: usize,
     k0: usize,
 }
@@ -44,7 +44,7 @@ impl Panels {
             steps: k.div_ceil(32),
             extra: rank.div_ceil(32),
         };
-        let memory = Buffer::of(bytes(vectors, k, rank));
+        let memory = GrowingBuffer::of(bytes(vectors, k, rank));
         let to = PackedView {
             memory: memory.address(),
             panels: vectors.div_ceil(32),

@@ -1,7 +1,7 @@
 //! Products inside one task, on operands that the task itself packed.
 
 use super::super::task_gemm::{OperandSide, OutputTile, PackedOperand};
-use super::super::{CpuBackend, Matrix, OperandBlock, Sizes};
+use super::super::{CpuBackend, GemmSizes, Matrix, OperandBlock};
 use super::pack::{self, PackFormat};
 use super::tile_kernels::STEP;
 use super::{TileOfC, configure, multiply_tile_in_place, release};
@@ -46,7 +46,7 @@ struct Edge([f32; 32 * 32]);
 /// must be in bounds.
 pub(crate) unsafe fn multiply(
     backend: CpuBackend,
-    (m, n, k): Sizes,
+    (m, n, k): GemmSizes,
     to: OutputTile,
     a: &PackedOperand,
     b: &PackedOperand,

@@ -1,7 +1,7 @@
 //! The AMX backend, compared with plain loops; AMX is emulated where it is missing.
 
-use super::super::super::Shared;
-use super::super::super::storage::Values;
+use super::super::super::SharedSlice;
+use super::super::super::storage::StoredElements;
 use super::super::{
     CInit, CpuBackend, FusedLora, Matrix, Operand, PrepackedWeight, ProductJob, Rounding, WeightRows, product_on,
     product_with, testable,
@@ -32,23 +32,23 @@ fn check(backend: CpuBackend, (m, n, k): (usize, usize, usize)) {
     );
     for kind in 0..16 {
         let a = match kind & 3 {
-            0 => Matrix::k_inner(Values::F32(&a), k),
-            1 => Matrix::k_outer(Values::F32(&at), m),
-            2 => Matrix::k_inner(Values::Bf16(&narrow[0]), k),
-            _ => Matrix::k_outer(Values::Bf16(&narrow[1]), m),
+            0 => Matrix::k_inner(StoredElements::F32(&a), k),
+            1 => Matrix::k_outer(StoredElements::F32(&at), m),
+            2 => Matrix::k_inner(StoredElements::Bf16(&narrow[0]), k),
+            _ => Matrix::k_outer(StoredElements::Bf16(&narrow[1]), m),
         };
         let b = match kind >> 2 {
-            0 => Matrix::k_inner(Values::F32(&b), k),
-            1 => Matrix::k_outer(Values::F32(&bt), n),
-            2 => Matrix::k_inner(Values::Bf16(&narrow[2]), k),
-            _ => Matrix::k_outer(Values::Bf16(&narrow[3]), n),
+            0 => Matrix::k_inner(StoredElements::F32(&b), k),
+            1 => Matrix::k_outer(StoredElements::F32(&bt), n),
+            2 => Matrix::k_inner(StoredElements::Bf16(&narrow[2]), k),
+            _ => Matrix::k_outer(StoredElements::Bf16(&narrow[3]), n),
         };
         let start = [CInit::Zero, CInit::C, CInit::Bias(&bias[..])][kind % 3];
         let mut c = vec![if kind % 3 == 1 { 0.25 } else { f32::NAN }; m * n];
         super::run(
             &ProductJob {
                 sizes: (m, n, k),
-                c: Shared::new(&mut c),
+                c: SharedSlice::new(&mut c),
                 start,
                 a,
                 b,
@@ -117,14 +117,14 @@ fn fuses(backend: CpuBackend) {
         let (mut c, mut u) = (vec![0.25; m * n], vec![f32::NAN; m * rank]);
         let fused_lora = FusedLora {
             rank,
-            down: Matrix::k_inner(Values::F32(&down), k),
-            up: Matrix::k_inner(Values::F32(&up), rank),
+            down: Matrix::k_inner(StoredElements::F32(&down), k),
+            up: Matrix::k_inner(StoredElements::F32(&up), rank),
             scale: 0.5,
             u: &mut u,
         };
         let operands = (
-            Matrix::k_inner(Values::F32(&a), k),
-            Matrix::k_inner(Values::Bf16(&rb), k),
+            Matrix::k_inner(StoredElements::F32(&a), k),
+            Matrix::k_inner(StoredElements::Bf16(&rb), k),
         );
         product_with(
             backend,
@@ -159,7 +159,7 @@ fn fuses(backend: CpuBackend) {
 }
 
 #[test]
-fn codes_give_the_bits_of_the_decoded_values() {
+fn codes_give_the_bits_of_the_dequantized_values() {
     backends().into_iter().for_each(codes_on);
 }
 
@@ -180,7 +180,7 @@ fn codes_on(backend: CpuBackend) {
                 super::run(
                     &ProductJob {
                         sizes: (tokens, n, k),
-                        c: Shared::new(&mut c),
+                        c: SharedSlice::new(&mut c),
                         start: CInit::Zero,
                         a: Matrix::k_inner(Operand::F32(if backward { &dy } else { &x }), k),
                         b: if backward {
@@ -230,10 +230,10 @@ fn odd_numbers(backend: CpuBackend) {
     super::run(
         &ProductJob {
             sizes: (32, 32, 32),
-            c: Shared::new(&mut c),
+            c: SharedSlice::new(&mut c),
             start: CInit::Zero,
-            a: Matrix::k_inner(Values::F32(&a), 32),
-            b: Matrix::k_inner(Values::F32(&identity), 32),
+            a: Matrix::k_inner(StoredElements::F32(&a), 32),
+            b: Matrix::k_inner(StoredElements::F32(&identity), 32),
             fused_lora: None,
         },
         backend,
@@ -262,10 +262,10 @@ fn threads_on(backend: CpuBackend) {
             super::run(
                 &ProductJob {
                     sizes: (m, n, k),
-                    c: Shared::new(&mut c),
+                    c: SharedSlice::new(&mut c),
                     start: CInit::Zero,
-                    a: Matrix::k_inner(Values::F32(&a), k),
-                    b: Matrix::k_inner(Values::F32(&b), k),
+                    a: Matrix::k_inner(StoredElements::F32(&a), k),
+                    b: Matrix::k_inner(StoredElements::F32(&b), k),
                     fused_lora: None,
                 },
                 backend,
@@ -315,7 +315,7 @@ fn packed_on(backend: CpuBackend) {
                 let x = operand(k, 2);
                 let run = |b: Matrix| {
                     let mut c = vec![0.5; tokens * n];
-                    let a = Matrix::k_inner(Values::F32(&x), k);
+                    let a = Matrix::k_inner(StoredElements::F32(&x), k);
                     product_on(backend, (tokens, n, k), &mut c, CInit::C, a, b, Rounding::Bf16);
                     c
                 };
@@ -332,12 +332,12 @@ fn packed_on(backend: CpuBackend) {
                     let (mut c, mut u) = (vec![0.5; tokens * n], vec![f32::NAN; tokens * rank]);
                     let fused_lora = FusedLora {
                         rank,
-                        down: Matrix::k_inner(Values::F32(&down), k),
-                        up: Matrix::k_inner(Values::F32(&up), rank),
+                        down: Matrix::k_inner(StoredElements::F32(&down), k),
+                        up: Matrix::k_inner(StoredElements::F32(&up), rank),
                         scale: 0.5,
                         u: &mut u,
                     };
-                    let operands = (Matrix::k_inner(Values::F32(&x), k), b);
+                    let operands = (Matrix::k_inner(StoredElements::F32(&x), k), b);
                     product_with(
                         backend,
                         (tokens, n, k),

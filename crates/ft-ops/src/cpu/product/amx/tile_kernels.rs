@@ -65,7 +65,7 @@ pub(super) unsafe fn release() {
 
 /// Arguments of one tile computation.
 #[derive(Clone, Copy)]
-pub(super) struct Call {
+pub(super) struct TileCall {
     pub a: *const u8,
     pub b: *const u8,
     /// Output of the sums: 4 blocks of 16 x 16 f32, 64-byte aligned.
@@ -126,7 +126,7 @@ macro_rules! kernel {
         /// # Safety
         /// AMX must be available and configured; every address of the call must be readable or writable as its
         /// field requires; `near + far` (plus `WRITING` with a finished tile) must not be 0.
-        pub(super) unsafe fn $name(call: &Call) {
+        pub(super) unsafe fn $name(call: &TileCall) {
             // SAFETY: promised by the caller.
             unsafe {
                 asm!(

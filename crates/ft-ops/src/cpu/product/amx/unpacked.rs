@@ -6,7 +6,7 @@
 //! k, in a chunk pair by pair. So the results are bit-equal to theirs.
 
 use super::super::grid::part;
-use super::super::{CInit, Matrix, Operand, OperandBlock, ProductJob, Shared};
+use super::super::{CInit, Matrix, Operand, OperandBlock, ProductJob, SharedSlice};
 use super::avx512_bf16::words;
 use super::buffer::with_buffers;
 use super::pack::{PackFormat, transpose};
@@ -33,18 +33,18 @@ const TASKS: usize = 4;
 
 /// Rows of bf16: of x·Wᵀ a row is a vector of B, of dy·W an index of k.
 #[derive(Clone, Copy)]
-struct Rows<'a> {
+struct Bf16Rows<'a> {
     values: &'a [bf16],
     stride: usize,
 }
 
 /// A LoRA matrix, rounded to bf16; its rank is padded to an even number.
-struct Narrow {
+struct LoraRows {
     values: Vec<bf16>,
     stride: usize,
 }
 
-impl Narrow {
+impl LoraRows {
     /// `k_contiguous`: a row is a vector, and k is padded.
     fn new(m: &Matrix, (vectors, k): (usize, usize), k_contiguous: bool) -> Self {
         let even = k.next_multiple_of(2);
@@ -69,8 +69,8 @@ impl Narrow {
         Self { values, stride }
     }
 
-    fn rows(&self) -> Rows<'_> {
-        Rows {
+    fn rows(&self) -> Bf16Rows<'_> {
+        Bf16Rows {
             values: &self.values,
             stride: self.stride,
         }
@@ -117,14 +117,14 @@ pub(super) fn run(job: &ProductJob) {
     let Operand::Bf16(values) = job.b.values else { return };
     let k_contiguous = job.b.k_contiguous;
     let format = if k_contiguous { PackFormat::B } else { PackFormat::A };
-    let w = Rows {
+    let w = Bf16Rows {
         values,
         stride: job.b.stride,
     };
     let rank = job.fused_lora.map_or(0, |l| l.rank);
     let lora = job.fused_lora.as_ref().map(|l| {
-        let down = Narrow::new(&l.down, (rank, k), k_contiguous);
-        (l, down, Narrow::new(&l.up, (n, rank), k_contiguous))
+        let down = LoraRows::new(&l.down, (rank, k), k_contiguous);
+        (l, down, LoraRows::new(&l.up, (n, rank), k_contiguous))
     });
     let depth = Depth {
         steps: k.div_ceil(32),
@@ -141,7 +141,7 @@ pub(super) fn run(job: &ProductJob) {
                 k,
             };
             let x = pack_operand(&job.a, block, depth, format, packed);
-            let mut product = Product {
+            let mut product = UnpackedProduct {
                 c: job.c,
                 first,
                 tokens,
@@ -156,7 +156,7 @@ pub(super) fn run(job: &ProductJob) {
             };
             if let Some((lora, down, up)) = &lora {
                 let u = lora.job(job).c;
-                Product {
+                UnpackedProduct {
                     c: u,
                     n: rank,
                     start: CInit::Zero,
@@ -184,8 +184,8 @@ pub(super) fn run(job: &ProductJob) {
 
 /// `C [tokens, n] = start + x · W (+ u · up)`, from token `first` of C on.
 #[derive(Clone, Copy)]
-struct Product<'a> {
-    c: Shared,
+struct UnpackedProduct<'a> {
+    c: SharedSlice,
     first: usize,
     tokens: usize,
     n: usize,
@@ -193,15 +193,15 @@ struct Product<'a> {
     start: CInit<&'a [f32]>,
     x: PackedView,
     depth: Depth,
-    w: Rows<'a>,
-    up: Option<Rows<'a>>,
+    w: Bf16Rows<'a>,
+    up: Option<Bf16Rows<'a>>,
     rank: usize,
 }
 
 #[repr(C, align(64))]
-struct Block([[f32; TOKENS]; ROWS]);
+struct TransposeBlock([[f32; TOKENS]; ROWS]);
 
-impl Product<'_> {
+impl UnpackedProduct<'_> {
     fn run(&self, k_contiguous: bool) {
         let (width, height) = if k_contiguous {
             (ROWS, TOKENS)
@@ -233,7 +233,7 @@ impl Product<'_> {
     }
 
     /// The matrix of the rank, if it follows chunk `chunk`.
-    fn up(&self, chunk: usize) -> Option<Rows<'_>> {
+    fn up(&self, chunk: usize) -> Option<Bf16Rows<'_>> {
         self.up.filter(|_| chunk + 1 == self.depth.count())
     }
 
@@ -242,7 +242,7 @@ impl Product<'_> {
     /// The CPU must have AVX512-BF16; no other task may use these elements of C.
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
     unsafe fn rows_of_w(&self, (n0, count): (usize, usize), (start, tokens): (usize, usize)) {
-        let mut block = Block([[0.0; TOKENS]; ROWS]);
+        let mut block = TransposeBlock([[0.0; TOKENS]; ROWS]);
         for token in (start..start + tokens).step_by(TOKENS) {
             let here = TOKENS.min(start + tokens - token);
             let filled = self.fill(&mut block, (n0, count), (token, here));
@@ -273,7 +273,7 @@ impl Product<'_> {
     }
 
     /// Sets the start values of a block of C; returns false if there are none.
-    fn fill(&self, block: &mut Block, (n0, count): (usize, usize), (token, tokens): (usize, usize)) -> bool {
+    fn fill(&self, block: &mut TransposeBlock, (n0, count): (usize, usize), (token, tokens): (usize, usize)) -> bool {
         for (i, row) in block.0.iter_mut().enumerate().take(count) {
             match self.start {
                 CInit::Zero => return false,
@@ -295,7 +295,7 @@ impl Product<'_> {
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
     unsafe fn block<const T: usize, const N: usize>(
         &self,
-        block: &mut Block,
+        block: &mut TransposeBlock,
         (n0, count): (usize, usize),
         token: usize,
         filled: bool,
@@ -309,7 +309,7 @@ impl Product<'_> {
             let up = self.up(chunk);
             for row in (0..count).step_by(N) {
                 // Rows beyond the last one are computed as the last one, and not used.
-                let at = |rows: &Rows, i: usize, k: usize| -> *const u8 {
+                let at = |rows: &Bf16Rows, i: usize, k: usize| -> *const u8 {
                     let row = n0 + (row + i).min(count - 1);
                     rows.values[row * rows.stride + k..].as_ptr().cast()
                 };

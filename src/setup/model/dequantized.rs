@@ -1,23 +1,23 @@
 //! Decoded copies of weights that are quantized in the model files, drawn weights, and who writes such files.
 
-use super::{DECODED, DRAWN, ModelFiles};
+use super::{DEQUANTIZED, DRAWN, ModelFiles};
 use crate::base::{Result, staging};
 use crate::checkpoint;
 use crate::comm::Collective;
 use crate::formats::weights::Weights;
 use crate::recipe::{Dtype, Recipe};
-use crate::source::disk::{self, Writer};
+use crate::source::disk::{self, SourceWriter};
 use crate::source::{ParamInfo, StoragePolicy, resident, stored};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// The writer of the files that a run needs meanwhile, and their directory: with `distributed.weights = "host"` the first rank of
 /// each machine, in its directory; else each rank in `run_dir`, its own.
-pub(super) fn writer(recipe: &Recipe, run_dir: &Path, ranks: &Arc<dyn Collective>) -> Result<(Writer, PathBuf)> {
+pub(super) fn writer(recipe: &Recipe, run_dir: &Path, ranks: &Arc<dyn Collective>) -> Result<(SourceWriter, PathBuf)> {
     if recipe.distributed.shares_files() && ranks.world().size > 1 {
-        Writer::of_machine(ranks.clone(), run_dir)
+        SourceWriter::of_machine(ranks.clone(), run_dir)
     } else {
-        Ok((Writer::default(), run_dir.to_path_buf()))
+        Ok((SourceWriter::default(), run_dir.to_path_buf()))
     }
 }
 
@@ -29,7 +29,7 @@ impl ModelFiles {
         seed: u64,
         dtype: Dtype,
         run_dir: &Path,
-        writer: &Writer,
+        writer: &SourceWriter,
     ) -> Result<Weights> {
         let (dir, resident::RandomWeights { seed, std, norm }) = (run_dir.join(DRAWN), self.random_weights(seed));
         let file = dir.join("model.safetensors");
@@ -40,16 +40,16 @@ impl ModelFiles {
         Weights::open_file(&file)
     }
 
-    /// The weights of quantized files, those that `storage` does not keep in their format decoded, from a file in the
-    /// directory of the run, which `writer` writes.
+    /// The weights of quantized files, those that `storage` does not keep in their format dequantized, from a file in
+    /// the directory of the run, which `writer` writes.
     pub(super) fn decode(
         &self,
         storage: &StoragePolicy,
         dtype: Dtype,
         run_dir: &Path,
-        writer: &Writer,
+        writer: &SourceWriter,
     ) -> Result<Weights> {
-        let (dir, weights, all) = (run_dir.join(DECODED), self.open_weights()?, self.spec.params());
+        let (dir, weights, all) = (run_dir.join(DEQUANTIZED), self.open_weights()?, self.spec.params());
         let (mut params, mut without) = (Vec::new(), Vec::new());
         for p in &all {
             let Some((layout, format)) = stored::find(&weights, &p.name)? else {

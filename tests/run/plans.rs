@@ -76,6 +76,8 @@ fn every_shipped_recipe_is_planned() {
     }
     // These recipes start from the result of another recipe.
     let (start, reward) = ("model.path=assets/tiny", "rlhf.rewards=exact");
+    let on_two = ["model.path=shape:llama-3.1-8b", "--ranks=2"];
+    let on_four = ["model.path=shape:llama-3.1-70b", "--ranks=4"];
     for (name, more) in [
         ("quickstart", &[][..]),
         ("pretrain-tiny", &[]),
@@ -89,6 +91,8 @@ fn every_shipped_recipe_is_planned() {
         ("distill-qwen3", &[start, "distill.teacher=assets/tiny"]),
         ("grpo-tiny", &[start]),
         ("ppo-tiny", &[start, reward]),
+        ("block-llama3-8b-2x24gb", &on_two),
+        ("block-llama3-70b-4x80gb", &on_four),
         ("block-qwen3-4b-16gb", &["model.path=shape:qwen3-4b"]),
         ("qlora-qwen3-4b-8gb", &["model.path=shape:qwen3-4b"]),
         ("qlora-qwen3-8b-16gb", &["model.path=shape:qwen3-8b"]),

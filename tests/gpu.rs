@@ -43,8 +43,8 @@ mod families;
 #[path = "gpu/graphs.rs"]
 mod graphs;
 #[cfg(feature = "cuda")]
-#[path = "gpu/layer_graphs.rs"]
-mod layer_graphs;
+#[path = "gpu/layer_capture.rs"]
+mod layer_capture;
 #[cfg(feature = "cuda")]
 #[path = "gpu/layers.rs"]
 mod layers;

@@ -21,6 +21,8 @@ use std::sync::Arc;
 use tempfile::TempDir;
 
 const LAYERS: usize = 6;
+/// Enough for the planner.
+const DEEP: usize = 24;
 
 /// What trains.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -147,7 +149,7 @@ fn training_has_the_bits_of_training_without() {
 /// Without graphs the layers run as they are.
 #[test]
 fn a_driver_that_refuses_graphs_changes_no_bit() {
-    let name = "layer_graphs::a_driver_that_refuses_graphs_changes_no_bit";
+    let name = "layer_capture::a_driver_that_refuses_graphs_changes_no_bit";
     let Some(gpu) = gpu() else { return };
     if !is_soft() {
         return eprintln!("skipped: on the software driver only");
@@ -169,15 +171,15 @@ fn a_driver_that_refuses_graphs_changes_no_bit() {
     assert!(graph::take_refusal().is_some());
 }
 
-/// A model of twelve small layers, which get random weights.
+/// A model of 24 small layers, which get random weights.
 fn deep(dir: &Path) -> PathBuf {
     let to = model("qwen3", dir);
     let path = to.join("config.json");
     let mut config: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
-    config["num_hidden_layers"] = 12.into();
-    config["max_window_layers"] = 12.into();
+    config["num_hidden_layers"] = DEEP.into();
+    config["max_window_layers"] = DEEP.into();
     if config.get("layer_types").is_some() {
-        config["layer_types"] = vec!["full_attention"; 12].into();
+        config["layer_types"] = vec!["full_attention"; DEEP].into();
     }
     fs::write(&path, config.to_string()).unwrap();
     fs::remove_file(to.join("model.safetensors")).unwrap();

@@ -37,13 +37,13 @@ pub(super) fn calls(spec: &Spec, layers: f64, plain: f64) -> f64 {
 }
 
 /// Keeps the gradients of a layer until its end.
-struct Collected<'a> {
+struct LayerSinkMemory<'a> {
     active: &'a ActiveSet,
     model: &'a PlanModel<'a>,
     gradients: Vec<Allocation>,
 }
 
-impl GradSinkMemory for Collected<'_> {
+impl GradSinkMemory for LayerSinkMemory<'_> {
     fn wants(&self, name: &str) -> bool {
         self.active.wants(name)
     }
@@ -85,7 +85,7 @@ pub(super) fn bytes(model: &PlanModel, inputs: &PlanInputs, active: &ActiveSet, 
         let (y, _) = memory.forward(&mut forward, false);
         forward.free(y);
         let mut backward = Ledger::new(false);
-        let mut sink = Collected {
+        let mut sink = LayerSinkMemory {
             active,
             model,
             gradients: Vec::new(),

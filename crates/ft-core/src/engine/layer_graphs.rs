@@ -83,25 +83,25 @@ struct LayerGraph {
 }
 
 /// What a layer computed: its output or the gradient of x; gradients with the indices of their parameters.
-struct Computed {
+struct LayerResult {
     output: Tensor,
     gradients: Vec<(usize, Tensor)>,
 }
 
 /// Collects the gradients of a layer.
-struct Collected<'a> {
+struct LayerSink<'a> {
     params: &'a [Param],
     wanted: &'a [bool],
     gradients: Vec<(usize, Tensor)>,
 }
 
-impl Collected<'_> {
+impl LayerSink<'_> {
     fn index(&self, name: &str) -> Option<usize> {
         self.params.iter().position(|p| &*p.name == name)
     }
 }
 
-impl GradSink for Collected<'_> {
+impl GradSink for LayerSink<'_> {
     fn wants(&self, name: &str) -> bool {
         self.index(name).is_some_and(|at| self.wanted[at])
     }
@@ -149,10 +149,10 @@ fn parts(all: &Tensor, shapes: &[(usize, Vec<usize>)]) -> Result<Vec<(usize, Ten
 
 impl RecordedLayer {
     /// Computes the layer as it is, from the memory of the graph.
-    fn compute(&self, ctx: &Context) -> Result<Computed> {
+    fn compute(&self, ctx: &Context) -> Result<LayerResult> {
         let block = self.form.network.block(self.form.layer)?;
         let params = self.form.memory.params();
-        let mut sink = Collected {
+        let mut sink = LayerSink {
             params: &params,
             wanted: &self.wanted,
             gradients: Vec::new(),
@@ -164,7 +164,7 @@ impl RecordedLayer {
                 .ok_or_else(|| Error::internal("a layer returned no gradient of its input"))?,
             _ => return Err(Error::internal("a layer has an input, or input and gradient")),
         };
-        Ok(Computed {
+        Ok(LayerResult {
             output,
             gradients: sink.gradients,
         })
@@ -204,9 +204,8 @@ impl RecordedLayer {
         }))
     }
 
-    /// Launches the graph, and copies what it computed.
-    fn launch(&self, of: &LayerGraph) -> Result<Computed> {
-        of.graph.launch()?;
+    /// Copies what the graph computes.
+    fn result(&self, of: &LayerGraph) -> Result<LayerResult> {
         let output = room(&of.output)?;
         let mut copies = vec![(&output, &of.output)];
         let gradients = of.gradients.as_ref().map(room).transpose()?;
@@ -216,7 +215,7 @@ impl RecordedLayer {
             (Some(all), Some(shapes)) => parts(&all, shapes)?,
             _ => Vec::new(),
         };
-        Ok(Computed { output, gradients })
+        Ok(LayerResult { output, gradients })
     }
 }
 
@@ -328,7 +327,7 @@ impl LayerGraphs {
         wanted: Vec<bool>,
         inputs: &[&Tensor],
         ctx: &Context,
-    ) -> Result<Option<Computed>> {
+    ) -> Result<Option<LayerResult>> {
         let state = &mut *self.state.borrow_mut();
         let direction = match inputs.len() {
             1 => Direction::Forward,
@@ -368,10 +367,11 @@ impl LayerGraphs {
             state.refused = recorded.graph.is_none();
         }
         if let Some(graph) = &recorded.graph {
-            match recorded.launch(graph) {
-                Ok(computed) => {
+            match graph.graph.launch() {
+                // Later errors end the step: the graph may have overwritten its inputs.
+                Ok(()) => {
                     state.launches += 1;
-                    return Ok(Some(computed));
+                    return recorded.result(graph).map(Some);
                 }
                 // Nothing has run: the layer runs as it is.
                 Err(e) => {

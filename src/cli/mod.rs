@@ -112,7 +112,7 @@ fn definition() -> clap::Command {
 
 /// Runs the program. `arguments` starts with the program's name. Returns the exit code.
 pub fn start(arguments: impl Iterator<Item = OsString>) -> i32 {
-    let arguments: Vec<OsString> = arguments.collect();
+    let arguments = train::separate_resume(arguments);
     if let Some(code) = completions::answer(definition, &arguments) {
         return code;
     }

@@ -8,6 +8,7 @@ use crate::base::units::bytes;
 use crate::train::ranks::RunRanks;
 use crate::train::{self, Resume, TrainOptions};
 use serde_json::{Value, json};
+use std::ffi::OsString;
 use std::path::Path;
 
 const LONG: &str = "Examples:
@@ -58,25 +59,31 @@ pub struct Args {
 }
 
 impl Args {
-    /// Resolves `--resume`. The word after it may be the recipe, or the first `key=value`, instead of a directory.
-    fn settle_resume(&mut self) -> Resume {
-        let Some(word) = self.resume.take() else {
-            return Resume::No;
-        };
-        if word.ends_with(".toml") || (word.contains('=') && !Path::new(&word).exists()) {
-            self.recipe.overrides.insert(0, word);
-            return Resume::Newest;
-        }
-        if word.is_empty() {
-            Resume::Newest
-        } else {
-            Resume::From(word.into())
+    fn resume(&self) -> Resume {
+        match self.resume.as_deref() {
+            None => Resume::No,
+            Some("") => Resume::Newest,
+            Some(directory) => Resume::From(directory.into()),
         }
     }
 }
 
+/// The words of a command line in which the word after `--resume` may also be the recipe or a `key=value`. Then `--resume` gets
+/// the empty value of its own, and the word stays in its place.
+pub fn separate_resume(arguments: impl Iterator<Item = OsString>) -> Vec<OsString> {
+    let mut arguments: Vec<OsString> = arguments.collect();
+    for at in 1..arguments.len() {
+        let word = arguments[at].to_string_lossy();
+        let is_setting = word.ends_with(".toml") || (word.contains('=') && !Path::new(&arguments[at]).exists());
+        if is_setting && arguments[at - 1] == "--resume" {
+            arguments[at - 1] = "--resume=".into();
+        }
+    }
+    arguments
+}
+
 pub fn run(mut args: Args, ranks: &RunRanks) -> Result<i32> {
-    let resume = args.settle_resume();
+    let resume = args.resume();
     let loaded = args.recipe.load()?;
     let options = TrainOptions {
         resume,
@@ -164,8 +171,9 @@ mod tests {
     fn resume(words: &[&str]) -> (Resume, Vec<String>) {
         let mut all = vec!["ft", "--recipe", "r.toml"];
         all.extend(words);
-        let mut args = Only::try_parse_from(all).unwrap().args;
-        (args.settle_resume(), args.recipe.overrides)
+        let all = separate_resume(all.into_iter().map(OsString::from));
+        let args = Only::try_parse_from(all).unwrap().args;
+        (args.resume(), args.recipe.overrides)
     }
 
     #[test]
@@ -177,6 +185,10 @@ mod tests {
         let (what, overrides) = resume(&["--resume", "train.seed=1", "train.max_steps=2"]);
         assert_eq!(what, Resume::Newest);
         assert_eq!(overrides, ["train.seed=1", "train.max_steps=2"]);
+        // The last value of a key counts.
+        let (what, overrides) = resume(&["train.seed=1", "--resume", "train.seed=2"]);
+        assert_eq!(what, Resume::Newest);
+        assert_eq!(overrides, ["train.seed=1", "train.seed=2"]);
         let (what, overrides) = resume(&["train.seed=1", "--resume", "runs/a", "train.max_steps=2"]);
         assert_eq!(what, Resume::From("runs/a".into()));
         assert_eq!(overrides.len(), 2);

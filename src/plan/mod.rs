@@ -11,6 +11,7 @@ mod advice;
 mod candidates;
 mod experts;
 pub mod gpu_time;
+mod inputs;
 mod knee;
 mod layer_graphs;
 pub mod link;
@@ -29,6 +30,7 @@ mod weights;
 
 pub use candidates::turns_of;
 pub use experts::ExpertForecast;
+pub use inputs::PlanInputs;
 pub use memory_plan::{MemoryPlan, PlanDevice, ProcessState};
 pub use model::{AdapterCosts, PlanModel};
 pub use run_plan::RunPlan;
@@ -40,122 +42,26 @@ use crate::base::ledger::{Allocation, Ledger, MemoryKind};
 use crate::comm::{QUANTUM, share};
 use crate::engine::divided::divides;
 use crate::engine::{
-    ActiveSet, GradientExchange, GradientStorage, StepStrategy, UpdateExchange, corrected_bytes, ema_bytes,
-    exchange_bytes, leaving_bytes, outer_bytes, sent_bytes,
+    ActiveSet, GradientExchange, GradientStorage, UpdateExchange, corrected_bytes, ema_bytes, exchange_bytes,
+    leaving_bytes, outer_bytes, sent_bytes,
 };
 use crate::generate;
 use crate::model::sequence::sequence_bytes;
-use crate::model::{Adapters, SequenceConfig, Spec};
+use crate::model::{Adapters, Spec};
 use crate::ops::quantized::work_bytes;
 use crate::ops::transfer::STAGING_BYTES;
 use crate::optim::Optimizer;
 use crate::optim::config::{Master, OptimizerName};
 use crate::peft::start::cost;
-use crate::recipe::{Dtype, LoraInit, Method, PeftType, RankWeights, Recipe, RolloutWeights};
+use crate::recipe::{Dtype, LoraInit, Method, PeftType, Recipe, RolloutWeights};
 use crate::setup::rewards::RewardModelSpec;
-use crate::setup::row_sizes::EvaluationSize;
-use crate::setup::teacher::TeacherSpec;
 use crate::setup::{ActivePeriod, ElementBytes};
 use crate::source::Placement;
 use candidates::candidates;
-use gpu_time::{GPUS, GpuRates};
 use std::sync::Arc;
 
 /// Code pages loaded at first use (1.6 to 1.9 MiB in the steps of `tests/memory`), stacks, small heap blocks.
 pub const CODE: u64 = 3 << 20;
-
-/// The inputs of a plan in addition to model and recipe.
-#[derive(Debug, Clone)]
-pub struct PlanInputs {
-    /// N: tokens of the largest micro-batch; if ranks share it, of one of them.
-    pub tokens: usize,
-    /// Tokens of the longest document in it.
-    pub longest: usize,
-    /// Fewest documents in a micro-batch.
-    pub documents: usize,
-    /// Micro-batches of an optimizer step.
-    pub micro_batches: usize,
-    /// The evaluation between the steps.
-    pub evaluation: EvaluationSize,
-    pub strategy: StepStrategy,
-    pub threads: usize,
-    /// Bytes of an element of an activation: 4 on the CPU, as the weights on a GPU.
-    pub element: u64,
-    /// Tensors are on a GPU; the program, its rows and inactive masters are on the host.
-    pub on_gpu: bool,
-    /// The speed of this GPU.
-    pub gpu_rates: &'static GpuRates,
-    /// Every set of parameters that is active at one time, with the elements trained before it.
-    pub turns: Arc<[ActivePeriod]>,
-    /// Bytes per value when a weight is read for quantization; 0 if the files are quantized already.
-    pub file_bytes: u64,
-    /// Memory of the adapter on each linear, by module.
-    pub adapters: AdapterCosts,
-    /// Loaded beside the model.
-    pub teacher: Option<TeacherSpec>,
-    /// Reward models.
-    pub judges: Arc<[RewardModelSpec]>,
-    /// A frozen reference copy of the weights is held beside the trained ones.
-    pub reference: bool,
-    /// Number of answers that the rollout before the step generates at a time.
-    pub rollout: usize,
-    /// The tokenized rows.
-    pub data_bytes: u64,
-    /// Bytes that the program holds before the model is loaded, and `CODE`.
-    pub process_bytes: u64,
-    /// Ranks that share the micro-batches of a step.
-    pub ranks: usize,
-    /// Machines, if the ranks of each one divide all weights; 1: all ranks divide them, if any do.
-    pub machines: usize,
-    /// Ranks that share one micro-batch.
-    pub sequence: SequenceConfig,
-}
-
-impl PlanInputs {
-    /// The largest that the recipe allows: every row as long as `max_length`.
-    pub fn of_recipe(
-        recipe: &Recipe,
-        turns: Arc<[ActivePeriod]>,
-        adapters: AdapterCosts,
-        strategy: StepStrategy,
-        process: ProcessState,
-    ) -> Self {
-        let rows = recipe.train.batch_size;
-        let sequence = recipe.distributed.shared(process.ranks);
-        Self {
-            tokens: rows.saturating_mul(recipe.data.max_length).div_ceil(sequence.ranks),
-            longest: recipe.data.max_length,
-            documents: rows,
-            micro_batches: recipe.train.gradient_accumulation_steps,
-            evaluation: EvaluationSize::default(),
-            strategy,
-            threads: process.threads,
-            element: 4,
-            on_gpu: false,
-            gpu_rates: &GPUS[0],
-            turns,
-            file_bytes: recipe.model.dtype.bytes(),
-            adapters,
-            teacher: None,
-            judges: Arc::default(),
-            reference: false,
-            rollout: 0,
-            data_bytes: 0,
-            process_bytes: process.resident + CODE,
-            ranks: process.ranks,
-            machines: match recipe.distributed.weights {
-                RankWeights::ShardedInNode => process.machines,
-                _ => 1,
-            },
-            sequence,
-        }
-    }
-
-    /// Ranks that have all weights together, if they divide them.
-    pub(crate) fn near(&self) -> usize {
-        (self.ranks / self.machines.max(1)).max(1)
-    }
-}
 
 /// The cost of the adapters, for `PlanInputs`.
 pub fn costs(adapters: &Adapters) -> AdapterCosts {
@@ -319,7 +225,7 @@ pub fn sent(model: &PlanModel, recipe: &Recipe, inputs: &PlanInputs) -> u64 {
         let shared = inputs.sequence.ranks;
         let (rounds, place) = ((inputs.micro_batches * shared) as u64, (rank, inputs.ranks));
         let (lowest, saved) = (active.lowest_layer(model.layers()), inputs.strategy.saved_layers);
-        let documents = [0, inputs.tokens * shared];
+        let documents = [0, inputs.batch_tokens];
         let attention = sequence_bytes(model.spec, inputs.sequence, &documents, lowest, saved, rank);
         let corrected = active.corrected().map(|name| (name, model.elements(name)));
         let stored = recipe.model.dtype.bytes();

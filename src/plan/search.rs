@@ -551,6 +551,7 @@ impl PlanContext<'_> {
         inputs.teacher = self.teacher.cloned();
         inputs.judges = self.judges.clone();
         if let Some((rows, sizes)) = sizes {
+            inputs.batch_tokens = sizes.largest.tokens;
             inputs.tokens = sizes.largest.tokens.div_ceil(inputs.sequence.ranks);
             inputs.longest = sizes.largest.longest;
             inputs.documents = sizes.largest.documents;

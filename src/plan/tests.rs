@@ -74,6 +74,7 @@ pub(super) fn recipe(text: &str) -> Recipe {
 
 pub(super) fn inputs(active: ActiveSet, gradients: GradientStorage) -> PlanInputs {
     PlanInputs {
+        batch_tokens: 2048,
         tokens: 2048,
         longest: 512,
         documents: 4,

@@ -26,7 +26,7 @@ struct Case {
     turn: usize,
 }
 
-const EXCHANGED: [Case; 7] = [
+const EXCHANGED: [Case; 8] = [
     Case {
         ranks: 3,
         hosts: &[],
@@ -37,6 +37,13 @@ const EXCHANGED: [Case; 7] = [
         ranks: 2,
         hosts: &[],
         settings: &["tune.method=full", "model.dtype=bf16", "distributed.reduce=bf16"],
+        turn: 16,
+    },
+    // A rank adds its own micro-batches first.
+    Case {
+        ranks: 3,
+        hosts: &[],
+        settings: &["tune.method=full", "distributed.sum=window"],
         turn: 16,
     },
     // Whole gradients go to every rank.
@@ -123,6 +130,57 @@ const COLLECTED: [Case; 4] = [
     },
 ];
 
+const SHARED: [Case; 3] = [
+    Case {
+        ranks: 2,
+        hosts: &[],
+        settings: &["tune.method=full", "distributed.sequence=2"],
+        turn: 16,
+    },
+    Case {
+        ranks: 3,
+        hosts: &[],
+        settings: &[
+            "tune.method=lora",
+            "model.dtype=bf16",
+            "distributed.sequence=3",
+            "distributed.sequence_by=gather",
+        ],
+        turn: 16,
+    },
+    // Two groups of ranks: one of them has no micro-batch in the last round.
+    Case {
+        ranks: 4,
+        hosts: &[],
+        settings: &["tune.method=lora", "distributed.sequence=2"],
+        turn: 16,
+    },
+];
+
+const DIVIDED: [Case; 2] = [
+    Case {
+        ranks: 2,
+        hosts: &[],
+        settings: &[
+            "tune.method=lora",
+            "data.long=truncate",
+            "distributed.weights=expert-parallel",
+        ],
+        turn: 16,
+    },
+    Case {
+        ranks: 3,
+        hosts: &[],
+        settings: &[
+            "tune.method=full",
+            "model.dtype=bf16",
+            "data.long=truncate",
+            "distributed.weights=expert-parallel",
+        ],
+        turn: 16,
+    },
+];
+
 /// A model whose matrices have several parts for each rank, and rows for whole windows.
 fn bench() -> Bench {
     let bench = Bench::new();
@@ -135,6 +193,29 @@ fn bench() -> Bench {
     let rows = fs::read_to_string(bench.path("rows.jsonl")).unwrap();
     let rows: Vec<&str> = rows.lines().cycle().take(40).collect();
     fs::write(bench.path("rows.jsonl"), rows.join("\n")).unwrap();
+    bench
+}
+
+/// As `bench`, and all rows fill their micro-batch: they are cut.
+fn bench_of_long_rows() -> Bench {
+    let bench = bench();
+    let text = "the mill grinds rye in spring, oats in autumn and nothing at all in winter. ".repeat(9);
+    let row =
+        serde_json::json!({"messages": [{"role": "user", "content": "tell"}, {"role": "assistant", "content": text}]});
+    fs::write(bench.path("rows.jsonl"), format!("{row}\n").repeat(40)).unwrap();
+    bench
+}
+
+/// A model whose router sends each token to all experts, and rows that fill their micro-batch.
+fn bench_of_experts() -> Bench {
+    let bench = Bench::of_family("qwen3_moe");
+    let path = bench.path("model/config.json");
+    let mut config: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    config["num_experts_per_tok"] = config["num_local_experts"].clone();
+    fs::write(&path, config.to_string()).unwrap();
+    let text = "the mill grinds rye in spring, oats in autumn and nothing at all in winter. ".repeat(9);
+    let row = serde_json::json!({"text": text});
+    fs::write(bench.path("rows.jsonl"), format!("{row}\n").repeat(40)).unwrap();
     bench
 }
 
@@ -170,7 +251,7 @@ fn sent(bench: &Bench, case: &Case, more: &[&str]) -> (u64, Vec<u64>) {
 }
 
 /// The plan is for the block that sends most, and for steps whose first layers were collected by the step before them.
-fn check(cases: &[Case]) {
+fn check(cases: &[Case], bench: impl Fn() -> Bench) {
     for case in cases {
         if !case.hosts.is_empty() && !job::can_name_machines() {
             continue;
@@ -190,12 +271,22 @@ fn check(cases: &[Case]) {
 
 #[test]
 fn a_job_sends_the_gradients_and_values_of_its_plan_to_the_byte() {
-    check(&EXCHANGED);
+    check(&EXCHANGED, bench);
 }
 
 #[test]
 fn a_job_sends_the_layers_of_its_plan_to_the_byte() {
-    check(&COLLECTED);
+    check(&COLLECTED, bench);
+}
+
+#[test]
+fn a_job_sends_the_attention_of_its_plan_to_the_byte() {
+    check(&SHARED, bench_of_long_rows);
+}
+
+#[test]
+fn a_job_sends_the_tokens_of_experts_of_its_plan_to_the_byte() {
+    check(&DIVIDED, bench_of_experts);
 }
 
 /// Between averages nothing but losses and signals travels.

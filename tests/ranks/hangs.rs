@@ -12,17 +12,22 @@ use std::time::{Duration, Instant};
 const TIMEOUT: &str = "distributed.timeout=3";
 const LONGER: &str = "distributed.timeout=6";
 
-/// Starts a job in which the disk of a rank is at fault from an operation on this checkpoint on.
-fn with_disk(bench: &Bench, other: usize, more: &[&str], checkpoint: &str, fault: [&str; 3]) -> Option<Child> {
+/// The variables of a rank whose disk is at fault from an operation on this checkpoint on.
+pub fn disk_variables(bench: &Bench, checkpoint: &str, fault: [&str; 3]) -> Option<[(&'static str, String); 5]> {
     let dir = bench.dir.path().canonicalize().unwrap();
-    let [mode, at, number] = fault;
-    let variables = [
-        format!("LD_PRELOAD={}", disk::library()?.display()),
-        format!("FT_DISK_ROOT={}/out/{checkpoint}*", dir.display()),
-        format!("FT_DISK_MODE={mode}"),
-        format!("FT_DISK_AT={at}"),
-        format!("FT_DISK_ERRNO={number}"),
-    ];
+    let [mode, at, number] = fault.map(str::to_string);
+    Some([
+        ("LD_PRELOAD", disk::library()?.display().to_string()),
+        ("FT_DISK_ROOT", format!("{}/out/{checkpoint}*", dir.display())),
+        ("FT_DISK_MODE", mode),
+        ("FT_DISK_AT", at),
+        ("FT_DISK_ERRNO", number),
+    ])
+}
+
+/// Starts a job in which the disk of a rank is at fault.
+fn with_disk(bench: &Bench, other: usize, more: &[&str], checkpoint: &str, fault: [&str; 3]) -> Option<Child> {
+    let variables = disk_variables(bench, checkpoint, fault)?.map(|(name, value)| format!("{name}={value}"));
     let before: Vec<&str> = ["env"]
         .into_iter()
         .chain(variables.iter().map(String::as_str))
@@ -32,7 +37,7 @@ fn with_disk(bench: &Bench, other: usize, more: &[&str], checkpoint: &str, fault
 }
 
 /// Waits until the save of this checkpoint is under way.
-fn until_saving(bench: &Bench, checkpoint: &str) {
+pub fn until_saving(bench: &Bench, checkpoint: &str) {
     let begun = Instant::now();
     let is_there = || {
         let names = std::fs::read_dir(bench.path("out")).into_iter().flatten().flatten();

@@ -2,10 +2,11 @@
 
 use crate::bench::{Bench, said};
 use crate::gpus::in_software;
+use crate::hangs::{disk_variables, until_saving};
 use crate::job::{ranks_of, signal, wait};
-use crate::nccl::{LONG, all, assert_once, has_gpus, launcher, start_with, until_saved};
+use crate::nccl::{LONG, all, assert_once, has_gpus, launcher, start, start_with, until_saved};
 use std::fs;
-use std::process::Command;
+use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
 /// Longest time from a failure of one rank to the end of the others.
@@ -112,6 +113,71 @@ fn a_rank_that_computes_finds_that_another_one_is_gone() {
     assert!(begun.elapsed() < SOON, "{:?}", begun.elapsed());
     assert_eq!(codes, [Some(1)], "{text}");
     assert_once(&text, "the connection to rank 1 (host ");
+}
+
+/// Starts three ranks, of which rank 0 has a disk that is at fault at this checkpoint.
+fn with_disk(bench: &Bench, more: &[&str], checkpoint: &str, fault: [&str; 3]) -> Option<Vec<Child>> {
+    let variables = disk_variables(bench, checkpoint, fault)?;
+    let arguments = [&LONG[..], more].concat();
+    Some(start_with(bench, &vec![arguments; 3], 3, |number, command| {
+        if number == 0 {
+            command.envs(variables.clone());
+        }
+    }))
+}
+
+/// The whole process hangs in a save, as on a machine that is lost; the others wait for it without a limit.
+#[test]
+fn a_process_without_mpi_that_hangs_in_a_save_ends_the_job() {
+    if !in_software() {
+        return;
+    }
+    let bench = Bench::new();
+    let Some(mut job) = with_disk(&bench, &["distributed.timeout=3"], "checkpoint-10", ["stall", "4", "2"]) else {
+        return;
+    };
+    until_saved(&bench, &mut job[0]);
+    until_saving(&bench, "checkpoint-10");
+    signal(job[0].id(), "-STOP");
+    let begun = Instant::now();
+    let mut hangs = job.remove(0);
+    let (text, codes) = all(job);
+    hangs.kill().unwrap();
+    hangs.wait().unwrap();
+    assert!(begun.elapsed() < 2 * SOON, "{:?}", begun.elapsed());
+    assert_eq!(codes, [Some(1); 2], "{text}");
+    // Rank 2 finds that rank 1 has ended, or it has waited as long.
+    assert_once(&text, "no sign of life of rank 0 for 5 s");
+    assert!(text.contains("the job ends; the newest checkpoint is valid"), "{text}");
+    let verified = bench.ft(&["runs", "verify", "out"]);
+    assert!(verified.status.success(), "{}", said(&verified));
+    let mut job = start(
+        &bench,
+        &vec![[&LONG[..], &["--resume", "train.max_steps=12"]].concat(); 3],
+        3,
+    );
+    let (text, codes) = all(std::mem::take(&mut job));
+    assert_eq!(codes, [Some(0); 3], "{text}");
+    assert!(bench.path("out/final").exists());
+}
+
+/// Each operation of a save takes a while, and the whole save longer than the others wait for a sign of life.
+#[test]
+fn a_slow_save_without_mpi_is_no_hang() {
+    if !in_software() {
+        return;
+    }
+    let bench = Bench::new();
+    let more = ["train.max_steps=5", "train.save_steps=4", "distributed.timeout=3"];
+    let begun = Instant::now();
+    let Some(job) = with_disk(&bench, &more, "checkpoint-4", ["slow", "1", "420"]) else {
+        return;
+    };
+    let (text, codes) = all(job);
+    println!("{:?}", begun.elapsed());
+    assert_eq!(codes, [Some(0); 3], "{text}");
+    // Rank 2 waits for 4 s more than the limit.
+    assert!(begun.elapsed() > Duration::from_secs(8), "{:?}", begun.elapsed());
 }
 
 /// Waits until the slow kernels of these processes have begun.

@@ -10,7 +10,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, T
 use std::time::{Duration, Instant};
 
 /// First word of a rank; whatever else connects is another program.
-const GREETING: &str = "ft-rank-2";
+const GREETING: &str = "ft-rank-3";
 /// Longest text of a greeting.
 const SHORT: usize = 1 << 10;
 /// Longest name of a job in a greeting.

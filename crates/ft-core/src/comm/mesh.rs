@@ -1,10 +1,14 @@
 //! TCP connections between all ranks of a launcher without MPI, after they have met: how their bytes travel, and how a rank that is
-//! gone is found.
+//! gone or hangs is found.
+//!
+//! Before each list goes the byte `LIST`. Between two lists a rank that computes or works alone sends the byte `SIGN` from time to
+//! time: a sign of life for ranks that wait for it without a limit.
 
 use super::meeting::{Rendezvous, meet};
+use super::wire::WaitLimit;
 use crate::base::{Error, Result, sockets};
 use std::collections::VecDeque;
-use std::io::{ErrorKind, Read, Write};
+use std::io::{ErrorKind, IoSlice, Read, Write};
 use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
@@ -15,10 +19,16 @@ const LONGEST: Duration = Duration::from_millis(1);
 /// Time between two looks at connections on which nothing comes.
 pub(super) const LOOK: Duration = Duration::from_millis(50);
 
-/// Why bytes did not arrive: the ranks that are missing at the time limit, or whose connection has ended.
+const LIST: u8 = 1;
+const SIGN: u8 = 2;
+/// Signs of life that are read at once.
+const SIGNS: usize = 64;
+
+/// Why bytes did not arrive: the ranks that are missing at the time limit, that give no sign of life, or whose connection has ended.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum LostRanks {
     Late(Vec<usize>),
+    Silent(Vec<usize>),
     Gone(Vec<usize>),
 }
 
@@ -27,6 +37,21 @@ pub(super) struct Mesh {
     peers: Vec<Option<TcpStream>>,
     /// Host names by rank.
     pub(super) hosts: Vec<String>,
+    /// When the last byte of each rank has come.
+    seen: Vec<Instant>,
+    /// When this rank has given the last sign of life.
+    given: Instant,
+}
+
+/// A list under way. `begun`: its first byte, `LIST`, has left or come.
+struct Sending<'a> {
+    begun: bool,
+    rest: &'a [u8],
+}
+
+struct Receiving<'a> {
+    begun: bool,
+    rest: &'a mut [u8],
 }
 
 impl Mesh {
@@ -41,38 +66,49 @@ impl Mesh {
             let set = set.and_then(|()| peer.set_nonblocking(true));
             set.map_err(|e| Error::io("cannot set up a connection between ranks").cause(e))?;
         }
-        Ok(Self { peers, hosts })
+        let seen = vec![Instant::now(); peers.len()];
+        Ok(Self {
+            peers,
+            hosts,
+            seen,
+            given: Instant::now(),
+        })
     }
 
     /// Sends each list of `out` to its rank and fills each list of `into`. The lists between two ranks are in the same order
-    /// on both; those of the own rank do not travel. `last`: the others may end when they have what they wait for.
+    /// on both; those of the own rank do not travel.
     pub(super) fn swap(
         &mut self,
         out: &[(usize, &[u8])],
         into: &mut [(usize, &mut [u8])],
-        limit: Option<Duration>,
-        last: bool,
+        wait: &WaitLimit,
     ) -> std::result::Result<(), LostRanks> {
-        let mut sends: Vec<VecDeque<&[u8]>> = self.peers.iter().map(|_| VecDeque::new()).collect();
-        let mut receives: Vec<VecDeque<&mut [u8]>> = self.peers.iter().map(|_| VecDeque::new()).collect();
+        let mut sends: Vec<VecDeque<Sending>> = self.peers.iter().map(|_| VecDeque::new()).collect();
+        let mut receives: Vec<VecDeque<Receiving>> = self.peers.iter().map(|_| VecDeque::new()).collect();
         for (rank, list) in out.iter().filter(|(_, list)| !list.is_empty()) {
-            sends[*rank].push_back(list);
+            let (begun, rest) = (false, *list);
+            sends[*rank].push_back(Sending { begun, rest });
         }
         for (rank, list) in into.iter_mut().filter(|(_, list)| !list.is_empty()) {
-            receives[*rank].push_back(list);
+            let (begun, rest) = (false, &mut list[..]);
+            receives[*rank].push_back(Receiving { begun, rest });
         }
         let (begun, mut pause) = (Instant::now(), SHORTEST);
         let mut looked = begun;
         loop {
             let (mut missing, mut gone, mut moved) = (Vec::new(), Vec::new(), false);
-            for (rank, peer) in self.peers.iter_mut().enumerate() {
+            for (rank, peer) in self.peers.iter().enumerate() {
                 let Some(peer) = peer else { continue };
                 let progress = write_some(peer, &mut sends[rank]).and_then(|wrote| {
                     let read = read_some(peer, &mut receives[rank])?;
                     Ok(wrote || read)
                 });
                 match progress {
-                    Ok(some) => moved |= some,
+                    Ok(false) => {}
+                    Ok(true) => {
+                        moved = true;
+                        self.seen[rank] = Instant::now();
+                    }
                     Err(_) => gone.push(rank),
                 }
                 if !sends[rank].is_empty() || !receives[rank].is_empty() {
@@ -86,20 +122,44 @@ impl Mesh {
                 return Ok(());
             }
             // Also ranks from which nothing more is needed now: the first one that is gone must be named, not one that ends because of it.
-            if !last && looked.elapsed() > LOOK {
+            if !wait.last && looked.elapsed() > LOOK {
                 looked = Instant::now();
                 let gone = self.those(|peer| matches!(peer.peek(&mut [0]), Ok(0)));
                 if !gone.is_empty() {
                     return Err(LostRanks::Gone(gone));
                 }
             }
-            if limit.is_some_and(|limit| begun.elapsed() > limit) {
-                return Err(LostRanks::Late(missing));
+            match wait.limit {
+                Some(limit) if begun.elapsed() > limit => return Err(LostRanks::Late(missing)),
+                Some(_) => {}
+                None => {
+                    missing.retain(|rank| self.seen[*rank].max(begun).elapsed() > wait.silence);
+                    if !missing.is_empty() {
+                        return Err(LostRanks::Silent(missing));
+                    }
+                }
             }
             pause = if moved { SHORTEST } else { (2 * pause).min(LONGEST) };
             if !moved {
                 std::thread::sleep(pause);
             }
+        }
+    }
+
+    /// While this rank computes or works alone: gives a sign of life if it is time, and takes those of the others.
+    pub(super) fn exchange_signs(&mut self, every: Duration) {
+        for (rank, peer) in self.peers.iter().enumerate() {
+            if peer.as_ref().is_some_and(take_signs) {
+                self.seen[rank] = Instant::now();
+            }
+        }
+        if self.given.elapsed() < every {
+            return;
+        }
+        self.given = Instant::now();
+        for mut peer in self.peers.iter().flatten() {
+            // A process that hangs takes none at some time, and a connection that has ended is found by the next look.
+            let _ = peer.write(&[SIGN]);
         }
     }
 
@@ -109,6 +169,8 @@ impl Mesh {
         Ok(Self {
             peers: self.peers.iter().map(copy).collect::<std::io::Result<_>>()?,
             hosts: self.hosts.clone(),
+            seen: self.seen.clone(),
+            given: self.given,
         })
     }
 
@@ -117,11 +179,12 @@ impl Mesh {
         self.those(sockets::has_ended)
     }
 
-    /// The ranks whose next byte is `byte`; nothing is read.
+    /// The ranks whose next list begins with `byte`; nothing is read but signs of life.
     pub(super) fn about_to_say(&self, byte: u8) -> Vec<usize> {
         self.those(|peer| {
-            let mut next = [0];
-            matches!(peer.peek(&mut next), Ok(1)) && next == [byte]
+            take_signs(peer);
+            let mut next = [0; 2];
+            matches!(peer.peek(&mut next), Ok(2)) && next == [LIST, byte]
         })
     }
 
@@ -133,15 +196,18 @@ impl Mesh {
 }
 
 /// Writes what the connection takes now. True if it took something.
-fn write_some(mut peer: &TcpStream, lists: &mut VecDeque<&[u8]>) -> std::io::Result<bool> {
+fn write_some(mut peer: &TcpStream, lists: &mut VecDeque<Sending>) -> std::io::Result<bool> {
     let mut moved = false;
     while let Some(list) = lists.front_mut() {
-        match peer.write(list) {
+        let before = usize::from(!list.begun);
+        // One packet for a short list.
+        match peer.write_vectored(&[IoSlice::new(&[LIST][..before]), IoSlice::new(list.rest)]) {
             Ok(0) => return Err(ErrorKind::WriteZero.into()),
             Ok(n) => {
-                *list = &list[n..];
+                list.rest = &list.rest[n - before..];
+                list.begun = true;
                 moved = true;
-                if list.is_empty() {
+                if list.rest.is_empty() {
                     lists.pop_front();
                 }
             }
@@ -154,15 +220,22 @@ fn write_some(mut peer: &TcpStream, lists: &mut VecDeque<&[u8]>) -> std::io::Res
 }
 
 /// Reads what the connection has now. True if it had something.
-fn read_some(mut peer: &TcpStream, lists: &mut VecDeque<&mut [u8]>) -> std::io::Result<bool> {
+fn read_some(mut peer: &TcpStream, lists: &mut VecDeque<Receiving>) -> std::io::Result<bool> {
     let mut moved = false;
     while let Some(list) = lists.front_mut() {
-        match peer.read(list) {
+        let mut first = [0];
+        let into = if list.begun { &mut *list.rest } else { &mut first[..] };
+        match peer.read(into) {
             Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
             Ok(n) => {
-                *list = &mut std::mem::take(list)[n..];
                 moved = true;
-                if list.is_empty() {
+                match (list.begun, first) {
+                    (true, _) => list.rest = &mut std::mem::take(&mut list.rest)[n..],
+                    (false, [LIST]) => list.begun = true,
+                    (false, [SIGN]) => {}
+                    (false, _) => return Err(ErrorKind::InvalidData.into()),
+                }
+                if list.rest.is_empty() {
                     lists.pop_front();
                 }
             }
@@ -174,10 +247,43 @@ fn read_some(mut peer: &TcpStream, lists: &mut VecDeque<&mut [u8]>) -> std::io::
     Ok(moved)
 }
 
+/// Reads the signs of life that have come before the next list. True if there were some.
+fn take_signs(mut peer: &TcpStream) -> bool {
+    let mut found = false;
+    loop {
+        let mut next = [0; SIGNS];
+        let come = peer.peek(&mut next).unwrap_or(0);
+        let signs = next[..come].iter().take_while(|byte| **byte == SIGN).count();
+        if signs == 0 || peer.read(&mut next[..signs]).is_err() {
+            return found;
+        }
+        found = true;
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::comm::meeting::tests::{free_port, rendezvous};
+
+    fn within(limit: Duration) -> WaitLimit {
+        WaitLimit {
+            limit: Some(limit),
+            silence: limit,
+            last: false,
+            name: String::new(),
+            own: None,
+            say: |_| {},
+        }
+    }
+
+    /// As long as the other ranks give signs of life.
+    fn patient(silence: Duration) -> WaitLimit {
+        WaitLimit {
+            limit: None,
+            ..within(silence)
+        }
+    }
 
     /// Each rank on a thread.
     fn connected(size: usize) -> Vec<Mesh> {
@@ -222,8 +328,13 @@ mod tests {
                         .filter(travels)
                         .map(|(i, list)| (others[i].0, &mut list[..]))
                         .collect();
-                    mesh.swap(&out, &mut views, Some(Duration::from_secs(20)), true)
-                        .unwrap();
+                    let last = WaitLimit {
+                        last: true,
+                        ..within(Duration::from_secs(20))
+                    };
+                    // A sign of life may come before each list.
+                    mesh.exchange_signs(Duration::ZERO);
+                    mesh.swap(&out, &mut views, &last).unwrap();
                     for (i, (found, want)) in into.iter().zip(&want).enumerate() {
                         assert!(others[i].0 == rank || found == want, "{i}");
                     }
@@ -236,27 +347,30 @@ mod tests {
     fn a_rank_that_is_gone_or_late_is_named() {
         let mut meshes = connected(3);
         let (mut byte, mut other) = ([0], [0]);
-        let limit = Some(Duration::from_millis(50));
-        let late = meshes[0].swap(&[], &mut [(1, &mut byte), (2, &mut other)], limit, false);
+        let limit = within(Duration::from_millis(50));
+        let late = meshes[0].swap(&[], &mut [(1, &mut byte), (2, &mut other)], &limit);
         assert_eq!(late, Err(LostRanks::Late(vec![1, 2])));
         assert!(meshes[0].gone().is_empty());
         drop(meshes.remove(2));
         assert_eq!(
-            meshes[1].swap(&[], &mut [(2, &mut byte)], None, false),
+            meshes[1].swap(&[], &mut [(2, &mut byte)], &patient(Duration::MAX)),
             Err(LostRanks::Gone(vec![2]))
         );
         assert_eq!(meshes[0].gone(), [2]);
         // The first one that is gone is named, also if bytes of another one are missing.
-        let of_other = meshes[0].swap(&[], &mut [(1, &mut byte)], None, false);
+        let of_other = meshes[0].swap(&[], &mut [(1, &mut byte)], &patient(Duration::MAX));
         assert_eq!(of_other, Err(LostRanks::Gone(vec![2])));
-        let at_the_end = meshes[0].swap(&[], &mut [(1, &mut byte)], limit, true);
+        let limit = WaitLimit { last: true, ..limit };
+        let at_the_end = meshes[0].swap(&[], &mut [(1, &mut byte)], &limit);
         assert_eq!(at_the_end, Err(LostRanks::Late(vec![1])));
     }
 
     #[test]
     fn a_byte_under_way_is_seen_and_stays() {
         let mut meshes = connected(2);
-        meshes[1].swap(&[(0, &[7, 8])], &mut [], None, false).unwrap();
+        let limit = within(Duration::from_secs(20));
+        meshes[1].exchange_signs(Duration::ZERO);
+        meshes[1].swap(&[(0, &[7, 8])], &mut [], &limit).unwrap();
         let begun = Instant::now();
         // Another thread may look too.
         let watched = meshes[0].watched().unwrap();
@@ -270,7 +384,42 @@ mod tests {
             assert!(begun.elapsed() < Duration::from_secs(20));
         }
         let mut bytes = [0; 2];
-        meshes[0].swap(&[], &mut [(1, &mut bytes)], None, false).unwrap();
+        meshes[0].swap(&[], &mut [(1, &mut bytes)], &limit).unwrap();
         assert_eq!(bytes, [7, 8]);
+    }
+
+    /// Rank 1 works alone for longer than rank 0 waits for a sign of life, rank 2 hangs.
+    #[test]
+    fn a_rank_that_gives_no_sign_of_life_is_named() {
+        let mut meshes = connected(3);
+        let silence = Duration::from_millis(400);
+        let (mut byte, mut other) = ([0], [0]);
+        std::thread::scope(|scope| {
+            let [first, second, third] = &mut meshes[..] else {
+                panic!("three ranks")
+            };
+            let works = scope.spawn(move || {
+                let begun = Instant::now();
+                while begun.elapsed() < 3 * silence {
+                    second.exchange_signs(silence / 8);
+                    std::thread::sleep(Duration::from_millis(5));
+                }
+                second.swap(&[(0, &[7])], &mut [], &within(silence))
+            });
+            let begun = Instant::now();
+            assert_eq!(first.swap(&[], &mut [(1, &mut byte)], &patient(silence)), Ok(()));
+            assert!(begun.elapsed() > 2 * silence && byte == [7]);
+            assert_eq!(works.join().unwrap(), Ok(()));
+            let lost = first.swap(&[], &mut [(2, &mut other)], &patient(silence));
+            assert_eq!(lost, Err(LostRanks::Silent(vec![2])));
+            // Its signs are taken while nothing is awaited.
+            third.exchange_signs(Duration::ZERO);
+            let begun = Instant::now();
+            let before = first.seen[2];
+            while first.seen[2] == before {
+                first.exchange_signs(Duration::MAX);
+                assert!(begun.elapsed() < Duration::from_secs(20));
+            }
+        });
     }
 }

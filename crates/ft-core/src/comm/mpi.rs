@@ -21,8 +21,6 @@ const SHORTEST: Duration = Duration::from_micros(20);
 const LONGEST: Duration = Duration::from_millis(1);
 /// The same, at signs of life while messages are under way.
 const LOOK: Duration = Duration::from_millis(50);
-/// Most time between two signs of life; less if the limit is short.
-const SELDOM: Duration = Duration::from_secs(10);
 
 const NUMBERS: Tag = 1;
 const LIFE: Tag = 2;
@@ -171,7 +169,7 @@ impl Wire for MpiWire {
 
     fn idle(&mut self, wait: &WaitLimit) {
         receive_signs(&self.world, &mut self.seen);
-        if self.given.elapsed() < SELDOM.min(wait.silence / 8) {
+        if self.given.elapsed() < wait.sign_every() {
             return;
         }
         self.given = Instant::now();

@@ -137,6 +137,7 @@ impl NcclWire {
     fn end(&mut self, lost: LostRanks, wait: &WaitLimit) -> ! {
         match lost {
             LostRanks::Late(missing) => wait.late(&missing),
+            LostRanks::Silent(missing) => wait.silent(&missing),
             LostRanks::Gone(ranks) => wait.ends(&format!("the connection to {} has ended", self.names(&ranks))),
         }
         std::thread::sleep(LINGER);
@@ -155,7 +156,7 @@ impl NcclWire {
         let rank = self.world.rank;
         let lists = all.iter_mut().enumerate().filter(|(from, _)| *from != rank);
         let mut into: Vec<(usize, &mut [u8])> = lists.map(|(from, list)| (from, &mut list[..])).collect();
-        if let Err(lost) = self.mesh.swap(&out, &mut into, wait.limit, wait.last) {
+        if let Err(lost) = self.mesh.swap(&out, &mut into, wait) {
             self.end(lost, wait);
         }
         all
@@ -283,7 +284,7 @@ impl Wire for NcclWire {
         let out: Vec<(usize, &[u8])> = out.iter().copied().filter(|(to, _)| *to != rank).collect();
         let others = into.iter_mut().filter(|(from, _)| *from != rank);
         let mut others: Vec<(usize, &mut [u8])> = others.map(|(from, list)| (*from, &mut list[..])).collect();
-        if let Err(lost) = self.mesh.swap(&out, &mut others, wait.limit, wait.last) {
+        if let Err(lost) = self.mesh.swap(&out, &mut others, wait) {
             self.end(lost, wait);
         }
     }
@@ -320,6 +321,7 @@ impl Wire for NcclWire {
         if !gone.is_empty() {
             self.end(LostRanks::Gone(gone), wait);
         }
+        self.mesh.exchange_signs(wait.sign_every());
     }
 
     fn abort(&mut self, code: i32) {

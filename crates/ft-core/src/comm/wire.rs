@@ -4,6 +4,10 @@ use crate::base::Result;
 use candle_core::Device;
 use std::time::Duration;
 
+/// Most time between two signs of life; less if ranks wait for a short time only.
+#[cfg(any(feature = "mpi", feature = "nccl"))]
+const SELDOM: Duration = Duration::from_secs(10);
+
 /// Moves lists between ranks. The list of the own rank, and empty lists, do not travel.
 pub trait Wire {
     /// Sends each list of `out` to its rank and fills each list of `into` (of the length that its rank sends). The lists
@@ -25,8 +29,8 @@ pub trait Wire {
         Ok(())
     }
 
-    /// Called while this rank computes: a wire that sees that a rank is gone ends the job. A wire whose ranks do not see each other
-    /// gives the others a sign of life.
+    /// Called while this rank computes or works alone: gives the others a sign of life (`WaitLimit::sign_every`). A wire that sees
+    /// that a rank is gone ends the job.
     fn idle(&mut self, _wait: &WaitLimit) {}
 
     /// Ends the whole job.
@@ -55,8 +59,14 @@ impl WaitLimit {
         self.say_end(&format!(" has waited {seconds} s for {}", numbered(missing)));
     }
 
+    /// Time between two signs of life.
+    #[cfg(any(feature = "mpi", feature = "nccl"))]
+    pub fn sign_every(&self) -> Duration {
+        SELDOM.min(self.silence / 8)
+    }
+
     /// Says which ranks give no sign of life. The wire then ends the job.
-    #[cfg(feature = "mpi")]
+    #[cfg(any(feature = "mpi", feature = "nccl"))]
     pub fn silent(&self, missing: &[usize]) {
         let seconds = self.silence.as_secs();
         let missing = numbered(missing);

@@ -1,6 +1,7 @@
 //! Tests of the planner: the published formula, and properties of every plan.
 
 use super::*;
+use crate::engine::StepStrategy;
 use crate::model::rope::Rope;
 use crate::model::spec::{LayerSpec, ModuleNames, NormNames, QkNorm};
 use crate::ops::glu::Activation;
@@ -8,6 +9,7 @@ use crate::ops::prepacked::PrepackedProducts;
 use crate::ops::rope::RopePairing;
 use crate::peft::AdapterCost;
 use crate::recipe;
+use crate::setup::row_sizes::EvaluationSize;
 use crate::source::{PackedCopies, StoragePolicy};
 use std::collections::BTreeSet;
 use weights::FetchedLayers;

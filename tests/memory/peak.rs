@@ -389,6 +389,7 @@ fn measure(s: &Shape, way: Way, dtype: Dtype, place: Placement, before: usize) -
     engine.step(2, &batches, &active, 1e-3).unwrap();
     let most = MOST.load(Relaxed) - before;
     let inputs = PlanInputs {
+        batch_tokens: s.rows * s.length,
         tokens: s.rows * s.length,
         longest: s.length,
         documents: s.rows,

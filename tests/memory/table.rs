@@ -157,6 +157,7 @@ fn measure(case: &Case, file: &Path) -> Value {
         judges: Arc::default(),
         reference: false,
         rollout: 0,
+        batch_tokens: count * length,
         tokens: count * length,
         longest: length,
         documents: count,

@@ -5,7 +5,7 @@
 //! in registers, and a pair of dy is broadcast. An element of C is summed in the order of the packed products: chunk by chunk of
 //! k, in a chunk pair by pair. So the results are bit-equal to theirs.
 
-use super::super::grid::part;
+use super::super::grid::{part, parts_of_rows};
 use super::super::{CInit, Matrix, Operand, OperandBlock, ProductJob, SharedSlice};
 use super::avx512_bf16::words;
 use super::buffer::with_buffers;
@@ -28,8 +28,6 @@ const TILE_TOKENS: usize = 11;
 const AHEAD: usize = 8;
 /// Pairs of a step.
 const PAIRS: usize = 16;
-/// Tasks per thread, if there are so many.
-const TASKS: usize = 4;
 
 /// Rows of bf16: of x·Wᵀ a row is a vector of B, of dy·W an index of k.
 #[derive(Clone, Copy)]
@@ -209,9 +207,9 @@ impl UnpackedProduct<'_> {
             (COLUMNS, TILE_COLUMNS)
         };
         let across = self.n.div_ceil(width);
-        // Few columns, as of a LoRA rank: the tokens are divided too.
+        // Few columns, as of a LoRA rank, or many threads: the tokens are divided too.
         let blocks = self.tokens.div_ceil(height);
-        let down = (TASKS * rayon::current_num_threads()).div_ceil(across).min(blocks);
+        let down = parts_of_rows(across, blocks, rayon::current_num_threads());
         (0..across * down).into_par_iter().with_max_len(1).for_each(|task| {
             let columns = (task / down * width, width.min(self.n - task / down * width));
             let (start, count) = part(self.tokens, down, task % down, height);

@@ -1,8 +1,10 @@
-//! Dot products of a few vectors with a quantized row, dequantized in registers (AVX-512): a token costs little
-//! more than reading the quantized row. The sums are bit-equal to those of `math::dot_lanes` over the dequantized
+//! Dot products of a few vectors with a quantized row, dequantized in registers (AVX-512 here, AVX2 in `dots_avx2`): a token
+//! costs little more than reading the quantized row. The sums are bit-equal to those of `math::dot_lanes` over the dequantized
 //! values.
 
 use super::super::math::LANES;
+use super::super::product::VectorIsa;
+use super::dots_avx2;
 use crate::quantized::{BLOCK, QData, QMatrixView};
 use std::arch::x86_64::*;
 
@@ -20,26 +22,42 @@ pub(crate) fn fits(view: &QMatrixView<'_>) -> bool {
     view.columns.is_multiple_of(BLOCK) && groups
 }
 
-/// Copies vectors into the order that `dots` reads. If a byte holds two 4-bit values, of every 32 elements the ones
-/// with an even index come first, then the others.
-pub(crate) fn arrange(view: &QMatrixView<'_>, from: &[f32], to: &mut [f32]) {
-    if let QData::Int8 { .. } = view.codes {
-        return to.copy_from_slice(from);
-    }
+/// Copies a vector into the order that `dots` reads.
+pub(crate) fn arrange(isa: VectorIsa, view: &QMatrixView<'_>, from: &[f32], to: &mut [f32]) {
+    let order = match isa {
+        VectorIsa::Avx512 => order(view),
+        VectorIsa::Avx2 => dots_avx2::order(view),
+    };
     for (from, to) in from.as_chunks::<LANES>().0.iter().zip(to.as_chunks_mut::<LANES>().0) {
-        for i in 0..LANES / 2 {
-            (to[i], to[LANES / 2 + i]) = (from[2 * i], from[2 * i + 1]);
+        for (to, place) in to.iter_mut().zip(order) {
+            *to = from[place];
         }
     }
 }
 
+/// The place in 32 elements of each sum: if a byte holds two 4-bit values, the ones with an even index come first, then the
+/// others.
+fn order(view: &QMatrixView<'_>) -> [usize; LANES] {
+    let is_byte = matches!(view.codes, QData::Int8 { .. });
+    std::array::from_fn(|i| {
+        if is_byte {
+            i
+        } else {
+            i % (LANES / 2) * 2 + i / (LANES / 2)
+        }
+    })
+}
+
 /// Computes the lanes of the dot products of row `row` with each of the `sums.len()` arranged vectors `x`.
 /// # Safety
-/// The CPU must have AVX-512 (F, BW, DQ, VL); the view `fits`.
-pub(crate) unsafe fn dots(view: &QMatrixView<'_>, row: usize, x: &[f32], sums: &mut [[f32; LANES]]) {
+/// The CPU must have the instructions of `isa` (AVX-512: F, BW, DQ, VL); the view `fits`.
+pub(crate) unsafe fn dots(isa: VectorIsa, view: &QMatrixView<'_>, row: usize, x: &[f32], sums: &mut [[f32; LANES]]) {
     assert!(row < view.rows && x.len() == sums.len() * view.columns && fits(view) && view.fits());
     // SAFETY: promised by the caller; all ranges that are read were checked.
     unsafe {
+        if isa == VectorIsa::Avx2 {
+            return dots_avx2::dots(view, row, x, sums);
+        }
         match sums.len() {
             1 => wide::<1>(view, row, x, sums),
             2 => wide::<2>(view, row, x, sums),
@@ -110,13 +128,13 @@ unsafe fn wide<const M: usize>(view: &QMatrixView<'_>, row: usize, x: &[f32], su
             // Refused by `fits`.
             QData::Scaled(_) | QData::Bf16 { .. } => {}
         }
-        let split = !matches!(view.codes, QData::Int8 { .. });
+        let order = order(view);
         for (sums, acc) in sums.iter_mut().zip(acc) {
             let mut lanes = [0f32; LANES];
             _mm512_storeu_ps(lanes.as_mut_ptr(), acc[0]);
             _mm512_storeu_ps(lanes.as_mut_ptr().add(16), acc[1]);
-            for (i, sum) in sums.iter_mut().enumerate() {
-                *sum = if split { lanes[i % 2 * 16 + i / 2] } else { lanes[i] };
+            for (place, lane) in order.into_iter().zip(lanes) {
+                sums[place] = lane;
             }
         }
     }

@@ -3,6 +3,8 @@
 
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod dots;
+#[cfg(target_arch = "x86_64")]
+mod dots_avx2;
 #[cfg(test)]
 pub(crate) mod tests;
 #[cfg(target_arch = "x86_64")]

@@ -74,13 +74,13 @@ pub(super) fn run(job: &ProductJob, isa: Option<VectorIsa>, rounds: bool) {
 fn arranged(job: &ProductJob, isa: Option<VectorIsa>, a: &[f32]) -> Option<Vec<f32>> {
     #[cfg(target_arch = "x86_64")]
     if let Operand::Quantized(view) = &job.b.values
-        && isa == Some(VectorIsa::Avx512)
+        && let Some(isa) = isa
         && dots::fits(view)
     {
         let (m, _, k) = job.sizes;
         let mut all = vec![0f32; m * k];
         for (row, to) in all.chunks_exact_mut(k).enumerate() {
-            dots::arrange(view, &a[row * job.a.stride..][..k], to);
+            dots::arrange(isa, view, &a[row * job.a.stride..][..k], to);
         }
         return Some(all);
     }
@@ -90,14 +90,20 @@ fn arranged(job: &ProductJob, isa: Option<VectorIsa>, a: &[f32]) -> Option<Vec<f
 
 /// Computes the sums of row `row` of the weight with dequantization in registers. Returns false if there are no
 /// arranged rows of A.
-fn dot_in_registers(arranged: Option<&[f32]>, view: &QMatrixView<'_>, row: usize, sums: &mut [[f32; LANES]]) -> bool {
+fn dot_in_registers(
+    isa: Option<VectorIsa>,
+    arranged: Option<&[f32]>,
+    view: &QMatrixView<'_>,
+    row: usize,
+    sums: &mut [[f32; LANES]],
+) -> bool {
     #[cfg(target_arch = "x86_64")]
-    if let Some(x) = arranged {
-        // SAFETY: rows are arranged only with AVX-512 and for a weight that fits.
-        unsafe { dots::dots(view, row, x, sums) };
+    if let (Some(x), Some(isa)) = (arranged, isa) {
+        // SAFETY: rows are arranged only with instructions that were detected, and for a weight that fits.
+        unsafe { dots::dots(isa, view, row, x, sums) };
         return true;
     }
-    let _ = (arranged, view, row, sums);
+    let _ = (isa, arranged, view, row, sums);
     false
 }
 
@@ -112,9 +118,10 @@ fn quantized(
 ) {
     let (m, n, k) = job.sizes;
     let mut piece = [0f32; PIECE];
+    let mut sums = [[0f32; LANES]; QUANTIZED_ROWS];
     for column in first..first + count {
-        let mut sums = [[0f32; LANES]; QUANTIZED_ROWS];
-        let pieces = if dot_in_registers(arranged, view, column, &mut sums[..m]) {
+        sums[..m].fill([0.0; LANES]);
+        let pieces = if dot_in_registers(isa, arranged, view, column, &mut sums[..m]) {
             0
         } else {
             k

@@ -68,18 +68,27 @@ impl Args {
     }
 }
 
-/// The words of a command line in which the word after `--resume` may also be the recipe or a `key=value`. Then `--resume` gets
-/// the empty value of its own, and the word stays in its place.
+/// The words of a command line in which the word after `--resume` (or `--resume=`) may also be the recipe or a `key=value`. Then
+/// `--resume` gets the empty value of its own, and the word stays in its place.
 pub fn separate_resume(arguments: impl Iterator<Item = OsString>) -> Vec<OsString> {
-    let mut arguments: Vec<OsString> = arguments.collect();
-    for at in 1..arguments.len() {
-        let word = arguments[at].to_string_lossy();
-        let is_setting = word.ends_with(".toml") || (word.contains('=') && !Path::new(&arguments[at]).exists());
-        if is_setting && arguments[at - 1] == "--resume" {
-            arguments[at - 1] = "--resume=".into();
+    let is_setting = |word: &str| word.ends_with(".toml") || (word.contains('=') && !Path::new(word).exists());
+    let mut out: Vec<OsString> = Vec::new();
+    let mut ended = false;
+    for argument in arguments {
+        ended |= argument == "--";
+        let word = argument.to_string_lossy();
+        match word.strip_prefix("--resume=").filter(|word| !ended && is_setting(word)) {
+            Some(setting) => out.extend(["--resume=".into(), setting.into()]),
+            None => {
+                let last = out.last_mut().filter(|last| !ended && *last == "--resume");
+                if let Some(last) = last.filter(|_| is_setting(&word)) {
+                    *last = "--resume=".into();
+                }
+                out.push(argument);
+            }
         }
     }
-    arguments
+    out
 }
 
 pub fn run(mut args: Args, ranks: &RunRanks) -> Result<i32> {
@@ -189,6 +198,10 @@ mod tests {
         let (what, overrides) = resume(&["train.seed=1", "--resume", "train.seed=2"]);
         assert_eq!(what, Resume::Newest);
         assert_eq!(overrides, ["train.seed=1", "train.seed=2"]);
+        assert_eq!(resume(&["train.seed=1", "--resume=train.seed=2"]), (what, overrides));
+        let (what, overrides) = resume(&["train.seed=1", "--resume", "other.toml"]);
+        assert_eq!(what, Resume::Newest);
+        assert_eq!(overrides, ["train.seed=1", "other.toml"]);
         let (what, overrides) = resume(&["train.seed=1", "--resume", "runs/a", "train.max_steps=2"]);
         assert_eq!(what, Resume::From("runs/a".into()));
         assert_eq!(overrides.len(), 2);

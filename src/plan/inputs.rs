@@ -16,7 +16,7 @@ use std::sync::Arc;
 pub struct PlanInputs {
     /// Tokens of the largest micro-batch.
     pub batch_tokens: usize,
-    /// N: the same of one rank, if ranks share it.
+    /// N: tokens of a micro-batch on one rank: `batch_tokens`, divided if ranks share it.
     pub tokens: usize,
     /// Tokens of the longest document in it.
     pub longest: usize,

@@ -243,6 +243,7 @@ fn sent(bench: &Bench, case: &Case, more: &[&str]) -> (u64, Vec<u64>) {
     }
     let steps = bench.steps("out");
     assert_eq!(steps.len(), 16);
+    assert!(plan["sent_bytes"].as_u64() > Some(0));
     fs::remove_dir_all(bench.path("out")).unwrap();
     let sent = steps
         .iter()

@@ -6,6 +6,7 @@ use crate::bench::{Bench, files, said};
 use crate::disk::{Disk, Fault, Loss, Operation, counted, on_disk, recorded};
 use crate::same::{METHODS, assert_same, assert_same_final, assert_same_lines};
 use ft::base::rng::{Rng, Stream};
+use ft::base::staging;
 use std::fs;
 use std::process::{Command, Output};
 
@@ -359,11 +360,16 @@ fn losses(method: &str, every: usize) -> usize {
             disk.leave(*loss, round.bench.dir.path());
             let what = format!("{method}: {loss:?} after {} ({operation})", done + 1);
             // The mark of a directory may be lost, and the names in it not: then it stays, and ft says so.
+            let entries = fs::read_dir(round.bench.path("run")).into_iter().flatten().flatten();
+            let unmarked: Vec<String> = entries
+                .filter(|e| e.path().is_dir() && !staging::is_marked(&e.path()))
+                .map(|e| e.file_name().into_string().unwrap())
+                .collect();
             let named = |name: &str, text: &str| {
-                let mut lines = text
-                    .lines()
-                    .filter(|line| line.contains("cannot verify that it created"));
-                matches!(loss, Loss::Reordered(_)) && lines.any(|line| line.contains(name))
+                let mut lines = text.lines().filter(|l| l.contains("cannot verify that it created"));
+                matches!(loss, Loss::Reordered(_))
+                    && unmarked.iter().any(|u| u == name)
+                    && lines.any(|line| line.contains(name))
             };
             cases.check(&what, || {
                 round.finish_but(&what, &named);

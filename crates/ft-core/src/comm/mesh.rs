@@ -124,7 +124,13 @@ impl Mesh {
             // Also ranks from which nothing more is needed now: the first one that is gone must be named, not one that ends because of it.
             if !wait.last && looked.elapsed() > LOOK {
                 looked = Instant::now();
-                let gone = self.those(|peer| matches!(peer.peek(&mut [0]), Ok(0)));
+                // Their next bytes are those of a later list.
+                let done = (0..receives.len()).filter(|rank| receives[*rank].is_empty());
+                self.take_signs(done);
+                let gone = self.those(|peer| match peer.peek(&mut [0]) {
+                    Ok(read) => read == 0,
+                    Err(e) => !matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted),
+                });
                 if !gone.is_empty() {
                     return Err(LostRanks::Gone(gone));
                 }
@@ -148,11 +154,7 @@ impl Mesh {
 
     /// While this rank computes or works alone: gives a sign of life if it is time, and takes those of the others.
     pub(super) fn exchange_signs(&mut self, every: Duration) {
-        for (rank, peer) in self.peers.iter().enumerate() {
-            if peer.as_ref().is_some_and(take_signs) {
-                self.seen[rank] = Instant::now();
-            }
-        }
+        self.take_signs(0..self.peers.len());
         if self.given.elapsed() < every {
             return;
         }
@@ -160,6 +162,15 @@ impl Mesh {
         for mut peer in self.peers.iter().flatten() {
             // A process that hangs takes none at some time, and a connection that has ended is found by the next look.
             let _ = peer.write(&[SIGN]);
+        }
+    }
+
+    /// Takes the signs of life of these ranks, from which no list is under way.
+    fn take_signs(&mut self, ranks: impl Iterator<Item = usize>) {
+        for rank in ranks {
+            if self.peers[rank].as_ref().is_some_and(take_signs) {
+                self.seen[rank] = Instant::now();
+            }
         }
     }
 
@@ -179,12 +190,13 @@ impl Mesh {
         self.those(sockets::has_ended)
     }
 
-    /// The ranks whose next list begins with `byte`; nothing is read but signs of life.
+    /// The ranks whose next list begins with `byte`; nothing is read.
     pub(super) fn about_to_say(&self, byte: u8) -> Vec<usize> {
         self.those(|peer| {
-            take_signs(peer);
-            let mut next = [0; 2];
-            matches!(peer.peek(&mut next), Ok(2)) && next == [LIST, byte]
+            let mut next = [0; SIGNS];
+            let come = peer.peek(&mut next).unwrap_or(0);
+            let mut list = next[..come].iter().skip_while(|next| **next == SIGN);
+            (list.next(), list.next()) == (Some(&LIST), Some(&byte))
         })
     }
 
@@ -332,7 +344,7 @@ mod tests {
                         last: true,
                         ..within(Duration::from_secs(20))
                     };
-                    // A sign of life may come before each list.
+                    // A sign of life may come before a list.
                     mesh.exchange_signs(Duration::ZERO);
                     mesh.swap(&out, &mut views, &last).unwrap();
                     for (i, (found, want)) in into.iter().zip(&want).enumerate() {
@@ -392,7 +404,7 @@ mod tests {
     #[test]
     fn a_rank_that_gives_no_sign_of_life_is_named() {
         let mut meshes = connected(3);
-        let silence = Duration::from_millis(400);
+        let silence = Duration::from_millis(1500);
         let (mut byte, mut other) = ([0], [0]);
         std::thread::scope(|scope| {
             let [first, second, third] = &mut meshes[..] else {

@@ -19,7 +19,7 @@ pub(crate) fn fits(view: &QMatrixView<'_>) -> bool {
         QData::Nf4 { .. } => true,
         QData::Scaled(_) | QData::Bf16 { .. } => false,
     };
-    view.columns.is_multiple_of(BLOCK) && groups
+    view.columns > 0 && view.columns.is_multiple_of(BLOCK) && groups
 }
 
 /// Copies a vector into the order that `dots` reads.

@@ -15,7 +15,7 @@ type Sums<const M: usize> = [[__m256; SUMS]; M];
 /// 16 levels: those of the codes below 8, and the others.
 type Table = [__m256; 2];
 
-/// The place in 32 elements of each sum, part by part.
+/// Which of 32 elements each lane of the four SIMD vectors has.
 pub(super) fn order(view: &QMatrixView<'_>) -> [usize; LANES] {
     let is_short = view.bf16;
     let is_byte = matches!(view.codes, QData::Int8 { .. });
@@ -33,7 +33,7 @@ pub(super) fn order(view: &QMatrixView<'_>) -> [usize; LANES] {
 
 /// As `dots::dots`, whose conditions were checked.
 /// # Safety
-/// The CPU must have AVX2 and FMA; the view `fits`; `x` has `sums.len()` arranged vectors.
+/// The CPU must have AVX2 and FMA; the view `fits` and has this row; `x` has `sums.len()` arranged vectors.
 #[target_feature(enable = "avx2,fma")]
 pub(super) unsafe fn dots(view: &QMatrixView<'_>, row: usize, x: &[f32], sums: &mut [[f32; LANES]]) {
     for (x, sums) in x.chunks(3 * view.columns).zip(sums.chunks_mut(3)) {
@@ -48,6 +48,8 @@ pub(super) unsafe fn dots(view: &QMatrixView<'_>, row: usize, x: &[f32], sums: &
     }
 }
 
+/// # Safety
+/// As `dots`; the row is inside.
 #[target_feature(enable = "avx2,fma")]
 unsafe fn some<const M: usize>(view: &QMatrixView<'_>, row: usize, x: &[f32], sums: &mut [[f32; LANES]]) {
     assert!(sums.len() == M && x.len() == M * view.columns);

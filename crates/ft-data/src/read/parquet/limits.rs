@@ -1,7 +1,7 @@
 //! Limits of the memory that a parquet file may ask for. The decoder believes the sizes and counts of pages and takes
 //! memory for them, up to that of 2^31 values for a few bytes; here they are compared with the bytes that are there.
 
-use super::thrift::{PageHeader, Thrift};
+use super::thrift::{PageHeader, Thrift, is_footer};
 use parquet::basic::Encoding;
 use parquet::column::page::{Page, PageMetadata, PageReader};
 use parquet::errors::{ParquetError, Result};
@@ -39,6 +39,7 @@ pub(super) struct CheckedFile {
 
 impl CheckedFile {
     pub(super) fn open(file: File) -> Result<Self> {
+        footer(&file)?;
         let own = Arc::new(file.try_clone()?);
         let inner = SerializedFileReader::new(file)?;
         // Without columns the number of rows is a claim only.
@@ -101,6 +102,26 @@ impl RowGroupReader for CheckedGroup<'_> {
 
     fn get_row_iter(&self, projection: Option<Type>) -> Result<RowIter<'_>> {
         RowIter::from_row_group(projection, self)
+    }
+}
+
+/// Checks the footer: before the end of the file stand its length and the name of the format.
+fn footer(file: &File) -> Result<()> {
+    let size = file.metadata()?.len();
+    let end = size.saturating_sub(8);
+    let tail = file.get_bytes(end, (size - end) as usize)?;
+    // The decoder says what is wrong with other files.
+    let Some((length, b"PAR1")) = tail
+        .split_first_chunk()
+        .map(|(length, name)| (u32::from_le_bytes(*length), name))
+    else {
+        return Ok(());
+    };
+    match end.checked_sub(length.into()) {
+        Some(start) if !is_footer(&file.get_bytes(start, length as usize)?) => {
+            Err(ParquetError::General("the footer of the file is damaged".into()))
+        }
+        _ => Ok(()),
     }
 }
 

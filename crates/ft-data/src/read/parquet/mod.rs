@@ -1,6 +1,7 @@
 //! Reads parquet with the record interface: nested lists and structs become JSON values.
 
 mod limits;
+mod schema;
 mod thrift;
 
 use super::{MAX_DEPTH, Row, RowPosition, RowReceiver};

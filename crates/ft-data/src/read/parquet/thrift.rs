@@ -1,4 +1,15 @@
-//! The compact protocol of Thrift, in which pages have their headers, and what else is written with its integers.
+//! The compact protocol of Thrift, in which a file has its footer and pages have their headers, and what else is written
+//! with its integers.
+
+use super::schema::{FOOTER, Fields, Kind, PAGE};
+
+/// Most structs and lists in one another.
+const MAX_NESTED: usize = 16;
+
+/// Whether the decoder can read `bytes` as the footer of a file, and in a time that goes with their number.
+pub(super) fn is_footer(bytes: &[u8]) -> bool {
+    Thrift { bytes, at: 0 }.fields(FOOTER, 0, &mut |_, _| {}).is_some()
+}
 
 /// The start of a page: a struct in the compact protocol of Thrift.
 pub(super) struct PageHeader {
@@ -12,7 +23,7 @@ impl PageHeader {
     pub(super) fn read(bytes: &[u8]) -> Option<Self> {
         let mut thrift = Thrift { bytes, at: 0 };
         let (mut uncompressed, mut compressed) = (None, None);
-        thrift.fields(0, &mut |field, value| match field {
+        thrift.fields(PAGE, 0, &mut |field, value| match field {
             2 => uncompressed = Some(value),
             3 => compressed = Some(value),
             _ => {}
@@ -58,48 +69,75 @@ impl Thrift<'_> {
         self.unsigned().map(|n| (n >> 1) as i64 ^ -((n & 1) as i64))
     }
 
-    /// The fields of a struct; `integer` gets number and value of those that are one.
-    fn fields(&mut self, depth: usize, integer: &mut dyn FnMut(i64, i64)) -> Option<()> {
-        let mut field = 0i64;
+    /// The fields of a struct, those in `known` by their kind; `integer` gets number and value of those that are one.
+    /// `None` if they are not all there, or another reader could take the same bytes for something else.
+    fn fields(&mut self, known: Fields, depth: usize, integer: &mut dyn FnMut(i16, i64)) -> Option<()> {
+        let mut field = 0i16;
         loop {
             let start = self.byte()?;
             if start == 0 {
                 return Some(());
             }
             field = match start >> 4 {
-                0 => self.signed()?,
-                more => field.checked_add(i64::from(more))?,
+                0 => i16::try_from(self.signed()?).ok()?,
+                more => field.checked_add(i16::from(more))?,
             };
+            let kind = known.iter().find(|(number, _)| *number == field).map(|(_, kind)| *kind);
+            if kind.is_some_and(|kind| !kind.is(start & 15)) {
+                return None;
+            }
             match start & 15 {
                 4..=6 => integer(field, self.signed()?),
                 // The value is in the type.
                 1 | 2 => {}
-                kind => self.value(kind, depth)?,
+                wire => self.value(wire, kind, depth)?,
             }
         }
     }
 
-    fn value(&mut self, kind: u8, depth: usize) -> Option<()> {
-        match kind {
-            1..=3 => self.skip(1),
+    /// A value of type `wire`; `kind` where it is known.
+    fn value(&mut self, wire: u8, kind: Option<Kind>, depth: usize) -> Option<()> {
+        match wire {
+            3 => self.skip(1),
             4..=6 => self.unsigned().map(|_| ()),
             7 => self.skip(8),
             8 => {
                 let n = self.unsigned()?;
                 self.skip(n)
             }
-            9 | 10 if depth < 8 => {
-                let start = self.byte()?;
-                let n = match start >> 4 {
-                    15 => self.unsigned()?,
-                    n => u64::from(n),
+            9 | 10 if depth < MAX_NESTED => self.list(kind, depth + 1),
+            12 if depth < MAX_NESTED => {
+                let known = match kind {
+                    Some(Kind::Struct(fields)) => fields,
+                    _ => &[],
                 };
-                // Each value has a byte at least.
-                (0..n).try_for_each(|_| self.value(start & 15, depth + 1))
+                self.fields(known, depth + 1, &mut |_, _| {})
             }
-            12 if depth < 8 => self.fields(depth + 1, &mut |_, _| {}),
+            // Also booleans of a list: readers differ in whether one takes a byte, and the decoder would pass 2^31 of them
+            // without reading any.
             _ => None,
         }
+    }
+
+    fn list(&mut self, kind: Option<Kind>, depth: usize) -> Option<()> {
+        let start = self.byte()?;
+        // Some writers give an empty list no type.
+        if start == 0 {
+            return Some(());
+        }
+        let element = match kind {
+            Some(Kind::List(element)) => Some(*element),
+            _ => None,
+        };
+        if element.is_some_and(|element| !element.is(start & 15)) {
+            return None;
+        }
+        let n = match start >> 4 {
+            15 => self.unsigned()?,
+            n => u64::from(n),
+        };
+        // Each value has a byte at least.
+        (0..n).try_for_each(|_| self.value(start & 15, element, depth))
     }
 }
 

@@ -48,6 +48,45 @@ fn a_page_that_would_take_much_memory_is_refused() {
     assert!(e.contains("outside of the file"), "{e}");
 }
 
+/// Row F11. Found by fuzzing: the decoder reads field 8 as a struct, though the file says that it is an integer, and so
+/// finds a list of 2^31 values in bytes that hold none.
+#[test]
+fn a_page_header_that_can_be_read_in_two_ways_is_refused() {
+    let whole = [0x15, 6, 0x15, 6, 0x15, 6];
+    let check = |rest: &[u8]| {
+        let bytes = [&whole[..], rest, b"abc"].concat();
+        headers(&file(&bytes), 0, bytes.len() as u64)
+    };
+    // Field 8: a struct of one integer, then an integer.
+    assert!(check(&[0x5c, 0x15, 2, 0, 0]).is_ok());
+    let e = check(&[0x55, 2, 0]).unwrap_err().to_string();
+    assert!(e.contains("header of a page is damaged"), "{e}");
+    // An unknown field: a list of an integer, then one of a boolean, whose values take no bytes for the decoder.
+    assert!(check(&[0xc9, 0x15, 2, 0]).is_ok());
+    assert!(check(&[0xc9, 0x11, 1, 0]).is_err());
+    assert!(check(&[0xc9, 0x19, 0xf1, 0xff, 0xff, 0xff, 0xff, 7, 0]).is_err());
+}
+
+/// Row F11. The footer has an unknown field: 100 lists of 2^31 - 1 booleans, which the decoder would count for hours.
+#[test]
+fn a_footer_with_lists_of_nothing_is_refused() {
+    let good = golden("plain.parquet");
+    let with = |extra: &[u8]| {
+        let (rest, tail) = good.split_at(good.len() - 8);
+        let length = u32::from_le_bytes(tail[..4].try_into().unwrap()) as usize;
+        let (pages, footer) = rest.split_at(rest.len() - length);
+        let footer = [&footer[..length - 1], extra, &[0]].concat();
+        [pages, &footer, &(footer.len() as u32).to_le_bytes(), b"PAR1"].concat()
+    };
+    let rows = |bytes: &[u8]| CheckedFile::open(file(bytes)).map(|file| file.metadata().file_metadata().num_rows());
+    // Field 100.
+    let list = |elements: &[u8]| [&[9, 0xc8, 1][..], elements].concat();
+    assert_eq!(rows(&with(&list(&[0x25, 2, 4]))).unwrap(), rows(&good).unwrap());
+    let many = [&[0xf9, 100][..], &[0xf1, 0xff, 0xff, 0xff, 0xff, 7].repeat(100)].concat();
+    let e = rows(&with(&list(&many))).unwrap_err().to_string();
+    assert!(e.contains("footer of the file is damaged"), "{e}");
+}
+
 /// One byte of a dictionary page of pyarrow is changed: its number of values.
 #[test]
 fn a_dictionary_with_more_values_than_bytes_is_refused() {

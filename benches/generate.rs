@@ -4,6 +4,7 @@
 //! and tokens per second of prefill and decode, CPU seconds of both, bytes of weights and cache.
 
 use clap::Parser;
+use ft::base::threads;
 use ft::formats::config::Config;
 use ft::generate::{
     CopyFormats, GenerateLimits, GenerateSettings, GenerateStats, KvDtype, QuantizedCopy, Request, SampledModel, answer,
@@ -77,10 +78,7 @@ static HEAP: ft::base::allocator::CachingAllocator = ft::base::allocator::Cachin
 
 fn main() {
     let o = Options::parse();
-    rayon::ThreadPoolBuilder::new()
-        .num_threads(o.threads)
-        .build_global()
-        .expect("threads");
+    threads::start(o.threads).expect("a thread pool");
     if let Ok(path) = std::env::var("FT_CPU") {
         CpuBackend::force(&path).expect("FT_CPU");
     }

@@ -5,8 +5,8 @@
 
 use candle_core::{DType, Device, Tensor};
 use clap::Parser;
-use ft::base::allocator;
 use ft::base::rng::{Rng, Stream};
+use ft::base::{allocator, threads};
 use ft::ops::prepacked::{DenseWeight, PrepackedProducts, PrepackedTensor};
 use ft::ops::routing::{RouterSpec, Score};
 use ft::ops::{CpuBackend, linear};
@@ -53,10 +53,7 @@ static HEAP: ft::base::allocator::CachingAllocator = ft::base::allocator::Cachin
 
 fn main() {
     let o = Options::parse();
-    rayon::ThreadPoolBuilder::new()
-        .num_threads(o.threads)
-        .build_global()
-        .expect("a thread pool");
+    threads::start(o.threads).expect("a thread pool");
     if let Ok(path) = std::env::var("FT_CPU") {
         CpuBackend::force(&path).expect("a path that this CPU can run");
     }

@@ -6,7 +6,7 @@
 use candle_core::Device;
 use clap::Parser;
 use ft::base::rng::{Rng, Stream};
-use ft::base::{allocator, memory};
+use ft::base::{allocator, memory, threads};
 use ft::data::{Batch, Example};
 use ft::engine::{ActiveSet, Engine, GradientStorage, QueuedStep, StepStrategy};
 use ft::formats::config::Config;
@@ -109,10 +109,7 @@ static HEAP: ft::base::allocator::CachingAllocator = ft::base::allocator::Cachin
 
 fn main() {
     let o = Options::parse();
-    rayon::ThreadPoolBuilder::new()
-        .num_threads(o.threads)
-        .build_global()
-        .expect("a thread pool");
+    threads::start(o.threads).expect("a thread pool");
     if let Ok(path) = std::env::var("FT_CPU") {
         CpuBackend::force(&path).expect("a path that this CPU can run");
     }

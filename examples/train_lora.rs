@@ -3,7 +3,7 @@
 //! `cargo run --release --example train_lora`
 
 use candle_core::Device;
-use ft::base::Result;
+use ft::base::{Result, threads};
 use ft::data::order::{BatchStream, RunLength, StreamSpec};
 use ft::data::{self, ChatRender, Dataset, Source};
 use ft::engine::{ActiveSet, Engine, StepStrategy};
@@ -12,6 +12,8 @@ use ft::{hf, ops::Dtype, peft::LoraConfig, sft::CausalLm};
 use std::path::Path;
 
 fn main() -> Result<()> {
+    // This thread becomes one of the compute threads, of which there is one for each processor.
+    threads::start(0)?;
     let base = Path::new("assets/tiny");
     let mut opened = hf::open(base, Dtype::F32, &Device::Cpu)?;
     let network = &mut opened.model.network;

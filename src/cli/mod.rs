@@ -41,7 +41,7 @@ pub use out::{out, out_raw, out_text};
 pub use recipes::SHIPPED;
 
 use crate::base::paths::shell_word;
-use crate::base::{Error, Result, allocator, cache, is_caught, signal};
+use crate::base::{Error, Result, allocator, cache, is_caught, signal, threads};
 use crate::ops::CpuBackend;
 use crate::recipe;
 use crate::report::{self, OutputStyle};
@@ -203,12 +203,7 @@ fn run(cli: Cli, launched: Option<launch::JobPlace>) -> Result<i32> {
         cache::set_directory(directory);
     }
     let (ranks, own_threads) = launch::join(launched)?;
-    if let Some(n) = cli.threads.map(usize::from).or(own_threads) {
-        rayon::ThreadPoolBuilder::new()
-            .num_threads(n)
-            .build_global()
-            .map_err(|e| Error::new("cannot start the threads").cause(e))?;
-    }
+    threads::start(cli.threads.map(usize::from).or(own_threads).unwrap_or(0))?;
     // For tests and measurements: amx, amx-emulated, avx512-bf16, avx512, avx2 or portable.
     if let Ok(path) = std::env::var("FT_CPU") {
         CpuBackend::force(&path)?;

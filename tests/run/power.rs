@@ -483,7 +483,12 @@ fn broken_exports(method: &str, every: usize) -> usize {
 /// Row C14.
 #[test]
 fn a_broken_export_is_whole_or_not_there() {
-    let all: usize = ["block", "lora"].iter().map(|m| broken_exports(m, 3)).sum();
+    // An adapter with a base of its own takes many operations.
+    let methods = [("block", 3), ("lora", 3), ("loftq", 16)];
+    let all: usize = methods
+        .iter()
+        .map(|(method, every)| broken_exports(method, *every))
+        .sum();
     assert!(all == 0 || all >= 10, "{all} faults");
 }
 

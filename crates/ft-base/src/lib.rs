@@ -42,6 +42,7 @@ pub mod staging;
 pub mod suggest;
 #[cfg(target_os = "linux")]
 mod syscalls;
+pub mod threads;
 pub mod units;
 pub mod worker;
 

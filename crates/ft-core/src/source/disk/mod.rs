@@ -21,7 +21,7 @@ use super::{
     Group, GroupWeights, MasterLowBits, NumbersSink, ParamInfo, RequantizedWeight, StoragePolicy, StreamedMatrix,
     TrainableStore, WeightSource, distinct, lock, no_such, not_quantized, stays_on_device, stored, tensor_bytes,
 };
-use crate::base::{Error, Result, files};
+use crate::base::{Error, Result, files, threads};
 use crate::formats::StoredDtype;
 use crate::formats::weights::Weights;
 use crate::formats::writer::{TensorPlan, Values, write_file};
@@ -201,7 +201,7 @@ impl DiskWeights {
         let (jobs, queue) = mpsc::channel::<ReaderJob>();
         let reader = std::thread::Builder::new()
             .name("reader".into())
-            .spawn(move || queue.into_iter().for_each(|job| job()))
+            .spawn(move || threads::background(|| queue.into_iter().for_each(|job| job())))
             .map_err(|e| Error::new("cannot start the thread that reads weights from the disk").cause(e))?;
         Ok(Self {
             layers: DoubleBuffer::new(PartLoader(shared.clone())),

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Times transformers' `generate` on one NVIDIA GPU or on the CPU, on the shapes of benches/generate.rs: random bf16 weights,
-SDPA attention, its default cache. `rows` answers, each to its own prompt; `new` tokens each, sampled at temperature 1. Prints
+"""Times transformers' `generate` on one NVIDIA GPU or on the CPU, on the shapes of benches/generate.rs: random weights
+(bf16), SDPA attention, its default cache. `rows` answers, each to its own prompt; `new` tokens each, sampled at temperature 1. Prints
 one line of JSON with the keys of benches/generate.rs: the prompt's share is the time of a call with one new token.
 """
 import argparse
@@ -16,6 +16,7 @@ parser.add_argument("--rows", type=int, default=1)
 parser.add_argument("--prompt", type=int, default=128)
 parser.add_argument("--new", type=int, default=32)
 parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+parser.add_argument("--dtype", default="bf16", choices=["bf16", "f32"])
 parser.add_argument("--threads", type=int, default=2, help="on the CPU")
 parser.add_argument("--repeats", type=int, default=3, help="calls with one new token, and with all; the median counts")
 options = parser.parse_args()
@@ -43,7 +44,7 @@ if options.layers:
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:options.layers]
 with torch.device(options.device):
-    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_dtype(torch.bfloat16 if options.dtype == "bf16" else torch.float32)
     model = AutoModelForCausalLM.from_config(config).eval()
     torch.set_default_dtype(torch.float32)
 ids = torch.randint(1, config.vocab_size, (options.rows, options.prompt), device=options.device)
@@ -73,7 +74,7 @@ if on_gpu:
 prompt = statistics.median(seconds(1) for _ in range(options.repeats))
 decode = statistics.median(seconds(options.new) for _ in range(max(1, options.repeats - 1))) - prompt
 print(json.dumps({
-    "impl": "transformers", "shape": options.shape, "layers": options.layers, "rows": options.rows, "prompt": options.prompt,
+    "impl": "transformers", "shape": options.shape, "dtype": options.dtype, "layers": options.layers, "rows": options.rows, "prompt": options.prompt,
     "device": torch.cuda.get_device_name() if on_gpu else "cpu", "torch": torch.__version__,
     "prefill_tokens_per_second": options.rows * options.prompt / prompt,
     "decode_tokens_per_second": options.rows * (options.new - 1) / decode,

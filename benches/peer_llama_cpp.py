@@ -47,7 +47,7 @@ def gguf(work):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(root / "assets/tiny" / name, work / "model" / name)
     subprocess.run([os.environ["FT"], "export", work / "model", "--out", work / "gguf", "--to", "gguf", "--type", "f32", "-q"],
-                   check=True)
+                   check=True, stdout=subprocess.DEVNULL)
     shutil.rmtree(work / "model")
     return next((work / "gguf").glob("*.gguf"))
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Times ft and the peer in turn on this machine and prints medians and ratios.
+# Times ft and the peers in turn on this machine and prints medians and ratios: in each round ft, then the peers.
 #
 #   PYTHON=/path/to/venv/bin/python ROUNDS=3 benches/peer.sh [configuration ...]
 #
@@ -19,6 +19,8 @@ steps=${STEPS:-2}
 out=${OUT:-$(mktemp)}
 threads=${THREADS:-2}
 peers=${PEERS:-torch}
+log=$(mktemp)
+case " $peers " in *" llama.cpp "*) : "${LLAMA_FINETUNE:?the path of llama-finetune}" ;; esac
 binary() {
   cargo build --release --bench "$1" --message-format=json 2>/dev/null |
     sed -n 's/.*"name":"'"$1"'".*"executable":"\([^"]*\)".*/\1/p' | tail -1
@@ -31,11 +33,11 @@ peer() {
   local name=$1 configuration=$2
   shift 2
   case $name in
-    torch) "$python" benches/peer_cpu.py "$@" 2>/dev/null ;;
-    torchtune) "${TORCHTUNE_PYTHON:-$python}" benches/peer_cpu.py --impl torchtune "$@" 2>/dev/null ;;
+    torch) "$python" benches/peer_cpu.py "$@" ;;
+    torchtune) "${TORCHTUNE_PYTHON:-$python}" benches/peer_cpu.py --impl torchtune "$@" ;;
     llama.cpp) case $configuration in *:full:1:*:f32*) "$python" benches/peer_llama_cpp.py "$@" ;; esac ;;
     *) echo "no peer has the name $name" >&2 && exit 2 ;;
-  esac
+  esac 2>"$log" || { tail -5 "$log" >&2; echo "the peer $name failed at $configuration" >&2; exit 1; }
 }
 ours=$(binary step) products=$(binary product)
 if [ $# -eq 0 ]; then

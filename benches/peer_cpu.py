@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Times fine-tuning steps of transformers + PEFT + PyTorch, or of torchtune, on the CPU, on the shapes of benches/step.rs.
 
-One configuration a process; prints one line of JSON with the same keys. Made with torch 2.13.0, transformers 5.23.0,
+One configuration a process; prints one line of JSON with the same keys. Made with torch 2.13.0, transformers 5.24.0,
 peft 0.21.2; torchtune 0.6.1 with torchao 0.10.0. `others_busy`: share of the machine that other processes used during the
 steps; above 0.05 the row is void.
 """
@@ -94,7 +94,7 @@ def busy_seconds():
 
 def run(parameters):
     """Seconds of each step after one that warms up, and the share of others."""
-    optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=options.impl == "torchtune")
+    optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
     seconds, others = [], []
     for _ in range(options.steps + 1):
         busy, own, start = busy_seconds(), time.process_time(), time.perf_counter()

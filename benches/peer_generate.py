@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Times transformers' `generate` on one NVIDIA GPU or on the CPU, on the shapes of benches/generate.rs: random weights
-(bf16), SDPA attention, its default cache. `rows` answers, each to its own prompt; `new` tokens each, sampled at temperature 1. Prints
+(bf16, or f32 with `--dtype f32`), SDPA attention, its default cache. `rows` answers, each to its own prompt; `new` tokens each, sampled at temperature 1. Prints
 one line of JSON with the keys of benches/generate.rs: the prompt's share is the time of a call with one new token.
 """
 import argparse

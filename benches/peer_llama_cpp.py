@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Times the training steps of llama.cpp's example `llama-finetune` on the CPU, on the shapes of benches/step.rs.
 
-It trains all weights in f32 with AdamW, and nothing else, and one row of a context at a time. FT makes the GGUF file of a
+It trains one row at a time in f32 with AdamW: all weights but the tied embedding and head, for which it has no gradient. FT makes the GGUF file of a
 random model; one line of JSON as of peer_cpu.py. Made with the llama.cpp of llama-cpp-python 0.3.36:
 
     FT=target/release/ft LLAMA_FINETUNE=/path/to/llama-finetune benches/peer_llama_cpp.py --size small --seq 256
@@ -55,7 +55,7 @@ def gguf(work):
 def steps(model, work):
     """Seconds of each step after one that warms up, and the peak of the memory in MiB."""
     words = random.Random(0)
-    # A row begins every seq / 2 tokens; a character is at most a token.
+    # A row begins every seq / 2 tokens; a token of this text has one character or two.
     count = options.seq * (options.steps + 4)
     text = work / "text.txt"
     text.write_text("".join(words.choice("0123456789 ") for _ in range(count)))

@@ -203,7 +203,9 @@ fn run(cli: Cli, launched: Option<launch::JobPlace>) -> Result<i32> {
         cache::set_directory(directory);
     }
     let (ranks, own_threads) = launch::join(launched)?;
-    threads::start(cli.threads.map(usize::from).or(own_threads).unwrap_or(0))?;
+    if computes(&cli.command) {
+        threads::start(cli.threads.map(usize::from).or(own_threads).unwrap_or(0))?;
+    }
     // For tests and measurements: amx, amx-emulated, avx512-bf16, avx512, avx2 or portable.
     if let Ok(path) = std::env::var("FT_CPU") {
         CpuBackend::force(&path)?;
@@ -242,6 +244,22 @@ fn run(cli: Cli, launched: Option<launch::JobPlace>) -> Result<i32> {
         Command::Explain(args) => explain::run(args),
         Command::Completions(args) => completions::run(args),
     }
+}
+
+/// False for commands that need no compute threads.
+fn computes(command: &Command) -> bool {
+    !matches!(
+        command,
+        Command::Launch(_)
+            | Command::Init(_)
+            | Command::Models(_)
+            | Command::Recipes(_)
+            | Command::Runs(_)
+            | Command::Dash(_)
+            | Command::Watch(_)
+            | Command::Explain(_)
+            | Command::Completions(_)
+    )
 }
 
 fn show_error(error: &Error, as_json: bool) {

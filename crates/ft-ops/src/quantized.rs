@@ -48,6 +48,9 @@ pub struct QMatrixView<'a> {
     pub codes: QData<'a>,
     /// Dequantized values are rounded to bf16.
     pub bf16: bool,
+    /// The product with a few rows may round these to 15 bits, to multiply integers: faster, and not equal to the product with
+    /// the dequantized values.
+    pub rounds_rows: bool,
 }
 
 /// The quantized data of a weight, in one of the formats.

@@ -138,12 +138,12 @@ impl<'a> From<&'a QuantizedCopy> for SampledModel<'a> {
     }
 }
 
-/// Quantizes on the host; the result is on the device of `tensor`.
+/// Quantizes on the host; the result is on the device of `tensor`. Products with a few rows may round these (on a CPU).
 fn quantize(tensor: &Tensor, format: Format) -> Result<Weight> {
     let (dims, host) = (tensor.dims2()?, tensor.to_device(&Device::Cpu)?);
     let quantized = match tensor.dtype() {
         DType::BF16 => update::with_bf16(&host, |v| quant::quantize(v, dims, format, Dtype::Bf16))?,
         _ => update::with_slice(&host, |v| quant::quantize(v, dims, format, Dtype::F32))?,
     };
-    Weight::quantized_on(quantized?, tensor.device())
+    Weight::quantized_on(quantized?.with_rounded_rows(), tensor.device())
 }

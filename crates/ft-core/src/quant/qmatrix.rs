@@ -15,6 +15,7 @@ pub struct QMatrix {
     rows: usize,
     columns: usize,
     dequantized_dtype: Dtype,
+    rounds_rows: bool,
     codes: Vec<u8>,
     pub(super) scales: BlockScales,
 }
@@ -62,8 +63,18 @@ impl QMatrix {
             rows,
             columns,
             dequantized_dtype,
+            rounds_rows: false,
             codes,
             scales,
+        }
+    }
+
+    /// Lets products with a few rows on a CPU round these to 15 bits: for weights of which only answers are computed.
+    #[must_use]
+    pub fn with_rounded_rows(self) -> Self {
+        Self {
+            rounds_rows: true,
+            ..self
         }
     }
 
@@ -143,6 +154,7 @@ impl QMatrix {
             columns: self.columns,
             codes,
             bf16: self.dequantized_dtype == Dtype::Bf16,
+            rounds_rows: self.rounds_rows,
         }
     }
 

@@ -188,6 +188,7 @@ impl QTensors {
                 columns,
                 codes,
                 bf16,
+                rounds_rows: false,
             })
         })
     }

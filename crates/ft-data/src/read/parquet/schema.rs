@@ -1,5 +1,5 @@
-//! The structs of the parquet format, as far as the decoder knows them (parquet.thrift of apache/parquet-format 2.12).
-//! The decoder reads a field by its number, whatever the file says that its value is.
+//! The structs of the parquet format, as far as the decoder reads them (parquet.thrift of apache/parquet-format 2.12).
+//! The decoder reads a field by its number, whatever type the file gives for its value.
 
 /// What the value of a field is.
 #[derive(Clone, Copy)]

@@ -145,6 +145,7 @@ impl Random {
             columns: self.columns,
             codes,
             bf16,
+            rounds_rows: false,
         };
         all.into_iter().flat_map(|c| [view(c, false), view(c, true)]).collect()
     }

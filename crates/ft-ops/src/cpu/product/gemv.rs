@@ -6,6 +6,7 @@ use super::super::dequantize::dequantize;
 #[cfg(target_arch = "x86_64")]
 use super::super::dequantize::dots;
 use super::super::math::{LANES, dot, dot_bf16, dot_lanes, round_to_bf16, sum_lanes, vectorized};
+use super::integer::{self, RoundedRows};
 use super::{CInit, Matrix, Operand, ProductJob, VectorIsa};
 use crate::quantized::QMatrixView;
 use half::bf16;
@@ -46,6 +47,11 @@ pub(super) fn run(job: &ProductJob, isa: Option<VectorIsa>, rounds: bool) {
         let a = Matrix::k_inner(Operand::F32(&rows), k);
         return run(&ProductJob { a, ..*job }, isa, false);
     }
+    if let Operand::Quantized(view) = &job.b.values
+        && integer::fits(view)
+    {
+        return in_integers(job, isa, a, view);
+    }
     let c: SharedSlice = job.c;
     let arranged = arranged(job, isa, a);
     (0..n.div_ceil(BLOCK)).into_par_iter().for_each(|block| {
@@ -68,6 +74,37 @@ pub(super) fn run(job: &ProductJob, isa: Option<VectorIsa>, rounds: bool) {
             }
         }
     });
+}
+
+/// As `run`, for a weight that allows rounded rows.
+fn in_integers(job: &ProductJob, isa: Option<VectorIsa>, a: &[f32], view: &QMatrixView<'_>) {
+    let (m, n, k) = job.sizes;
+    let rows = RoundedRows::new(view, (0..m).map(|row| &a[row * job.a.stride..][..k]));
+    (0..n.div_ceil(BLOCK)).into_par_iter().for_each(|block| {
+        let first = block * BLOCK;
+        let mut sums = [0f32; QUANTIZED_ROWS];
+        for column in first..n.min(first + BLOCK) {
+            integer::dots(isa, view, column, &rows, &mut sums[..m]);
+            for (row, sum) in sums[..m].iter().enumerate() {
+                // SAFETY: the columns of a task are its own.
+                unsafe { put(job, row, column, *sum) };
+            }
+        }
+    });
+}
+
+/// Writes an element of C.
+///
+/// # Safety
+/// No other task writes this element at the same time.
+unsafe fn put(job: &ProductJob, row: usize, column: usize, sum: f32) {
+    // SAFETY: promised by the caller.
+    let out = unsafe { job.c.part(row * job.sizes.1 + column, 1) };
+    out[0] = match job.start {
+        CInit::Zero => sum,
+        CInit::C => out[0] + sum,
+        CInit::Bias(bias) => sum + bias[column],
+    };
 }
 
 /// The rows of A in the order that `dots` reads (dequantization in registers). None if `dots` cannot be used.
@@ -116,7 +153,7 @@ fn quantized(
     view: &QMatrixView<'_>,
     (first, count): (usize, usize),
 ) {
-    let (m, n, k) = job.sizes;
+    let (m, _, k) = job.sizes;
     let mut piece = [0f32; PIECE];
     let mut sums = [[0f32; LANES]; QUANTIZED_ROWS];
     for column in first..first + count {
@@ -133,13 +170,7 @@ fn quantized(
         }
         for (row, sums) in sums[..m].iter().enumerate() {
             // SAFETY: an element in the columns of this task.
-            let out = unsafe { job.c.part(row * n + column, 1) };
-            let sum = sum_lanes(sums);
-            out[0] = match job.start {
-                CInit::Zero => sum,
-                CInit::C => out[0] + sum,
-                CInit::Bias(bias) => sum + bias[column],
-            };
+            unsafe { put(job, row, column, sum_lanes(sums)) };
         }
     }
 }

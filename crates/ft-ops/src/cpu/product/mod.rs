@@ -17,6 +17,9 @@ mod blocks;
 #[cfg(test)]
 mod quantized_tests;
 mod gemv;
+mod integer;
+#[cfg(test)]
+mod integer_tests;
 #[cfg(target_arch = "x86_64")]
 mod fma;
 mod grid;

@@ -138,12 +138,14 @@ impl<'a> From<&'a QuantizedCopy> for SampledModel<'a> {
     }
 }
 
-/// Quantizes on the host; the result is on the device of `tensor`. Products with a few rows may round these (on a CPU).
+/// Quantizes on the host; the result is on the device of `tensor`.
 fn quantize(tensor: &Tensor, format: Format) -> Result<Weight> {
     let (dims, host) = (tensor.dims2()?, tensor.to_device(&Device::Cpu)?);
     let quantized = match tensor.dtype() {
-        DType::BF16 => update::with_bf16(&host, |v| quant::quantize(v, dims, format, Dtype::Bf16))?,
+        // Products with a few rows may round these (on a CPU): more finely than bf16, which is how the others round.
+        DType::BF16 => update::with_bf16(&host, |v| quant::quantize(v, dims, format, Dtype::Bf16))?
+            .map(quant::QMatrix::with_rounded_rows),
         _ => update::with_slice(&host, |v| quant::quantize(v, dims, format, Dtype::F32))?,
     };
-    Weight::quantized_on(quantized?.with_rounded_rows(), tensor.device())
+    Weight::quantized_on(quantized?, tensor.device())
 }

@@ -142,7 +142,7 @@ impl<'a> From<&'a QuantizedCopy> for SampledModel<'a> {
 fn quantize(tensor: &Tensor, format: Format) -> Result<Weight> {
     let (dims, host) = (tensor.dims2()?, tensor.to_device(&Device::Cpu)?);
     let quantized = match tensor.dtype() {
-        // Products with a few rows may round these (on a CPU): more finely than bf16, which is how the others round.
+        // Products with a few rows may round these (on a CPU), more finely than bf16.
         DType::BF16 => update::with_bf16(&host, |v| quant::quantize(v, dims, format, Dtype::Bf16))?
             .map(quant::QMatrix::with_rounded_rows),
         _ => update::with_slice(&host, |v| quant::quantize(v, dims, format, Dtype::F32))?,

@@ -51,7 +51,7 @@ impl RoundedRows {
             } else {
                 f32::NAN
             };
-            let scale = if unit > 0.0 { MOST / largest } else { 0.0 };
+            let scale = if unit >= f32::MIN_POSITIVE { MOST / largest } else { 0.0 };
             let start = values.len();
             values.extend(row[..k].iter().map(|x| nearest(x * scale) as i16));
             units.push(unit);

@@ -84,7 +84,7 @@ names() {
 # The first input of a target: if it fails, the target itself is broken, and its figures would mean nothing.
 first() {
     local name=$1 input code=0
-    input=$(find "$data/corpus/$name" -type f 2>/dev/null | sort | head -1)
+    input=$(find "$data/corpus/$name" -type f 2>/dev/null | sort | sed -n 1p)
     [ -n "$input" ] || { echo "$name has no inputs: $0 seed" >&2; exit 1; }
     FT_FUZZ=$name "$program" "$input" -timeout=30 -artifact_prefix=/dev/shm/ft-fuzz-first- >"$data/$name.log" 2>&1 &
     local process=$!

@@ -50,7 +50,7 @@ if others=$(grep -vE '^(lib(c|m|dl|pthread|rt|gcc_s|util)\.so\.[0-9]+|ld-linux.*
     exit 1
 fi
 # No path of this machine.
-if strings -a "$program" | grep -F -e "$root/" -e "$cargo_home/" -e "$out/" | head -3 | grep .; then
+if strings -a "$program" | grep -F -e "$root/" -e "$cargo_home/" -e "$out/" | sed -n 1,3p | grep .; then
     echo "the program contains paths of this machine" >&2
     exit 1
 fi

@@ -37,6 +37,12 @@ pub(crate) fn widen(low: u8, high: u8) -> f32 {
     f32::from_bits(u32::from(u16::from_le_bytes([low, high])) << 16)
 }
 
+/// The scale and the minimum of a group of int4 codes, both bf16: the low and the high half of `word`.
+#[inline(always)]
+pub fn scale_and_minimum(word: u32) -> (f32, f32) {
+    (f32::from_bits(word << 16), f32::from_bits(word & 0xFFFF_0000))
+}
+
 /// A borrowed quantized weight `[O, I]`.
 #[derive(Debug, Clone, Copy)]
 pub struct QMatrixView<'a> {
@@ -217,7 +223,7 @@ impl QMatrixView<'_> {
                 stride, group, scales, ..
             } => {
                 let word = scales[row * self.columns.div_ceil(group) + column / group];
-                let (scale, minimum) = (f32::from_bits(word << 16), f32::from_bits(word & 0xFFFF_0000));
+                let (scale, minimum) = scale_and_minimum(word);
                 let mut table = [0f32; 16];
                 for (code, value) in table.iter_mut().enumerate() {
                     // The product of 4 and 8 bits is exact: with or without FMA, the sum is the same.

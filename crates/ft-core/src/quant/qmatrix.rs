@@ -4,7 +4,9 @@ use super::dynamic;
 use super::format::{Format, QDATA, ScaledFormat};
 use crate::base::{Error, Result};
 use crate::ops::Dtype;
-use crate::ops::quantized::{Absmax, CodeType, FP4_TABLE, NF4_TABLE, ProductType, QData, QMatrixView, ScaledData};
+use crate::ops::quantized::{
+    Absmax, CodeType, FP4_TABLE, NF4_TABLE, ProductType, QData, QMatrixView, ScaledData, scale_and_minimum,
+};
 use half::bf16;
 use rayon::prelude::*;
 use std::borrow::Cow;
@@ -274,7 +276,7 @@ impl QMatrix {
                     .map(|b| u32::from_le_bytes(*b))
                     .collect();
                 let infinite = |w: &u32| {
-                    let (scale, minimum) = (f32::from_bits(w << 16), f32::from_bits(w & 0xFFFF_0000));
+                    let (scale, minimum) = scale_and_minimum(*w);
                     !(scale.is_finite() && minimum.is_finite() && (15.0 * scale + minimum).is_finite())
                 };
                 if words.iter().any(infinite) {

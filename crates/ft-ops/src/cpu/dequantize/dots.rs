@@ -5,7 +5,7 @@
 use super::super::math::LANES;
 use super::super::product::VectorIsa;
 use super::dots_avx2;
-use crate::quantized::{BLOCK, QData, QMatrixView};
+use crate::quantized::{BLOCK, QData, QMatrixView, scale_and_minimum};
 use std::arch::x86_64::*;
 
 /// Largest number of vectors.
@@ -109,9 +109,8 @@ unsafe fn wide<const M: usize>(view: &QMatrixView<'_>, row: usize, x: &[f32], su
                     0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0, 12.0, 13.0, 14.0, 15.0,
                 );
                 for j in (0..k).step_by(BLOCK) {
-                    let word = scales[j / group];
-                    let scale = _mm512_set1_ps(f32::from_bits(word << 16));
-                    let minimum = _mm512_set1_ps(f32::from_bits(word & 0xFFFF_0000));
+                    let (scale, minimum) = scale_and_minimum(scales[j / group]);
+                    let (scale, minimum) = (_mm512_set1_ps(scale), _mm512_set1_ps(minimum));
                     let table = _mm512_add_ps(_mm512_mul_ps(steps, scale), minimum);
                     halves::<M>(&mut acc, codes.add(j / 2), finish(table, view.bf16), x.add(j), k);
                 }

@@ -1,7 +1,7 @@
 //! `dots` with AVX2: half as wide, and at most three vectors at a time, because their sums fill the registers.
 
 use super::super::math::LANES;
-use crate::quantized::{BLOCK, QData, QMatrixView};
+use crate::quantized::{BLOCK, QData, QMatrixView, scale_and_minimum};
 use std::arch::x86_64::*;
 
 /// Elements of a SIMD vector.
@@ -88,8 +88,8 @@ unsafe fn some<const M: usize>(view: &QMatrixView<'_>, row: usize, x: &[f32], su
                     _mm256_setr_ps(8.0, 9.0, 10.0, 11.0, 12.0, 13.0, 14.0, 15.0),
                 ];
                 for (first, word) in (0..k).step_by(group).zip(&scales[row * k.div_ceil(group)..]) {
-                    let scale = _mm256_set1_ps(f32::from_bits(word << 16));
-                    let minimum = _mm256_set1_ps(f32::from_bits(word & 0xFFFF_0000));
+                    let (scale, minimum) = scale_and_minimum(*word);
+                    let (scale, minimum) = (_mm256_set1_ps(scale), _mm256_set1_ps(minimum));
                     let table = [
                         _mm256_add_ps(_mm256_mul_ps(steps[0], scale), minimum),
                         _mm256_add_ps(_mm256_mul_ps(steps[1], scale), minimum),

@@ -82,10 +82,12 @@ fn in_integers(job: &ProductJob, isa: Option<VectorIsa>, a: &[f32], view: &QMatr
     let rows = RoundedRows::new(view, (0..m).map(|row| &a[row * job.a.stride..][..k]));
     (0..n.div_ceil(BLOCK)).into_par_iter().for_each(|block| {
         let first = block * BLOCK;
-        let mut sums = [0f32; QUANTIZED_ROWS];
-        for column in first..n.min(first + BLOCK) {
-            integer::dots(isa, view, column, &rows, &mut sums[..m]);
-            for (row, sum) in sums[..m].iter().enumerate() {
+        let count = BLOCK.min(n - first);
+        let mut sums = [0f32; QUANTIZED_ROWS * BLOCK];
+        let sums = &mut sums[..count * m];
+        integer::dots(isa, view, first, &rows, sums);
+        for (column, sums) in (first..).zip(sums.chunks_exact(m)) {
+            for (row, sum) in sums.iter().enumerate() {
                 // SAFETY: the columns of a task are its own.
                 unsafe { put(job, row, column, *sum) };
             }

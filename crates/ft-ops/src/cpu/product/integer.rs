@@ -4,9 +4,10 @@
 //! of f32 have a fixed one.
 
 use super::VectorIsa;
-use crate::quantized::{QData, QMatrixView, nearest};
+use crate::quantized::{QData, QMatrixView, nearest, scale_and_minimum};
 
-/// Lanes of the sums: lane l has columns 2l and 2l + 1 of each 16 (int8), or 4l to 4l + 3 of each 32 (int4).
+/// Lanes of the sums. For int8, lane l has columns 2l and 2l + 1 of each 16. For int4, it has the columns of two of each 16
+/// bytes: `column_at`.
 const LANES: usize = 8;
 /// Largest rounded value.
 const MOST: f32 = 16383.0;
@@ -14,6 +15,13 @@ const MOST: f32 = 16383.0;
 const FLUSH: usize = 4096;
 /// Columns of a step.
 const STEP: usize = 32;
+
+/// For int4: the column of a step whose value stands at `place`. First are the 16 in the high halves of the codes' bytes, then
+/// those in the low halves; lanes 0 to 3 have the bytes 0 and 2 of each four, the others bytes 1 and 3.
+const fn column_at(place: usize) -> usize {
+    let (half, place) = (place / 16, place % 16);
+    2 * (2 * (place % 8) + place / 8) + half
+}
 
 /// True if `dots` supports this weight.
 pub(super) fn fits(view: &QMatrixView<'_>) -> bool {
@@ -27,7 +35,7 @@ pub(super) fn fits(view: &QMatrixView<'_>) -> bool {
 
 /// Rows `[M, I]`, rounded for the products with a weight.
 pub(super) struct RoundedRows {
-    /// The integers, `[M, I]`. For int4, the even ones of each 32 come before the odd ones, as the codes in their bytes.
+    /// The integers, `[M, I]`. For int4, those of each step are in the order of `column_at`.
     values: Vec<i16>,
     /// Value of the integer 1, `[M]`.
     units: Vec<f32>,
@@ -63,8 +71,8 @@ impl RoundedRows {
                 );
                 for step in all.as_chunks_mut::<STEP>().0 {
                     let from = *step;
-                    for (i, pair) in from.as_chunks::<2>().0.iter().enumerate() {
-                        (step[i], step[STEP / 2 + i]) = (pair[0], pair[1]);
+                    for (place, to) in step.iter_mut().enumerate() {
+                        *to = from[column_at(place)];
                     }
                 }
             }
@@ -73,71 +81,94 @@ impl RoundedRows {
     }
 }
 
-/// The dot product of row `row` of the weight with each of the rows. The CPU must have the instructions of `isa`.
-pub(super) fn dots(isa: Option<VectorIsa>, view: &QMatrixView<'_>, row: usize, x: &RoundedRows, out: &mut [f32]) {
-    assert!(row < view.rows && fits(view) && x.values.len() == out.len() * view.columns && x.units.len() == out.len());
-    for (first, out) in (0..).step_by(4).zip(out.chunks_mut(4)) {
-        let place = Place { view, row, x, first };
-        #[cfg(target_arch = "x86_64")]
-        if isa.is_some() {
-            // SAFETY: both instruction sets contain AVX2, which the caller detected.
-            unsafe { avx2::some(&place, out) };
-            continue;
+/// The dot products of some rows of the weight, from `first` on, with each of the rows: `out` is `[rows of the weight, M]`.
+/// The CPU must have the instructions of `isa`.
+pub(super) fn dots(isa: Option<VectorIsa>, view: &QMatrixView<'_>, first: usize, x: &RoundedRows, out: &mut [f32]) {
+    let m = x.units.len();
+    assert!(fits(view) && x.values.len() == m * view.columns);
+    assert!(m > 0 && out.len().is_multiple_of(m) && first + out.len() / m <= view.rows);
+    let rows = Rows { view, first, x };
+    #[cfg(target_arch = "x86_64")]
+    if isa.is_some() {
+        // SAFETY: both instruction sets contain AVX2, which the caller detected.
+        return unsafe { avx2::dots(&rows, out) };
+    }
+    let _ = isa;
+    rows.dots::<Portable>(out);
+}
+
+/// Rows of the weight from `first` on, and the rows for the products with them.
+struct Rows<'a> {
+    view: &'a QMatrixView<'a>,
+    first: usize,
+    x: &'a RoundedRows,
+}
+
+/// The scales of a row's groups.
+#[derive(Clone, Copy)]
+struct Groups<'a, T> {
+    scales: &'a [T],
+    size: usize,
+}
+
+impl<'a, T: Copy> Groups<'a, T> {
+    /// Those of row `row` of a weight with `k` columns.
+    #[inline(always)]
+    fn new(scales: &'a [T], size: usize, row: usize, k: usize) -> Self {
+        let count = k.div_ceil(size);
+        Self {
+            scales: &scales[row * count..][..count],
+            size,
         }
-        let _ = isa;
-        place.each::<Portable>(out);
+    }
+
+    /// Columns of group `index` of a row of `k`: the first one and the end.
+    #[inline(always)]
+    fn columns(self, index: usize, k: usize) -> (usize, usize) {
+        (index * self.size, k.min((index + 1) * self.size))
     }
 }
 
-/// Up to four rows of `x` from `first` on, and a row of the weight.
-struct Place<'a> {
-    view: &'a QMatrixView<'a>,
-    row: usize,
-    x: &'a RoundedRows,
-    first: usize,
-}
-
-/// Sums of the products of codes with `M` rows of integers that are `stride` apart. The codes are a whole number of steps.
+/// Dot products of a row of codes with `M` rows of integers, in lanes. The integers of a part are summed exactly; its sum times
+/// its scale is added with two roundings, on every CPU.
 trait IntegerKernel {
     /// Signed bytes.
-    fn bytes<const M: usize>(codes: &[u8], values: &[i16], stride: usize) -> [[i32; LANES]; M];
-    /// Codes of four bits, two in a byte.
-    fn halves<const M: usize>(codes: &[u8], values: &[i16], stride: usize) -> [[i32; LANES]; M];
+    fn bytes<const M: usize>(codes: &[u8], groups: Groups<'_, f32>, values: &[i16]) -> [[f32; LANES]; M];
+    /// Codes of four bits, two in a byte, without the minima of the groups.
+    fn halves<const M: usize>(codes: &[u8], groups: Groups<'_, u32>, values: &[i16]) -> [[f32; LANES]; M];
 }
 
-impl Place<'_> {
+impl Rows<'_> {
     #[inline(always)]
-    fn each<K: IntegerKernel>(&self, out: &mut [f32]) {
-        match out.len() {
-            1 => self.some::<K, 1>(out),
-            2 => self.some::<K, 2>(out),
-            3 => self.some::<K, 3>(out),
-            _ => self.some::<K, 4>(out),
+    fn dots<K: IntegerKernel>(&self, out: &mut [f32]) {
+        for (row, out) in (self.first..).zip(out.chunks_exact_mut(self.x.units.len())) {
+            for (first, out) in (0..).step_by(4).zip(out.chunks_mut(4)) {
+                match out.len() {
+                    1 => self.some::<K, 1>(row, first, out),
+                    2 => self.some::<K, 2>(row, first, out),
+                    3 => self.some::<K, 3>(row, first, out),
+                    _ => self.some::<K, 4>(row, first, out),
+                }
+            }
         }
     }
 
+    /// Row `row` of the weight with `M` rows of `x` from `first` on.
     #[inline(always)]
-    fn some<K: IntegerKernel, const M: usize>(&self, out: &mut [f32]) {
-        let Self { view, row, x, first } = *self;
+    fn some<K: IntegerKernel, const M: usize>(&self, row: usize, first: usize, out: &mut [f32]) {
+        let Self { view, x, .. } = *self;
         let k = view.columns;
         let values = &x.values[first * k..][..M * k];
-        let mut lanes = [[0f32; LANES]; M];
         let mut minima = [0f32; M];
-        match view.codes {
+        let sums = match view.codes {
             QData::Int8 {
                 codes,
                 stride,
                 group,
                 scales,
             } => {
-                let codes = &codes[row * stride..][..k];
-                for (start, scale) in (0..k).step_by(group).zip(&scales[row * k.div_ceil(group)..]) {
-                    let end = k.min(start + group);
-                    for start in (start..end).step_by(FLUSH) {
-                        let sums = K::bytes::<M>(&codes[start..end.min(start + FLUSH)], &values[start..], k);
-                        add_scaled(&mut lanes, &sums, *scale);
-                    }
-                }
+                let groups = Groups::new(scales, group, row, k);
+                K::bytes::<M>(&codes[row * stride..][..k], groups, values)
             }
             QData::Int4 {
                 codes,
@@ -145,141 +176,212 @@ impl Place<'_> {
                 group,
                 scales,
             } => {
-                let codes = &codes[row * stride..][..k / 2];
-                let groups = k.div_ceil(group);
-                for (n, word) in scales[row * groups..][..groups].iter().enumerate() {
-                    let (scale, minimum) = (f32::from_bits(word << 16), f32::from_bits(word & 0xFFFF_0000));
-                    let end = k.min((n + 1) * group);
-                    for start in (n * group..end).step_by(FLUSH) {
-                        let end = end.min(start + FLUSH);
-                        let sums = K::halves::<M>(&codes[start / 2..end / 2], &values[start..], k);
-                        add_scaled(&mut lanes, &sums, scale);
-                    }
-                    for (r, sum) in minima.iter_mut().enumerate() {
-                        *sum += minimum * x.sums[(first + r) * groups + n];
+                let groups = Groups::new(scales, group, row, k);
+                let count = groups.scales.len();
+                for (sum, x) in minima.iter_mut().zip(x.sums[first * count..].chunks_exact(count)) {
+                    for (word, x) in groups.scales.iter().zip(x) {
+                        *sum += scale_and_minimum(*word).1 * x;
                     }
                 }
+                K::halves::<M>(&codes[row * stride..][..k / 2], groups, values)
             }
             // Refused by `fits`.
-            _ => {}
-        }
-        for (r, out) in out.iter_mut().enumerate() {
-            let l = &lanes[r];
+            _ => [[0.0; LANES]; M],
+        };
+        for (r, (out, l)) in out.iter_mut().zip(sums).enumerate() {
             let sum = ((l[0] + l[4]) + (l[2] + l[6])) + ((l[1] + l[5]) + (l[3] + l[7]));
             *out = (sum + minima[r]) * x.units[first + r];
         }
     }
 }
 
-/// `lanes += sums · scale`, with two roundings on every CPU.
-#[inline(always)]
-fn add_scaled<const M: usize>(lanes: &mut [[f32; LANES]; M], sums: &[[i32; LANES]; M], scale: f32) {
-    for (lanes, sums) in lanes.iter_mut().zip(sums) {
-        for (lane, sum) in lanes.iter_mut().zip(sums) {
-            *lane += *sum as f32 * scale;
-        }
-    }
-}
-
 struct Portable;
 
-impl IntegerKernel for Portable {
+impl Portable {
+    /// `product(codes of a step, values, place)` is that of an integer of a lane.
     #[inline(always)]
-    fn bytes<const M: usize>(codes: &[u8], values: &[i16], stride: usize) -> [[i32; LANES]; M] {
-        let mut sums = [[0i32; LANES]; M];
-        for (r, sums) in sums.iter_mut().enumerate() {
-            let x = values[r * stride..].as_chunks::<16>().0;
-            for (codes, x) in codes.as_chunks::<16>().0.iter().zip(x) {
-                for (l, sum) in sums.iter_mut().enumerate() {
-                    let product = |i: usize| i32::from(codes[i] as i8) * i32::from(x[i]);
-                    *sum += product(2 * l) + product(2 * l + 1);
-                }
-            }
-        }
-        sums
-    }
-
-    #[inline(always)]
-    fn halves<const M: usize>(codes: &[u8], values: &[i16], stride: usize) -> [[i32; LANES]; M] {
-        let mut sums = [[0i32; LANES]; M];
-        for (r, sums) in sums.iter_mut().enumerate() {
-            let x = values[r * stride..].as_chunks::<STEP>().0;
-            for (codes, x) in codes.as_chunks::<16>().0.iter().zip(x) {
-                for (l, sum) in sums.iter_mut().enumerate() {
-                    for i in [2 * l, 2 * l + 1] {
-                        let (even, odd) = (i32::from(codes[i] >> 4), i32::from(codes[i] & 15));
-                        *sum += even * i32::from(x[i]) + odd * i32::from(x[16 + i]);
+    fn sums<T: Copy, const M: usize, const BYTES: usize>(
+        codes: &[u8],
+        groups: Groups<'_, T>,
+        scale: impl Fn(T) -> f32,
+        values: &[i16],
+        product: impl Fn(&[u8; BYTES], &[i16; STEP], usize) -> i32,
+    ) -> [[f32; LANES]; M] {
+        let mut sums = [[0f32; LANES]; M];
+        let k = values.len() / M;
+        let codes = codes.as_chunks::<BYTES>().0;
+        for (group, of_group) in groups.scales.iter().enumerate() {
+            let (start, end) = groups.columns(group, k);
+            for start in (start..end).step_by(FLUSH) {
+                for (r, sums) in sums.iter_mut().enumerate() {
+                    let mut integers = [0i32; LANES];
+                    let values = &values[r * k + start..r * k + end.min(start + FLUSH)];
+                    for (codes, values) in codes[start / STEP..].iter().zip(values.as_chunks::<STEP>().0) {
+                        for place in 0..STEP {
+                            integers[place % 16 / 2] += product(codes, values, place);
+                        }
+                    }
+                    for (sum, integer) in sums.iter_mut().zip(integers) {
+                        *sum += integer as f32 * scale(*of_group);
                     }
                 }
             }
         }
         sums
+    }
+}
+
+impl IntegerKernel for Portable {
+    #[inline(always)]
+    fn bytes<const M: usize>(codes: &[u8], groups: Groups<'_, f32>, values: &[i16]) -> [[f32; LANES]; M] {
+        let product = |codes: &[u8; STEP], values: &[i16; STEP], place: usize| {
+            i32::from(codes[place] as i8) * i32::from(values[place])
+        };
+        Self::sums(codes, groups, |scale| scale, values, product)
+    }
+
+    #[inline(always)]
+    fn halves<const M: usize>(codes: &[u8], groups: Groups<'_, u32>, values: &[i16]) -> [[f32; LANES]; M] {
+        let product = |codes: &[u8; STEP / 2], values: &[i16; STEP], place: usize| {
+            let column = column_at(place);
+            let byte = codes[column / 2];
+            let code = if column % 2 == 0 { byte >> 4 } else { byte & 15 };
+            i32::from(code) * i32::from(values[place])
+        };
+        Self::sums(codes, groups, |word| scale_and_minimum(word).0, values, product)
     }
 }
 
 #[cfg(target_arch = "x86_64")]
 mod avx2 {
-    use super::{IntegerKernel, LANES, Place, STEP};
+    use super::{FLUSH, Groups, IntegerKernel, LANES, Rows, STEP, scale_and_minimum};
     use std::arch::x86_64::*;
 
     /// # Safety
     /// The CPU must have AVX2.
     #[target_feature(enable = "avx2")]
-    pub(super) unsafe fn some(place: &Place<'_>, out: &mut [f32]) {
-        place.each::<Avx2>(out);
+    pub(super) unsafe fn dots(rows: &Rows<'_>, out: &mut [f32]) {
+        rows.dots::<Avx2>(out);
     }
 
-    /// Only for `some`, into which everything is inlined.
+    /// Only for `dots`, into which everything is inlined.
     struct Avx2;
+
+    /// Adds the products of a step with `M` rows that are `k` apart.
+    ///
+    /// # Safety
+    /// The CPU must have AVX2. 32 codes and 32 values of each row must be readable.
+    #[inline(always)]
+    unsafe fn add_bytes<const M: usize>(integers: &mut [__m256i; M], codes: *const u8, values: *const i16, k: usize) {
+        // SAFETY: promised by the caller.
+        unsafe {
+            let first = _mm256_cvtepi8_epi16(_mm_loadu_si128(codes.cast()));
+            let second = _mm256_cvtepi8_epi16(_mm_loadu_si128(codes.add(STEP / 2).cast()));
+            add_products(integers, first, second, values, k);
+        }
+    }
+
+    /// The same with 16 bytes of two codes each.
+    ///
+    /// # Safety
+    /// As for `add_bytes`.
+    #[inline(always)]
+    unsafe fn add_halves<const M: usize>(integers: &mut [__m256i; M], codes: *const u8, values: *const i16, k: usize) {
+        // SAFETY: promised by the caller.
+        unsafe {
+            // Of each four bytes, the lower lanes use 0 and 2, the upper ones 1 and 3.
+            let bytes = _mm256_broadcastsi128_si256(_mm_loadu_si128(codes.cast()));
+            let bytes = _mm256_srlv_epi32(bytes, _mm256_setr_epi32(0, 0, 0, 0, 8, 8, 8, 8));
+            let low = _mm256_set1_epi16(15);
+            let high = _mm256_and_si256(_mm256_srli_epi16::<4>(bytes), low);
+            add_products(integers, high, _mm256_and_si256(bytes, low), values, k);
+        }
+    }
+
+    /// # Safety
+    /// As for `add_bytes`.
+    #[inline(always)]
+    unsafe fn add_products<const M: usize>(
+        integers: &mut [__m256i; M],
+        first: __m256i,
+        second: __m256i,
+        values: *const i16,
+        k: usize,
+    ) {
+        for (r, integers) in integers.iter_mut().enumerate() {
+            // SAFETY: promised by the caller.
+            unsafe {
+                let x = values.add(r * k);
+                let first = _mm256_madd_epi16(first, _mm256_loadu_si256(x.cast()));
+                let second = _mm256_madd_epi16(second, _mm256_loadu_si256(x.add(STEP / 2).cast()));
+                *integers = _mm256_add_epi32(*integers, _mm256_add_epi32(first, second));
+            }
+        }
+    }
+
+    /// Adds integers times `scale` to the sums of each row.
+    ///
+    /// # Safety
+    /// The CPU must have AVX2.
+    #[inline(always)]
+    unsafe fn add_scaled<const M: usize>(sums: &mut [__m256; M], integers: [__m256i; M], scale: f32) {
+        for (sum, integers) in sums.iter_mut().zip(integers) {
+            // SAFETY: promised by the caller.
+            unsafe {
+                let scaled = _mm256_mul_ps(_mm256_cvtepi32_ps(integers), _mm256_set1_ps(scale));
+                *sum = _mm256_add_ps(*sum, scaled);
+            }
+        }
+    }
+
+    /// # Safety
+    /// The CPU must have AVX2.
+    #[inline(always)]
+    unsafe fn arrays<const M: usize>(sums: [__m256; M]) -> [[f32; LANES]; M] {
+        let mut out = [[0.0; LANES]; M];
+        for (out, sums) in out.iter_mut().zip(sums) {
+            // SAFETY: promised by the caller; eight values have place.
+            unsafe { _mm256_storeu_ps(out.as_mut_ptr(), sums) };
+        }
+        out
+    }
+
+    /// The loops over the groups of a row, their parts and the steps. (A function with closures would not be inlined in time
+    /// for the instructions.)
+    macro_rules! row {
+        ($codes:ident, $codes_per_byte:literal, $groups:ident, $values:ident, $add:ident, |$scale:ident| $to_f32:expr) => {{
+            let k = $codes_per_byte * $codes.len();
+            assert!(k.is_multiple_of(STEP) && $groups.size.is_multiple_of(STEP) && $values.len() >= M * k);
+            // SAFETY: AVX2 was promised to `dots`. Groups end at `k` and have whole steps, whose codes and values are inside.
+            unsafe {
+                let mut sums = [_mm256_setzero_ps(); M];
+                for (group, $scale) in $groups.scales.iter().enumerate() {
+                    let (mut j, end) = $groups.columns(group, k);
+                    while j < end {
+                        let stop = end.min(j + FLUSH);
+                        let mut integers = [_mm256_setzero_si256(); M];
+                        while j < stop {
+                            let codes = $codes.as_ptr().add(j / $codes_per_byte);
+                            $add(&mut integers, codes, $values.as_ptr().add(j), k);
+                            j += STEP;
+                        }
+                        add_scaled(&mut sums, integers, $to_f32);
+                    }
+                }
+                arrays(sums)
+            }
+        }};
+    }
 
     impl IntegerKernel for Avx2 {
         #[inline(always)]
-        fn bytes<const M: usize>(codes: &[u8], values: &[i16], stride: usize) -> [[i32; LANES]; M] {
-            assert!(codes.len().is_multiple_of(STEP) && values.len() >= (M - 1) * stride + codes.len());
-            // SAFETY: AVX2 was promised to `some`; 16 codes and 16 values of each row are inside at each place.
-            unsafe {
-                let mut sums = [[_mm256_setzero_si256(); 2]; M];
-                for j in (0..codes.len()).step_by(STEP) {
-                    for part in 0..2 {
-                        let j = j + STEP / 2 * part;
-                        let codes = _mm256_cvtepi8_epi16(_mm_loadu_si128(codes.as_ptr().add(j).cast()));
-                        for (r, sums) in sums.iter_mut().enumerate() {
-                            let x = _mm256_loadu_si256(values.as_ptr().add(r * stride + j).cast());
-                            sums[part] = _mm256_add_epi32(sums[part], _mm256_madd_epi16(codes, x));
-                        }
-                    }
-                }
-                let mut out = [[0; LANES]; M];
-                for (out, [first, second]) in out.iter_mut().zip(sums) {
-                    _mm256_storeu_si256(out.as_mut_ptr().cast(), _mm256_add_epi32(first, second));
-                }
-                out
-            }
+        fn bytes<const M: usize>(codes: &[u8], groups: Groups<'_, f32>, values: &[i16]) -> [[f32; LANES]; M] {
+            row!(codes, 1, groups, values, add_bytes, |scale| *scale)
         }
 
         #[inline(always)]
-        fn halves<const M: usize>(codes: &[u8], values: &[i16], stride: usize) -> [[i32; LANES]; M] {
-            assert!(codes.len().is_multiple_of(STEP / 2) && values.len() >= (M - 1) * stride + 2 * codes.len());
-            // SAFETY: as in `bytes`: 16 bytes of codes and 32 values of each row.
-            unsafe {
-                let mut sums = [_mm256_setzero_si256(); M];
-                for j in (0..2 * codes.len()).step_by(STEP) {
-                    let pairs = _mm256_cvtepu8_epi16(_mm_loadu_si128(codes.as_ptr().add(j / 2).cast()));
-                    let even = _mm256_srli_epi16::<4>(pairs);
-                    let odd = _mm256_and_si256(pairs, _mm256_set1_epi16(15));
-                    for (r, sums) in sums.iter_mut().enumerate() {
-                        let x = values.as_ptr().add(r * stride + j);
-                        let first = _mm256_madd_epi16(even, _mm256_loadu_si256(x.cast()));
-                        let second = _mm256_madd_epi16(odd, _mm256_loadu_si256(x.add(STEP / 2).cast()));
-                        *sums = _mm256_add_epi32(*sums, _mm256_add_epi32(first, second));
-                    }
-                }
-                let mut out = [[0; LANES]; M];
-                for (out, sum) in out.iter_mut().zip(sums) {
-                    _mm256_storeu_si256(out.as_mut_ptr().cast(), sum);
-                }
-                out
-            }
+        fn halves<const M: usize>(codes: &[u8], groups: Groups<'_, u32>, values: &[i16]) -> [[f32; LANES]; M] {
+            row!(codes, 2, groups, values, add_halves, |word| scale_and_minimum(*word).0)
         }
     }
 }

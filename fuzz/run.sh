@@ -77,6 +77,7 @@ one() {
 
 # The program ends itself, which libFuzzer takes for a fault.
 names() {
+    [ -x "$program" ] || { echo "there is no $program: $0 build" >&2; return 1; }
     { FT_FUZZ=? "$program" -runs=1 -artifact_prefix=/dev/shm/ft-fuzz-names- 2>&1 || true; } | sed -n 's/.*is none of: //p'
     rm -f /dev/shm/ft-fuzz-names-*
 }
@@ -84,7 +85,9 @@ names() {
 # The first input of a target: if it fails, the target itself is broken, and its figures would mean nothing.
 first() {
     local name=$1 input code=0
-    input=$(find "$data/corpus/$name" -type f 2>/dev/null | sort | sed -n 1p)
+    mkdir -p "$data/corpus/$name"
+    # `head` would end before `sort`, which is a fault here.
+    input=$(find "$data/corpus/$name" -type f | sort | sed -n 1p)
     [ -n "$input" ] || { echo "$name has no inputs: $0 seed" >&2; exit 1; }
     FT_FUZZ=$name "$program" "$input" -timeout=30 -artifact_prefix=/dev/shm/ft-fuzz-first- >"$data/$name.log" 2>&1 &
     local process=$!
@@ -95,8 +98,9 @@ first() {
 
 # One after the other; a line of figures for each: target, processor seconds, executions, files that failed.
 all() {
-    local seconds=$1 name log before TIMEFORMAT='%U %S' used
-    for name in $(names); do
+    local seconds=$1 name list log before TIMEFORMAT='%U %S' used
+    list=$(names)
+    for name in $list; do
         log=$data/$name.log
         mkdir -p "$data/artifacts/$name"
         first "$name"
@@ -118,13 +122,15 @@ sum() {
 
 # The smallest inputs that reach what the corpus reaches, as lines of fuzz/kept, which `cargo test` replays.
 keep() {
-    local name
+    local name list
     mkdir -p "$here/kept"
-    for name in $(names); do
+    list=$(names)
+    for name in $list; do
         rm -rf "$data/merged"
         mkdir -p "$data/merged"
         FT_FUZZ=$name "$program" -merge=1 -timeout=30 -max_len=2048 "$data/merged" "$data/corpus/$name" >"$data/merge.log" 2>&1 || true
-        "$here/kept.py" "$data/merged" >"$here/kept/$name.txt"
+        # A merge that failed leaves the file as it was.
+        [ -z "$(ls "$data/merged")" ] || "$here/kept.py" "$data/merged" >"$here/kept/$name.txt"
     done
 }
 

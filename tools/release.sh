@@ -37,7 +37,8 @@ fi
 program=$CARGO_TARGET_DIR/$target/release/ft
 
 # The newest symbol of the C library decides where the program starts.
-newest=$(objdump -T "$program" | grep -o 'GLIBC_[0-9.]*' | sort -uV | tail -1 | cut -d_ -f2)
+# A static program (musl) has none.
+newest=$(objdump -T "$program" | { grep -o 'GLIBC_[0-9.]*' || true; } | sort -uV | tail -1 | cut -d_ -f2)
 echo "newest symbol: glibc ${newest:-none}"
 if [ -n "$glibc" ] && [ "$(printf '%s\n' "$newest" "$glibc" | sort -V | tail -1)" != "$glibc" ]; then
     echo "the program needs glibc $newest, wanted $glibc" >&2
@@ -45,15 +46,17 @@ if [ -n "$glibc" ] && [ "$(printf '%s\n' "$newest" "$glibc" | sort -V | tail -1)
 fi
 # Every library must be part of any Linux system.
 needed=$(objdump -p "$program" | sed -n 's/ *NEEDED *//p')
-if others=$(grep -vE '^(lib(c|m|dl|pthread|rt|gcc_s|util)\.so\.[0-9]+|ld-linux.*)$' <<<"$needed"); then
+if others=$(grep -vE '^(|lib(c|m|dl|pthread|rt|gcc_s|util)\.so\.[0-9]+|ld-linux.*)$' <<<"$needed"); then
     echo "the program needs other libraries: $others" >&2
     exit 1
 fi
 # No path of this machine.
-if strings -a "$program" | grep -F -e "$root/" -e "$cargo_home/" -e "$out/" | sed -n 1,3p | grep .; then
+strings -a "$program" >"$out/strings"
+if grep -m 3 -F -e "$root/" -e "$cargo_home/" -e "$out/" "$out/strings"; then
     echo "the program contains paths of this machine" >&2
     exit 1
 fi
+rm "$out/strings"
 
 name=ft-$version-$target
 rm -rf "${out:?}/$name"

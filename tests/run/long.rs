@@ -106,7 +106,7 @@ fn grows_not(part: usize, save: usize, pause: Duration) {
 /// Row S11.
 #[test]
 fn a_longer_run_holds_no_more_memory_files_or_threads() {
-    grows_not(16, 8, Duration::from_millis(10));
+    grows_not(320, 80, Duration::from_millis(20));
 }
 
 /// Row S11. `FT_TEST_STEPS` is another number of steps.

@@ -7,7 +7,7 @@ use super::schedule::{FinishedRequests, OnToken, RequestSchedule};
 use crate::base::{Error, Result, progress};
 use crate::model::{Context, Network};
 use crate::ops::paged::KvDtype;
-use crate::ops::update;
+use crate::ops::{linear, update};
 use crate::quant::Weight;
 use crate::source::Group;
 use candle_core::Tensor;
@@ -140,11 +140,17 @@ pub struct SampledModel<'a> {
     pub network: &'a Network,
     /// A quantized copy of the output projection.
     pub head: Option<&'a Weight>,
+    /// Its products with fewer rows than this may take another path than those with more rows.
+    pub(super) many_rows: usize,
 }
 
 impl<'a> From<&'a Network> for SampledModel<'a> {
     fn from(network: &'a Network) -> Self {
-        Self { network, head: None }
+        Self {
+            network,
+            head: None,
+            many_rows: linear::MANY_ROWS,
+        }
     }
 }
 
@@ -338,9 +344,6 @@ pub(super) enum PassKind {
     Answer,
 }
 
-/// A product with fewer rows than this uses another path than one with more rows, and sums in another order.
-const MANY: usize = 9;
-
 /// Runs new tokens through the network. Returns logits `[wanted, V]` of the parts that request them, before the cap of the
 /// model; `None` if no part does. On the CPU the values of a row do not depend on the other rows as long as there are always
 /// many rows, or always few; with `same_bits`, padding rows ensure that there are always many.
@@ -351,7 +354,7 @@ pub(super) fn step(
     same_bits: bool,
     mut graphs: Option<&mut Graphs>,
 ) -> Result<Option<Tensor>> {
-    let network = policy.network;
+    let (network, many) = (policy.network, policy.many_rows);
     let (mut ids, mut positions, mut documents) = (Vec::new(), Vec::new(), vec![0]);
     for part in parts.iter() {
         let start = part.sequence.len();
@@ -363,13 +366,13 @@ pub(super) fn step(
     let wanted: Vec<usize> = ends.filter(|(part, _)| part.logits).map(|(_, end)| end - 1).collect();
     let mut padding = None;
     if same_bits
-        && ids.len() < MANY
+        && ids.len() < many
         && let Some(part) = parts.first()
     {
-        padding = Some(part.sequence.empty(MANY));
-        positions.extend(0..(MANY - ids.len()) as u32);
-        ids.resize(MANY, 0);
-        documents.push(MANY);
+        padding = Some(part.sequence.empty(many));
+        positions.extend(0..(many - ids.len()) as u32);
+        ids.resize(many, 0);
+        documents.push(many);
     }
     let sequences = parts.iter_mut().map(|p| &mut p.sequence).chain(padding.as_mut());
     let tables = match &mut graphs {
@@ -412,8 +415,8 @@ fn last_logits(policy: &SampledModel, x: &Tensor, wanted: &[usize], ctx: &Contex
         .iter()
         .map(|&at| x.narrow(0, at, 1))
         .collect::<candle_core::Result<_>>()?;
-    if same_bits && last.len() < MANY {
-        let (rows, width) = (MANY - last.len(), network.spec.row());
+    if same_bits && last.len() < policy.many_rows {
+        let (rows, width) = (policy.many_rows - last.len(), network.spec.row());
         last.push(update::zeros((rows, width), x.dtype(), x.device())?);
     }
     let last = if wanted.len() == x.dims()[0] {

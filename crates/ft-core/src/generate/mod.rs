@@ -26,6 +26,8 @@ mod tests;
 #[cfg(test)]
 mod tests_cache;
 #[cfg(test)]
+mod tests_copy;
+#[cfg(test)]
 mod tests_hybrid;
 #[cfg(test)]
 mod tests_rows;

@@ -6,7 +6,7 @@ use super::decode::SampledModel;
 use crate::base::{Result, progress};
 use crate::model::Network;
 use crate::ops::Dtype;
-use crate::ops::update;
+use crate::ops::{linear, update};
 use crate::quant::{self, Format, Weight};
 use crate::source::policy::is_projection;
 use crate::source::{Group, GroupWeights, InMemoryWeights, ParamInfo, WeightSource};
@@ -134,6 +134,7 @@ impl<'a> From<&'a QuantizedCopy> for SampledModel<'a> {
         Self {
             network: &copy.network,
             head: copy.head.as_ref(),
+            many_rows: linear::MANY_ROUNDED_ROWS,
         }
     }
 }
@@ -142,7 +143,7 @@ impl<'a> From<&'a QuantizedCopy> for SampledModel<'a> {
 fn quantize(tensor: &Tensor, format: Format) -> Result<Weight> {
     let (dims, host) = (tensor.dims2()?, tensor.to_device(&Device::Cpu)?);
     let quantized = match tensor.dtype() {
-        // Products with a few rows may round these (on a CPU), more finely than bf16.
+        // Products may round the rows for these (`with_rounded_rows`).
         DType::BF16 => update::with_bf16(&host, |v| quant::quantize(v, dims, format, Dtype::Bf16))?
             .map(quant::QMatrix::with_rounded_rows),
         _ => update::with_slice(&host, |v| quant::quantize(v, dims, format, Dtype::F32))?,

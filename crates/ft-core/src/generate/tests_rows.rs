@@ -170,23 +170,23 @@ fn the_same_bits_in_any_company() {
     }
     for (dtype, stored, which) in cases {
         for (name, network) in networks(dtype).iter().filter(|(name, _)| name.contains(which)) {
-            same_bits(network, stored, &format!("{name}, {dtype:?}, cache {stored:?}"));
+            same_bits(network, Some(stored), &format!("{name}, {dtype:?}, cache {stored:?}"));
         }
     }
 }
 
-fn same_bits(network: &Network, stored: KvDtype, name: &str) {
+pub(super) fn same_bits<'a>(model: impl Into<SampledModel<'a>> + Copy, stored: Option<KvDtype>, name: &str) {
     let requests = many(5);
     let with = |requests: &[Request], rows, prefill_tokens, share_prefixes| {
         let limits = GenerateLimits {
             rows,
             prefill_tokens,
             share_prefixes,
-            kv_cache: Some(stored),
+            kv_cache: stored,
             same_bits: true,
             ..GenerateLimits::default()
         };
-        rollout(network, requests, &GenerateSettings { limits, ..warm() }).unwrap()
+        rollout(model, requests, &GenerateSettings { limits, ..warm() }).unwrap()
     };
     let all = with(&requests, 64, 1000, true);
     for (rows, prefill, share) in [(1, 1000, true), (2, 7, false), (11, 100, false), (64, 1, true)] {

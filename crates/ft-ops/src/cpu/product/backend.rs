@@ -111,7 +111,7 @@ impl CpuBackend {
     }
 
     /// True if the f32 operands of a product with this rounding are rounded to bf16. This never depends on a size:
-    /// an activation is the same operand alone and in a batch.
+    /// an activation is the same operand alone and in a batch (but see `integer`).
     pub(crate) fn rounds(self, rounding: Rounding) -> bool {
         self.for_rounding(rounding).packs_bf16()
     }

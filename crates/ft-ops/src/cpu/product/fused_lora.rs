@@ -110,7 +110,8 @@ pub(crate) fn product_with(
     if backend != CpuBackend::Portable && !empty && rank <= MAX_RANK && !few {
         return run(backend, &job, rounding);
     }
-    // Rounded as in the fused product: a row gives the same result among few rows and among many.
+    // Rounded as in the fused product: a row gives the same result among few rows and among many, except with weights
+    // that allow rounded rows.
     product_on(backend, (m, rank, k), u, CInit::Zero, a, down, rounding);
     u.iter_mut().for_each(|x| *x *= scale);
     product_on(backend, sizes, c, start, a, b, rounding);

@@ -16,6 +16,10 @@ use rayon::prelude::*;
 const ROWS: usize = 4;
 /// The same for quantized weights: more, because packing them costs more.
 const QUANTIZED_ROWS: usize = 8;
+/// A product with at least so many rows never takes this path, whatever the weight.
+pub const MANY_ROWS: usize = QUANTIZED_ROWS + 1;
+/// The same for weights that allow rounded rows.
+pub const MANY_ROUNDED_ROWS: usize = integer::MOST_ROWS + 1;
 /// Columns of C per task.
 const BLOCK: usize = 32;
 /// Elements that are dequantized at a time: a multiple of `LANES`.
@@ -28,17 +32,22 @@ pub(super) fn fits(job: &ProductJob, rounds: bool) -> bool {
         return false;
     }
     let f32_rows = job.a.k_contiguous && matches!(job.a.values, Operand::F32(_));
-    let (most, start) = if job.b.is_quantized() {
-        (QUANTIZED_ROWS, true)
-    } else {
-        (ROWS, !matches!(job.start, CInit::C))
+    let m = job.sizes.0;
+    let (few, start) = match &job.b.values {
+        Operand::Quantized(view) => (m <= QUANTIZED_ROWS || integer::fits(view, m), true),
+        _ => (m <= ROWS, !matches!(job.start, CInit::C)),
     };
-    job.sizes.0 <= most && f32_rows && job.b.k_contiguous && start
+    few && f32_rows && job.b.k_contiguous && start
 }
 
 pub(super) fn run(job: &ProductJob, isa: Option<VectorIsa>, rounds: bool) {
     let (m, n, k) = job.sizes;
     let Operand::F32(a) = job.a.values else { return };
+    if let Operand::Quantized(view) = &job.b.values
+        && integer::fits(view, m)
+    {
+        return in_integers(job, isa, a, view);
+    }
     if rounds {
         let mut rows = vec![0f32; m * k];
         for (i, to) in rows.chunks_exact_mut(k).enumerate() {
@@ -46,11 +55,6 @@ pub(super) fn run(job: &ProductJob, isa: Option<VectorIsa>, rounds: bool) {
         }
         let a = Matrix::k_inner(Operand::F32(&rows), k);
         return run(&ProductJob { a, ..*job }, isa, false);
-    }
-    if let Operand::Quantized(view) = &job.b.values
-        && integer::fits(view)
-    {
-        return in_integers(job, isa, a, view);
     }
     let c: SharedSlice = job.c;
     let arranged = arranged(job, isa, a);
@@ -83,7 +87,7 @@ fn in_integers(job: &ProductJob, isa: Option<VectorIsa>, a: &[f32], view: &QMatr
     (0..n.div_ceil(BLOCK)).into_par_iter().for_each(|block| {
         let first = block * BLOCK;
         let count = BLOCK.min(n - first);
-        let mut sums = [0f32; QUANTIZED_ROWS * BLOCK];
+        let mut sums = [0f32; integer::MOST_ROWS * BLOCK];
         let sums = &mut sums[..count * m];
         integer::dots(isa, view, first, &rows, sums);
         for (column, sums) in (first..).zip(sums.chunks_exact(m)) {

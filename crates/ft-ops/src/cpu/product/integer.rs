@@ -1,7 +1,7 @@
 //! Products of a few rows with an int8 or int4 weight in integers: the rows are rounded to 15 bits, so that a code needs no
-//! conversion to f32. For weights that allow it (`QMatrixView::rounds_rows`). The result is within
-//! `Σ |w| · max |x| / 2^15` of the exact product, and has the same bits on every CPU: sums of integers have no order, and those
-//! of f32 have a fixed one.
+//! conversion to f32. For weights that allow it (`QMatrixView::rounds_rows`). A value of a row is off by at most half a unit,
+//! `max |x| / 32766`, so a product by about `Σ |w| · max |x| / 2^15`, besides the rounding of sums in f32. The result has the same
+//! bits on every CPU: sums of integers have no order, and those of f32 have a fixed one.
 
 use super::VectorIsa;
 use crate::quantized::{QData, QMatrixView, nearest, scale_and_minimum};
@@ -9,12 +9,13 @@ use crate::quantized::{QData, QMatrixView, nearest, scale_and_minimum};
 /// Lanes of the sums. For int8, lane l has columns 2l and 2l + 1 of each 16. For int4, it has the columns of two of each 16
 /// bytes: `column_at`.
 const LANES: usize = 8;
-/// Largest rounded value.
+/// Largest rounded value: 15 bits with the sign.
 const MOST: f32 = 16383.0;
 /// Columns whose products fit in the integers of the lanes: 2^12 / 8 · 2^7 · 2^14 < 2^31.
 const FLUSH: usize = 4096;
 /// Columns of a step.
 const STEP: usize = 32;
+const _: () = assert!(FLUSH.is_multiple_of(STEP) && FLUSH / LANES * 128 * MOST as usize <= i32::MAX as usize);
 
 /// For int4: the column of a step whose value stands at `place`. First are the 16 in the high halves of the codes' bytes, then
 /// those in the low halves; lanes 0 to 3 have the bytes 0 and 2 of each four, the others bytes 1 and 3.
@@ -23,14 +24,19 @@ const fn column_at(place: usize) -> usize {
     2 * (2 * (place % 8) + place / 8) + half
 }
 
-/// True if `dots` supports this weight.
-pub(super) fn fits(view: &QMatrixView<'_>) -> bool {
-    let group = match view.codes {
-        QData::Int8 { group, .. } | QData::Int4 { group, .. } => group,
+/// Most rows of a product. With more, packing the dequantized weight pays (docs/benchmarks-cpu.md).
+pub(super) const MOST_ROWS: usize = 64;
+const INT4_ROWS: usize = 8;
+
+/// True if `dots` supports `m` rows with this weight.
+pub(super) fn fits(view: &QMatrixView<'_>, m: usize) -> bool {
+    let (group, most) = match view.codes {
+        QData::Int8 { group, .. } => (group, MOST_ROWS),
+        QData::Int4 { group, .. } => (group, INT4_ROWS),
         _ => return false,
     };
     let whole = |n: usize| n > 0 && n.is_multiple_of(STEP);
-    view.rounds_rows && view.fits() && whole(view.columns) && whole(group)
+    view.rounds_rows && m <= most && view.fits() && whole(view.columns) && whole(group)
 }
 
 /// Rows `[M, I]`, rounded for the products with a weight.
@@ -46,7 +52,7 @@ pub(super) struct RoundedRows {
 impl RoundedRows {
     pub(super) fn new<'a>(view: &QMatrixView<'_>, rows: impl Iterator<Item = &'a [f32]>) -> Self {
         let k = view.columns;
-        let half_bytes = match view.codes {
+        let int4_group = match view.codes {
             QData::Int4 { group, .. } => Some(group),
             _ => None,
         };
@@ -63,11 +69,11 @@ impl RoundedRows {
             let start = values.len();
             values.extend(row[..k].iter().map(|x| nearest(x * scale) as i16));
             units.push(unit);
-            if let Some(group) = half_bytes {
+            if let Some(group) = int4_group {
                 let all = &mut values[start..];
                 sums.extend(
                     all.chunks(group)
-                        .map(|group| group.iter().map(|v| i32::from(*v)).sum::<i32>() as f32),
+                        .map(|group| group.iter().map(|v| i64::from(*v)).sum::<i64>() as f32),
                 );
                 for step in all.as_chunks_mut::<STEP>().0 {
                     let from = *step;
@@ -85,7 +91,8 @@ impl RoundedRows {
 /// The CPU must have the instructions of `isa`.
 pub(super) fn dots(isa: Option<VectorIsa>, view: &QMatrixView<'_>, first: usize, x: &RoundedRows, out: &mut [f32]) {
     let m = x.units.len();
-    assert!(fits(view) && x.values.len() == m * view.columns);
+    assert!(fits(view, m) && x.values.len() == m * view.columns);
+    assert!(!matches!(view.codes, QData::Int4 { group, .. } if x.sums.len() != m * view.columns.div_ceil(group)));
     assert!(m > 0 && out.len().is_multiple_of(m) && first + out.len() / m <= view.rows);
     let rows = Rows { view, first, x };
     #[cfg(target_arch = "x86_64")]
@@ -135,19 +142,22 @@ trait IntegerKernel {
     /// Signed bytes.
     fn bytes<const M: usize>(codes: &[u8], groups: Groups<'_, f32>, values: &[i16]) -> [[f32; LANES]; M];
     /// Codes of four bits, two in a byte, without the minima of the groups.
-    fn halves<const M: usize>(codes: &[u8], groups: Groups<'_, u32>, values: &[i16]) -> [[f32; LANES]; M];
+    fn nibbles<const M: usize>(codes: &[u8], groups: Groups<'_, u32>, values: &[i16]) -> [[f32; LANES]; M];
 }
 
 impl Rows<'_> {
     #[inline(always)]
     fn dots<K: IntegerKernel>(&self, out: &mut [f32]) {
-        for (row, out) in (self.first..).zip(out.chunks_exact_mut(self.x.units.len())) {
-            for (first, out) in (0..).step_by(4).zip(out.chunks_mut(4)) {
+        let m = self.x.units.len();
+        // Four rows stay in the L1 cache for all rows of the weight.
+        for first in (0..m).step_by(4) {
+            for (row, out) in (self.first..).zip(out.chunks_exact_mut(m)) {
+                let out = &mut out[first..m.min(first + 4)];
                 match out.len() {
-                    1 => self.some::<K, 1>(row, first, out),
-                    2 => self.some::<K, 2>(row, first, out),
-                    3 => self.some::<K, 3>(row, first, out),
-                    _ => self.some::<K, 4>(row, first, out),
+                    1 => self.row_products::<K, 1>(row, first, out),
+                    2 => self.row_products::<K, 2>(row, first, out),
+                    3 => self.row_products::<K, 3>(row, first, out),
+                    _ => self.row_products::<K, 4>(row, first, out),
                 }
             }
         }
@@ -155,7 +165,7 @@ impl Rows<'_> {
 
     /// Row `row` of the weight with `M` rows of `x` from `first` on.
     #[inline(always)]
-    fn some<K: IntegerKernel, const M: usize>(&self, row: usize, first: usize, out: &mut [f32]) {
+    fn row_products<K: IntegerKernel, const M: usize>(&self, row: usize, first: usize, out: &mut [f32]) {
         let Self { view, x, .. } = *self;
         let k = view.columns;
         let values = &x.values[first * k..][..M * k];
@@ -183,7 +193,7 @@ impl Rows<'_> {
                         *sum += scale_and_minimum(*word).1 * x;
                     }
                 }
-                K::halves::<M>(&codes[row * stride..][..k / 2], groups, values)
+                K::nibbles::<M>(&codes[row * stride..][..k / 2], groups, values)
             }
             // Refused by `fits`.
             _ => [[0.0; LANES]; M],
@@ -198,7 +208,7 @@ impl Rows<'_> {
 struct Portable;
 
 impl Portable {
-    /// `product(codes of a step, values, place)` is that of an integer of a lane.
+    /// `product` returns the product of the code and the value at a place of a step.
     #[inline(always)]
     fn sums<T: Copy, const M: usize, const BYTES: usize>(
         codes: &[u8],
@@ -241,7 +251,7 @@ impl IntegerKernel for Portable {
     }
 
     #[inline(always)]
-    fn halves<const M: usize>(codes: &[u8], groups: Groups<'_, u32>, values: &[i16]) -> [[f32; LANES]; M] {
+    fn nibbles<const M: usize>(codes: &[u8], groups: Groups<'_, u32>, values: &[i16]) -> [[f32; LANES]; M] {
         let product = |codes: &[u8; STEP / 2], values: &[i16; STEP], place: usize| {
             let column = column_at(place);
             let byte = codes[column / 2];
@@ -286,7 +296,7 @@ mod avx2 {
     /// # Safety
     /// As for `add_bytes`.
     #[inline(always)]
-    unsafe fn add_halves<const M: usize>(integers: &mut [__m256i; M], codes: *const u8, values: *const i16, k: usize) {
+    unsafe fn add_nibbles<const M: usize>(integers: &mut [__m256i; M], codes: *const u8, values: *const i16, k: usize) {
         // SAFETY: promised by the caller.
         unsafe {
             // Of each four bytes, the lower lanes use 0 and 2, the upper ones 1 and 3.
@@ -340,14 +350,14 @@ mod avx2 {
     unsafe fn arrays<const M: usize>(sums: [__m256; M]) -> [[f32; LANES]; M] {
         let mut out = [[0.0; LANES]; M];
         for (out, sums) in out.iter_mut().zip(sums) {
-            // SAFETY: promised by the caller; eight values have place.
+            // SAFETY: promised by the caller; there is room for eight values.
             unsafe { _mm256_storeu_ps(out.as_mut_ptr(), sums) };
         }
         out
     }
 
-    /// The loops over the groups of a row, their parts and the steps. (A function with closures would not be inlined in time
-    /// for the instructions.)
+    /// The loops over the groups of a row, their parts of at most `FLUSH` columns, and the steps. (A closure would not be inlined
+    /// before the compiler needs the instructions of AVX2.)
     macro_rules! row {
         ($codes:ident, $codes_per_byte:literal, $groups:ident, $values:ident, $add:ident, |$scale:ident| $to_f32:expr) => {{
             let k = $codes_per_byte * $codes.len();
@@ -380,8 +390,8 @@ mod avx2 {
         }
 
         #[inline(always)]
-        fn halves<const M: usize>(codes: &[u8], groups: Groups<'_, u32>, values: &[i16]) -> [[f32; LANES]; M] {
-            row!(codes, 2, groups, values, add_halves, |word| scale_and_minimum(*word).0)
+        fn nibbles<const M: usize>(codes: &[u8], groups: Groups<'_, u32>, values: &[i16]) -> [[f32; LANES]; M] {
+            row!(codes, 2, groups, values, add_nibbles, |word| scale_and_minimum(*word).0)
         }
     }
 }

@@ -43,6 +43,7 @@ mod amx;
 pub use backend::CpuBackend;
 pub(crate) use backend::VectorIsa;
 pub(crate) use fused_lora::{FusedLora, product_with};
+pub use gemv::{MANY_ROUNDED_ROWS, MANY_ROWS};
 pub(crate) use rows::{PrepackedPart, PrepackedWeight, WeightRows};
 
 use super::SharedSlice;

@@ -255,7 +255,7 @@ impl IntegerKernel for Portable {
         let product = |codes: &[u8; STEP / 2], values: &[i16; STEP], place: usize| {
             let column = column_at(place);
             let byte = codes[column / 2];
-            let code = if column % 2 == 0 { byte >> 4 } else { byte & 15 };
+            let code = if column.is_multiple_of(2) { byte >> 4 } else { byte & 15 };
             i32::from(code) * i32::from(values[place])
         };
         Self::sums(codes, groups, |word| scale_and_minimum(word).0, values, product)

@@ -197,7 +197,7 @@ fn every_shape_that_fits_is_computed_as_on_paper() {
             // Whole numbers, the largest of which is rounded to itself: the result is exact.
             let x: Vec<f32> = (0..m * columns)
                 .map(|i| {
-                    if i % columns == 0 {
+                    if i.is_multiple_of(columns) {
                         16383.0
                     } else {
                         (i * 31 % 129) as f32 - 64.0
@@ -208,7 +208,7 @@ fn every_shape_that_fits_is_computed_as_on_paper() {
                 let at = row * groups + column / group;
                 if nibbles {
                     let byte = codes[row * stride + column / 2];
-                    let code = if column % 2 == 0 { byte >> 4 } else { byte & 15 };
+                    let code = if column.is_multiple_of(2) { byte >> 4 } else { byte & 15 };
                     f64::from(code) * f64::from(scales[at]) + f64::from((at % 7) as f32 - 3.0)
                 } else {
                     f64::from(codes[row * stride + column] as i8) * f64::from(scales[at])

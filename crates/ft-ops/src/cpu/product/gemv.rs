@@ -87,9 +87,8 @@ fn in_integers(job: &ProductJob, isa: Option<VectorIsa>, a: &[f32], view: &QMatr
     (0..n.div_ceil(BLOCK)).into_par_iter().for_each(|block| {
         let first = block * BLOCK;
         let count = BLOCK.min(n - first);
-        let mut sums = [0f32; integer::MOST_ROWS * BLOCK];
-        let sums = &mut sums[..count * m];
-        integer::dots(isa, view, first, &rows, sums);
+        let mut sums = vec![0f32; count * m];
+        integer::dots(isa, view, first, &rows, &mut sums);
         for (column, sums) in (first..).zip(sums.chunks_exact(m)) {
             for (row, sum) in sums.iter().enumerate() {
                 // SAFETY: the columns of a task are its own.

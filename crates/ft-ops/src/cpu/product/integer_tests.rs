@@ -116,7 +116,7 @@ fn rows_of_zeros_and_rows_that_are_not_finite() {
     }
 }
 
-/// A weight of int8 or int4 codes, one scale for each group: 0.5, and for int4 the minimum -0.25.
+/// A weight that allows rounded rows: of int8 codes, or of int4 codes if there are words.
 fn weight<'a>(
     (rows, columns, stride, group): (usize, usize, usize, usize),
     codes: &'a [u8],
@@ -250,7 +250,7 @@ fn rows_of_the_smallest_and_the_largest_numbers() {
             let want = 64.0 * 63.5 * x;
             assert!(
                 got.iter()
-                    .all(|y| (0.0..=most).contains(y) && (*y == 0.0 || (y / want - 1.0).abs() < 1e-3)),
+                    .all(|y| (0.0..=most).contains(y) && (*y == 0.0 && x < 1e-34 || (y / want - 1.0).abs() < 1e-3)),
                 "{backend:?} {x} {got:?}"
             );
         }

@@ -127,6 +127,12 @@ impl QuantizedCopy {
         let quantized = |w: &Weight| if w.format().is_some() { w.bytes() } else { 0 };
         self.weights.sum(quantized) + self.head.as_ref().map_or(0, Weight::bytes)
     }
+
+    /// True if products with a few rows may round them, for a weight of the copy.
+    fn rounds_rows(&self) -> bool {
+        let head = self.head.as_ref().is_some_and(Weight::rounds_rows);
+        head || self.weights.sum(|w| u64::from(w.rounds_rows())) > 0
+    }
 }
 
 impl<'a> From<&'a QuantizedCopy> for SampledModel<'a> {
@@ -134,7 +140,11 @@ impl<'a> From<&'a QuantizedCopy> for SampledModel<'a> {
         Self {
             network: &copy.network,
             head: copy.head.as_ref(),
-            many_rows: linear::MANY_ROUNDED_ROWS,
+            many_rows: if copy.rounds_rows() {
+                linear::MANY_ROUNDED_ROWS
+            } else {
+                linear::MANY_ROWS
+            },
         }
     }
 }

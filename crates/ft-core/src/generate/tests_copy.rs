@@ -23,7 +23,7 @@ fn wide(dtype: Dtype) -> Network {
     network(
         Spec {
             hidden: 64,
-            intermediate: 96,
+            intermediate: 128,
             ..spec()
         },
         dtype,
@@ -38,10 +38,10 @@ fn distances(dtype: Dtype, format: Format) -> [f32; 2] {
     let model = SampledModel::from(&copy);
     let layer = model.network.source.fetch(Group::Layer(1)).unwrap();
     let (_, weight) = layer.weight(NAME).unwrap();
-    let values = Tensor::from_vec(weight.rows(0, 64).unwrap(), (64, 96), &Device::Cpu).unwrap();
+    let values = Tensor::from_vec(weight.rows(0, 64).unwrap(), (64, 128), &Device::Cpu).unwrap();
     let dense = Weight::from(values.to_dtype(exact.source.in_memory(NAME).unwrap().dtype()).unwrap());
     [1, linear::MANY_ROUNDED_ROWS].map(|rows| {
-        let x = random((rows, 96), 1);
+        let x = random((rows, 128), 1);
         let [got, want] = [&weight, &dense].map(|w| {
             w.forward(&x, None)
                 .unwrap()
@@ -68,9 +68,16 @@ fn only_copies_of_bf16_weights_round_a_few_rows() {
 
 #[test]
 fn copies_give_the_same_bits_in_any_company() {
-    let exact = wide(Dtype::Bf16);
-    for format in FORMATS {
-        let copy = QuantizedCopy::new(&exact, CopyFormats::of(format)).unwrap();
-        same_bits(&copy, None, &format!("{format:?}"));
+    for (dtype, many) in [
+        (Dtype::Bf16, linear::MANY_ROUNDED_ROWS),
+        (Dtype::F32, linear::MANY_ROWS),
+    ] {
+        let exact = wide(dtype);
+        for format in FORMATS {
+            let copy = QuantizedCopy::new(&exact, CopyFormats::of(format)).unwrap();
+            // The head of a copy is int8, also of NF4.
+            assert_eq!(SampledModel::from(&copy).many_rows, many, "{dtype:?} {format:?}");
+            same_bits(&copy, None, &format!("{dtype:?} {format:?}"));
+        }
     }
 }

@@ -80,6 +80,11 @@ impl QMatrix {
         }
     }
 
+    /// True if products with a few rows may round them.
+    pub fn rounds_rows(&self) -> bool {
+        self.rounds_rows && matches!(self.format, Format::Int8 { .. } | Format::Int4 { .. })
+    }
+
     /// The quantized format.
     pub fn format(&self) -> Format {
         self.format
@@ -156,7 +161,7 @@ impl QMatrix {
             columns: self.columns,
             codes,
             bf16: self.dequantized_dtype == Dtype::Bf16,
-            rounds_rows: self.rounds_rows,
+            rounds_rows: self.rounds_rows(),
         }
     }
 

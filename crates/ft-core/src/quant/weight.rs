@@ -88,6 +88,11 @@ impl Weight {
         }
     }
 
+    /// True if products with a few rows may round them: `QMatrix::with_rounded_rows`, on the CPU.
+    pub fn rounds_rows(&self) -> bool {
+        matches!(self, Weight::Quantized(quantized) if quantized.rounds_rows())
+    }
+
     /// Returns the tensor of a dense weight.
     ///
     /// # Errors

@@ -82,8 +82,8 @@ pub(super) fn run(job: &ProductJob, isa: Option<VectorIsa>, rounds: bool) {
 
 /// As `run`, for a weight that allows rounded rows.
 fn in_integers(job: &ProductJob, isa: Option<VectorIsa>, a: &[f32], view: &QMatrixView<'_>) {
-    let (m, n, k) = job.sizes;
-    let rows = RoundedRows::new(view, (0..m).map(|row| &a[row * job.a.stride..][..k]));
+    let (m, n, _) = job.sizes;
+    let rows = RoundedRows::new(view, m, a, job.a.stride);
     (0..n.div_ceil(BLOCK)).into_par_iter().for_each(|block| {
         let first = block * BLOCK;
         let count = BLOCK.min(n - first);

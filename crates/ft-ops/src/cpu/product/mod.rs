@@ -18,8 +18,6 @@ mod blocks;
 mod quantized_tests;
 mod gemv;
 mod integer;
-#[cfg(test)]
-mod integer_tests;
 #[cfg(target_arch = "x86_64")]
 mod fma;
 mod grid;

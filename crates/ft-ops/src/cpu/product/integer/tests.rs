@@ -1,8 +1,8 @@
 //! Products in integers: the same bits on every CPU, close to the products with the dequantized values.
 
-use super::super::dequantize::tests::Random;
-use super::integer::{MOST_ROWS, fits};
-use super::*;
+use super::super::super::dequantize::tests::Random;
+use super::super::*;
+use super::{MOST_ROWS, fits};
 use crate::oracle::{flat, random};
 use crate::quantized::{QData, QMatrixView};
 
@@ -177,8 +177,21 @@ fn integers_of_the_largest_sums_do_not_overflow() {
 /// Strides that are longer than a row, short groups at the end, groups of one step, groups longer than the row.
 #[test]
 fn every_shape_that_fits_is_computed_as_on_paper() {
-    for (columns, group) in [(96usize, 64usize), (32, 64), (96, 32), (160, 96), (192, 192)] {
+    let sizes = [
+        (192usize, 128usize),
+        (64, 128),
+        (320, 64),
+        (448, 192),
+        (384, 384),
+        (96, 32),
+        (160, 96),
+        (96, 64),
+    ];
+    for (columns, group) in sizes {
         for nibbles in [false, true] {
+            if nibbles && !(columns.is_multiple_of(64) && group.is_multiple_of(64)) {
+                continue;
+            }
             let (rows, m, groups) = (37, 3, columns.div_ceil(group));
             let width = if nibbles { columns / 2 } else { columns };
             let stride = width + 48;
@@ -270,8 +283,8 @@ fn only_few_rows_and_whole_steps_are_rounded() {
     let int8 = |columns, group| weight((4, columns, 96, group), &codes, &scales, &[]);
     let int4 = |columns, group| weight((4, columns, 96, group), &codes, &[], &words);
     assert!(fits(&int8(96, 96), MOST_ROWS) && !fits(&int8(96, 96), MOST_ROWS + 1));
-    assert!(fits(&int4(64, 32), 8) && !fits(&int4(64, 32), 9));
-    assert!(!fits(&int8(48, 48), 1) && !fits(&int8(96, 48), 1) && !fits(&int4(96, 16), 1));
+    assert!(fits(&int4(64, 64), 8) && !fits(&int4(64, 64), 9));
+    assert!(!fits(&int8(48, 48), 1) && !fits(&int8(96, 48), 1) && !fits(&int4(96, 96), 1) && !fits(&int4(64, 32), 1));
     let exact = QMatrixView {
         rounds_rows: false,
         ..int8(96, 96)

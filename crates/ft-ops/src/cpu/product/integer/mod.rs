@@ -1,0 +1,303 @@
+//! Products of a few rows with an int8 or int4 weight in integers: the rows are rounded to 15 bits, so that a code needs no
+//! conversion to f32. For weights that allow it (`QMatrixView::rounds_rows`). A value of a row is off by at most half a unit,
+//! `max |x| / 32766`, so a product by about `Σ |w| · max |x| / 2^15`, besides the rounding of sums in f32. The result has the same
+//! bits on every CPU: sums of integers have no order, and those of f32 have a fixed one.
+
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+mod portable;
+mod rows;
+#[cfg(test)]
+mod tests;
+#[cfg(target_arch = "x86_64")]
+mod vnni;
+
+use super::VectorIsa;
+use crate::quantized::{QData, QMatrixView, scale_and_minimum};
+pub(super) use rows::RoundedRows;
+
+/// Bytes of codes in a step.
+const STEP: usize = 32;
+/// Lanes of the sums. Lane l has the codes in the bytes 4l to 4l + 3 of each step.
+const LANES: usize = 8;
+/// Largest rounded value: 15 bits with the sign.
+const MOST: f32 = 16383.0;
+/// Steps whose products fit in the integers of the lanes: 2^8 · 2^2 · 2^7 · 2^14 = 2^31, and no value is 2^14.
+const FLUSH: usize = 256;
+const _: () = assert!(FLUSH * (STEP / LANES) * 128 * MOST as usize <= i32::MAX as usize);
+const _: () = assert!(FLUSH * (STEP / LANES) * 2 * 15 * MOST as usize <= i32::MAX as usize);
+
+/// Most rows of a product. With more, packing the dequantized weight pays (docs/benchmarks-cpu.md).
+pub(super) const MOST_ROWS: usize = 64;
+/// The same for int4, whose groups cost more.
+const INT4_ROWS: usize = 8;
+
+/// True if `dots` supports `m` rows with this weight.
+pub(super) fn fits(view: &QMatrixView<'_>, m: usize) -> bool {
+    let (group, step, most) = match view.codes {
+        QData::Int8 { group, .. } => (group, Int8::COLUMNS, MOST_ROWS),
+        QData::Int4 { group, .. } => (group, Int4::COLUMNS, INT4_ROWS),
+        _ => return false,
+    };
+    let whole = |n: usize| n > 0 && n.is_multiple_of(step);
+    view.rounds_rows && m <= most && view.fits() && whole(view.columns) && whole(group.min(view.columns))
+}
+
+/// The dot products of some rows of the weight, from `first` on, with each of the rows: `out` is `[rows of the weight, M]`.
+/// The CPU must have the instructions of `isa`.
+pub(super) fn dots(isa: Option<VectorIsa>, view: &QMatrixView<'_>, first: usize, x: &RoundedRows, out: &mut [f32]) {
+    let m = x.units.len();
+    assert!(m > 0 && fits(view, m) && x.fits(view));
+    assert!(out.len().is_multiple_of(m) && first + out.len() / m <= view.rows);
+    let rows = Rows { view, first, x };
+    #[cfg(target_arch = "x86_64")]
+    match isa {
+        // SAFETY: the instructions were detected.
+        Some(VectorIsa::Avx512) if vnni::available() => return unsafe { vnni::dots(&rows, out) },
+        // SAFETY: both instruction sets contain AVX2, which the caller detected.
+        Some(_) => return unsafe { avx2::dots(&rows, out) },
+        None => {}
+    }
+    let _ = isa;
+    rows.dots::<portable::Portable>(out);
+}
+
+/// How a step holds its codes. It has `PLANES` planes of 16 codes; two codes of each plane belong to a lane, `2l` and `2l + 1`.
+/// In a vector of 16 words of 2 bytes, the codes of a plane are at the same bits of each word.
+trait Codes {
+    /// Planes of a step.
+    const PLANES: usize;
+    /// Columns of a step.
+    const COLUMNS: usize = 16 * Self::PLANES;
+    /// The stored scale of a group, with its minimum if there is one.
+    type Scale: Copy;
+    /// The value of the code 1.
+    fn scale(of_group: Self::Scale) -> f32;
+    /// The code at a place of a plane.
+    fn code(step: &[u8; STEP], plane: usize, place: usize) -> i32;
+    /// Its column in the step.
+    fn column(plane: usize, place: usize) -> usize;
+}
+
+/// Signed bytes. The planes are the even and the odd bytes.
+struct Int8;
+/// Two codes in a byte, the first in the high half. The planes are the low and the high halves of the even bytes, then those
+/// of the odd ones.
+struct Int4;
+
+impl Codes for Int8 {
+    const PLANES: usize = 2;
+    type Scale = f32;
+
+    #[inline(always)]
+    fn scale(of_group: f32) -> f32 {
+        of_group
+    }
+
+    #[inline(always)]
+    fn code(step: &[u8; STEP], plane: usize, place: usize) -> i32 {
+        i32::from(step[Self::column(plane, place)] as i8)
+    }
+
+    #[inline(always)]
+    fn column(plane: usize, place: usize) -> usize {
+        2 * place + plane
+    }
+}
+
+impl Codes for Int4 {
+    const PLANES: usize = 4;
+    type Scale = u32;
+
+    #[inline(always)]
+    fn scale(of_group: u32) -> f32 {
+        scale_and_minimum(of_group).0
+    }
+
+    #[inline(always)]
+    fn code(step: &[u8; STEP], plane: usize, place: usize) -> i32 {
+        i32::from(step[2 * place + plane / 2] >> (4 * (plane % 2)) & 15)
+    }
+
+    #[inline(always)]
+    fn column(plane: usize, place: usize) -> usize {
+        2 * (2 * place + plane / 2) + 1 - plane % 2
+    }
+}
+
+/// Where plane 0 of a step has its values in a row: two steps are side by side, as in a vector of 64 bytes.
+#[inline(always)]
+fn values_of<C: Codes>(step: usize) -> usize {
+    step / 2 * 2 * C::COLUMNS + step % 2 * 16
+}
+
+/// From a plane of a step to the next one, in values.
+const PLANE: usize = 32;
+
+/// Rows of codes, and the rows of values for the products with them, all of whole steps.
+struct RowBlock<'a, C: Codes> {
+    /// The first row begins here, and each other one `stride` bytes after the one before it.
+    codes: &'a [u8],
+    stride: usize,
+    /// Steps of a row.
+    steps: usize,
+    /// Scales of all rows, `groups` of each.
+    scales: &'a [C::Scale],
+    groups: usize,
+    /// Steps of a group.
+    group: usize,
+    /// `width` of each row.
+    values: &'a [i16],
+    width: usize,
+}
+
+impl<'a, C: Codes> RowBlock<'a, C> {
+    /// Panics unless all codes, scales and values that a kernel reads for `n` rows of codes and `m` rows of values are there.
+    #[inline(always)]
+    fn check(&self, n: usize, m: usize) {
+        assert!(n > 0 && self.codes.len() >= (n - 1) * self.stride + self.steps * STEP);
+        assert!(
+            self.group > 0 && self.groups == self.steps.div_ceil(self.group) && self.scales.len() == n * self.groups
+        );
+        assert!(self.width == width::<C>(self.steps) && self.values.len() == m * self.width);
+    }
+
+    /// The steps of a group: the first one and the end.
+    #[inline(always)]
+    fn group_steps(&self, group: usize) -> (usize, usize) {
+        (group * self.group, self.steps.min((group + 1) * self.group))
+    }
+}
+
+/// Values of a row with `steps` steps. Two steps are side by side, so the last one may be followed by zeros.
+#[inline(always)]
+fn width<C: Codes>(steps: usize) -> usize {
+    steps.div_ceil(2) * 2 * C::COLUMNS
+}
+
+/// Dot products of `N` rows of codes with `M` rows of integers, in lanes, without the minima of the groups. The integers of at
+/// most `FLUSH` steps of a group are summed exactly; the sum times the scale is added with two roundings, on every CPU.
+trait IntegerKernel {
+    /// True if the sums of 4 x 4 rows stay in registers, else those of 8 products.
+    const SIXTEEN: bool;
+
+    fn sums<C: Codes, const N: usize, const M: usize>(block: &RowBlock<'_, C>) -> [[[f32; LANES]; M]; N];
+}
+
+/// Rows of the weight from `first` on, and the rows for the products with them.
+struct Rows<'a> {
+    view: &'a QMatrixView<'a>,
+    first: usize,
+    x: &'a RoundedRows,
+}
+
+impl Rows<'_> {
+    #[inline(always)]
+    fn dots<K: IntegerKernel>(&self, out: &mut [f32]) {
+        let m = self.x.units.len();
+        // Four rows stay in the cache for all rows of the weight.
+        for first in (0..m).step_by(4) {
+            match m - first {
+                1 => self.with_rows::<K, 1>(first, out),
+                2 => self.with_rows::<K, 2>(first, out),
+                3 => self.with_rows::<K, 3>(first, out),
+                _ => self.with_rows::<K, 4>(first, out),
+            }
+        }
+    }
+
+    /// All rows of the weight with `M` rows of `x` from `first` on.
+    #[inline(always)]
+    fn with_rows<K: IntegerKernel, const M: usize>(&self, first: usize, out: &mut [f32]) {
+        let count = out.len() / self.x.units.len();
+        let mut row = 0;
+        while row < count {
+            row += match count - row {
+                4.. if K::SIXTEEN || M <= 2 => self.block::<K, 4, M>(row, first, out),
+                2.. => self.block::<K, 2, M>(row, first, out),
+                _ => self.block::<K, 1, M>(row, first, out),
+            };
+        }
+    }
+
+    /// `N` rows of the weight from `row` on, as counted in `out`, with `M` rows of `x` from `first` on. Returns `N`.
+    #[inline(always)]
+    fn block<K: IntegerKernel, const N: usize, const M: usize>(
+        &self,
+        row: usize,
+        first: usize,
+        out: &mut [f32],
+    ) -> usize {
+        let Self { view, x, .. } = *self;
+        let (k, of_weight) = (view.columns, self.first + row);
+        let (values, width) = (&x.values[first * x.width..][..M * x.width], x.width);
+        let sums = match view.codes {
+            QData::Int8 {
+                codes,
+                stride,
+                group,
+                scales,
+            } => {
+                let groups = k.div_ceil(group);
+                K::sums::<Int8, N, M>(&RowBlock {
+                    codes: &codes[of_weight * stride..],
+                    stride,
+                    steps: k / Int8::COLUMNS,
+                    scales: &scales[of_weight * groups..][..N * groups],
+                    groups,
+                    group: group.div_ceil(Int8::COLUMNS),
+                    values,
+                    width,
+                })
+            }
+            QData::Int4 {
+                codes,
+                stride,
+                group,
+                scales,
+            } => {
+                let groups = k.div_ceil(group);
+                let scales = &scales[of_weight * groups..][..N * groups];
+                let mut sums = K::sums::<Int4, N, M>(&RowBlock {
+                    codes: &codes[of_weight * stride..],
+                    stride,
+                    steps: k / Int4::COLUMNS,
+                    scales,
+                    groups,
+                    group: group.div_ceil(Int4::COLUMNS),
+                    values,
+                    width,
+                });
+                for (sums, scales) in sums.iter_mut().zip(scales.chunks_exact(groups)) {
+                    for (sums, x) in sums.iter_mut().zip(x.sums[first * groups..].chunks_exact(groups)) {
+                        add_minima(sums, scales, x);
+                    }
+                }
+                sums
+            }
+            // Refused by `fits`.
+            _ => [[[0.0; LANES]; M]; N],
+        };
+        let m = x.units.len();
+        for (out, sums) in out[row * m..].chunks_exact_mut(m).zip(sums) {
+            for ((out, l), unit) in out[first..].iter_mut().zip(sums).zip(&x.units[first..]) {
+                *out = (((l[0] + l[4]) + (l[2] + l[6])) + ((l[1] + l[5]) + (l[3] + l[7]))) * unit;
+            }
+        }
+        N
+    }
+}
+
+/// Adds the minimum of each group times the sum of its values.
+#[inline(always)]
+fn add_minima(sums: &mut [f32; LANES], scales: &[u32], x: &[f32]) {
+    let ((scales, scales_end), (x, x_end)) = (scales.as_chunks::<LANES>(), x.as_chunks::<LANES>());
+    for (words, x) in scales.iter().zip(x) {
+        for lane in 0..LANES {
+            sums[lane] += scale_and_minimum(words[lane]).1 * x[lane];
+        }
+    }
+    for ((sum, word), x) in sums.iter_mut().zip(scales_end).zip(x_end) {
+        *sum += scale_and_minimum(*word).1 * x;
+    }
+}

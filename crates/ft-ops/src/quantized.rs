@@ -174,6 +174,11 @@ pub(crate) enum ScaleRun {
     Halves(usize),
 }
 
+/// True if `values` has `rows` times `each`, which need not be a `usize`.
+pub(crate) fn holds<T>(values: &[T], rows: usize, each: usize) -> bool {
+    rows.checked_mul(each).is_some_and(|n| values.len() >= n)
+}
+
 impl QMatrixView<'_> {
     /// True if all data that dequantization reads lies inside the slices.
     pub fn fits(&self) -> bool {
@@ -186,7 +191,7 @@ impl QMatrixView<'_> {
                 scales,
             } => {
                 let groups = columns.div_ceil(group.max(1));
-                group > 0 && stride >= columns && codes.len() >= rows * stride && scales.len() >= rows * groups
+                group > 0 && stride >= columns && holds(codes, rows, stride) && holds(scales, rows, groups)
             }
             QData::Int4 {
                 codes,
@@ -195,15 +200,15 @@ impl QMatrixView<'_> {
                 scales,
             } => {
                 let groups = columns.div_ceil(group.max(1));
-                let inside = stride >= columns.div_ceil(2) && codes.len() >= rows * stride;
-                group > 0 && group % 2 == 0 && inside && scales.len() >= rows * groups
+                let inside = stride >= columns.div_ceil(2) && holds(codes, rows, stride);
+                group > 0 && group % 2 == 0 && inside && holds(scales, rows, groups)
             }
             QData::Nf4 { codes, absmax, .. } => {
-                let n = rows * columns;
-                codes.len() >= n.div_ceil(2) && absmax.blocks() >= n.div_ceil(BLOCK)
+                let fits = |n: usize| codes.len() >= n.div_ceil(2) && absmax.blocks() >= n.div_ceil(BLOCK);
+                rows.checked_mul(columns).is_some_and(fits)
             }
             QData::Scaled(data) => data.fits(rows, columns),
-            QData::Bf16 { codes, stride } => stride >= 2 * columns && codes.len() >= rows * stride,
+            QData::Bf16 { codes, stride } => stride / 2 >= columns && holds(codes, rows, stride),
         }
     }
 

@@ -130,8 +130,7 @@ impl QuantizedCopy {
 
     /// True if products with a few rows may round them, for a weight of the copy.
     fn rounds_rows(&self) -> bool {
-        let head = self.head.as_ref().is_some_and(Weight::rounds_rows);
-        head || self.weights.sum(|w| u64::from(w.rounds_rows())) > 0
+        self.head.as_ref().is_some_and(Weight::rounds_rows) || self.weights.any(Weight::rounds_rows)
     }
 }
 

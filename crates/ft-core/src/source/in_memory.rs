@@ -42,6 +42,11 @@ impl InMemoryWeights {
         self.lock().insert(group, weights.into());
     }
 
+    /// True if `is` is true for any weight.
+    pub fn any(&self, is: impl Fn(&Weight) -> bool) -> bool {
+        self.lock().values().flat_map(|g| g.iter()).any(|(_, w)| is(w))
+    }
+
     /// Sum of `of` over all weights.
     pub fn sum(&self, of: impl Fn(&Weight) -> u64) -> u64 {
         let groups = self.lock();

@@ -153,18 +153,19 @@ pub(crate) fn widen(x: half::bf16) -> f32 {
     f32::from_bits((x.to_bits() as u32) << 16)
 }
 
-/// How far ahead the weight of one row of activations is read, in bytes: more than the hardware reads ahead by itself, which stops
-/// at each page (docs/benchmarks-cpu.md).
-const AHEAD: usize = 8192;
+/// How far ahead the weight of one row of activations is prefetched. The hardware prefetcher stops at each page of 4 KiB
+/// (docs/lab-book.md, 2026-11-28).
+#[cfg(target_arch = "x86_64")]
+const PREFETCH_BYTES: usize = 8192;
 
-/// Lets the line of the cache that is `AHEAD` bytes after `at` be read. It need not exist.
+/// Prefetches the cache line `PREFETCH_BYTES` after `at`; the address may be invalid.
 #[inline(always)]
-pub(crate) fn read_ahead<T>(at: *const T) {
+pub(crate) fn prefetch<T>(at: *const T) {
     #[cfg(target_arch = "x86_64")]
     // SAFETY: every x86-64 CPU has SSE, and the instruction accepts any address.
     unsafe {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-        _mm_prefetch::<_MM_HINT_T0>(at.wrapping_byte_add(AHEAD).cast());
+        _mm_prefetch::<_MM_HINT_T0>(at.wrapping_byte_add(PREFETCH_BYTES).cast());
     }
     let _ = at;
 }
@@ -175,7 +176,7 @@ pub(crate) fn dot_bf16<const FMA: bool>(a: &[f32], b: &[half::bf16]) -> f32 {
     let (a_blocks, a_rest) = a.as_chunks::<LANES>();
     let (b_blocks, b_rest) = b.as_chunks::<LANES>();
     for (a, b) in a_blocks.iter().zip(b_blocks) {
-        read_ahead(b);
+        prefetch(b);
         for i in 0..LANES {
             lanes[i] = fma::<FMA>(a[i], widen(b[i]), lanes[i]);
         }

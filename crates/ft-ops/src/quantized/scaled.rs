@@ -1,7 +1,7 @@
 //! Weights as other tools store them: codes of 4 or 8 bits, a scale for each group of columns, perhaps a zero point.
 //! `value = (level(code) - zero) · scale`, rounded as the tool rounds it. The codes and scales stay those of the file.
 
-use super::ScaleRun;
+use super::{ScaleRun, holds};
 use crate::cpu::dequantize::{round_bf16, round_f16};
 
 /// The numbers that the codes stand for.
@@ -190,9 +190,9 @@ impl ScaledData<'_> {
         };
         let order = self.order.is_empty()
             || self.order.len() == columns && self.order.iter().all(|group| (*group as usize) < groups);
-        let inside = self.stride >= width && self.codes.len() >= rows * self.stride;
-        let scales = self.scales.len() >= rows * groups * self.kind.scale.bytes();
-        self.group > 0 && inside && scales && order && (self.zeros.is_empty() || self.zeros.len() >= rows * groups)
+        let inside = self.stride >= width && holds(self.codes, rows, self.stride);
+        let scales = holds(self.scales, rows, groups * self.kind.scale.bytes());
+        self.group > 0 && inside && scales && order && (self.zeros.is_empty() || holds(self.zeros, rows, groups))
     }
 
     /// Scale and zero point of a group.

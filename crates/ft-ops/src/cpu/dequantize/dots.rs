@@ -2,7 +2,7 @@
 //! costs little more than reading the quantized row. The sums are bit-equal to those of `math::dot_lanes` over the dequantized
 //! values.
 
-use super::super::math::{LANES, read_ahead};
+use super::super::math::{LANES, prefetch};
 use super::super::product::VectorIsa;
 use super::dots_avx2;
 use crate::quantized::{BLOCK, QData, QMatrixView, scale_and_minimum};
@@ -88,7 +88,7 @@ unsafe fn wide<const M: usize>(view: &QMatrixView<'_>, row: usize, x: &[f32], su
             } => {
                 let (codes, scales) = (codes.as_ptr().add(row * stride), &scales[row * k.div_ceil(group)..]);
                 for j in (0..k).step_by(BLOCK) {
-                    read_ahead(codes.add(j));
+                    prefetch(codes.add(j));
                     let scale = _mm512_set1_ps(scales[j / group]);
                     for j in [j, j + LANES] {
                         let w = [
@@ -110,7 +110,7 @@ unsafe fn wide<const M: usize>(view: &QMatrixView<'_>, row: usize, x: &[f32], su
                     0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0, 12.0, 13.0, 14.0, 15.0,
                 );
                 for j in (0..k).step_by(BLOCK) {
-                    read_ahead(codes.add(j / 2));
+                    prefetch(codes.add(j / 2));
                     let (scale, minimum) = scale_and_minimum(scales[j / group]);
                     let (scale, minimum) = (_mm512_set1_ps(scale), _mm512_set1_ps(minimum));
                     let table = _mm512_add_ps(_mm512_mul_ps(steps, scale), minimum);
@@ -121,7 +121,7 @@ unsafe fn wide<const M: usize>(view: &QMatrixView<'_>, row: usize, x: &[f32], su
                 let codes = codes.as_ptr().add(row * k / 2);
                 let levels = _mm512_loadu_ps(levels.as_ptr());
                 for j in (0..k).step_by(BLOCK) {
-                    read_ahead(codes.add(j / 2));
+                    prefetch(codes.add(j / 2));
                     let scale = absmax.get((row * k + j) / BLOCK);
                     let table = _mm512_mul_ps(levels, _mm512_set1_ps(scale));
                     halves::<M>(&mut acc, codes.add(j / 2), finish(table, view.bf16), x.add(j), k);

@@ -1,6 +1,6 @@
 //! `dots` with AVX2: half as wide, and at most three vectors at a time, because their sums fill the registers.
 
-use super::super::math::{LANES, read_ahead};
+use super::super::math::{LANES, prefetch};
 use crate::quantized::{BLOCK, QData, QMatrixView, scale_and_minimum};
 use std::arch::x86_64::*;
 
@@ -69,7 +69,7 @@ unsafe fn some<const M: usize>(view: &QMatrixView<'_>, row: usize, x: &[f32], su
                 for (first, scale) in (0..k).step_by(group).zip(&scales[row * k.div_ceil(group)..]) {
                     let scale = _mm256_set1_ps(*scale);
                     for j in (first..k.min(first + group)).step_by(LANES) {
-                        read_ahead(codes.add(j));
+                        prefetch(codes.add(j));
                         for part in 0..SUMS {
                             let j = j + WIDTH * part;
                             add::<M>(&mut acc, part, bytes(codes.add(j), scale, view.bf16), x.add(j), k);
@@ -145,7 +145,7 @@ unsafe fn halves<const M: usize>(
         if bf16 {
             let table = byte_tables([finish(table[0], true), finish(table[1], true)]);
             for j in (first..end).step_by(LANES) {
-                read_ahead(codes.add(j / 2));
+                prefetch(codes.add(j / 2));
                 for (part, w) in short_levels(codes.add(j / 2), table).into_iter().enumerate() {
                     add::<M>(acc, part, w, x.add(j + WIDTH * part), stride);
                 }
@@ -153,7 +153,7 @@ unsafe fn halves<const M: usize>(
             return;
         }
         for j in (first..end).step_by(LANES) {
-            read_ahead(codes.add(j / 2));
+            prefetch(codes.add(j / 2));
             for part in 0..2 {
                 let pairs = _mm256_cvtepu8_epi32(_mm_loadl_epi64(codes.add(j / 2 + 8 * part).cast()));
                 let even = level(_mm256_srli_epi32::<4>(pairs), table);

@@ -6,6 +6,8 @@ use super::super::dequantize::dequantize;
 #[cfg(target_arch = "x86_64")]
 use super::super::dequantize::dots;
 use super::super::math::{LANES, dot, dot_bf16, dot_lanes, round_to_bf16, sum_lanes, vectorized};
+#[cfg(target_arch = "x86_64")]
+use super::few_rows;
 use super::integer::{self, RoundedRows};
 use super::{CInit, Matrix, Operand, ProductJob, VectorIsa};
 use crate::quantized::QMatrixView;
@@ -14,10 +16,16 @@ use rayon::prelude::*;
 
 /// Most rows of A for which this path is used.
 const ROWS: usize = 4;
+/// The same for bf16 weights with vector instructions (`few_rows`).
+const BF16_ROWS: usize = 8;
 /// The same for quantized weights: more, because packing them costs more.
 const QUANTIZED_ROWS: usize = 8;
 /// A product with at least so many rows never takes this path, whatever the weight.
-pub const MANY_ROWS: usize = QUANTIZED_ROWS + 1;
+pub const MANY_ROWS: usize = if BF16_ROWS > QUANTIZED_ROWS {
+    BF16_ROWS
+} else {
+    QUANTIZED_ROWS
+} + 1;
 /// The same for weights that allow rounded rows.
 pub const MANY_ROUNDED_ROWS: usize = integer::MOST_ROWS + 1;
 /// Columns of C per task.
@@ -27,7 +35,7 @@ const PIECE: usize = 512;
 
 /// True if this path can compute `job`. `rounds`: operands are rounded to bf16. The few rows of A are rounded in
 /// advance; an f32 B is rounded only where it is packed, so it does not fit.
-pub(super) fn fits(job: &ProductJob, rounds: bool) -> bool {
+pub(super) fn fits(job: &ProductJob, isa: Option<VectorIsa>, rounds: bool) -> bool {
     if rounds && matches!(job.b.values, Operand::F32(_)) {
         return false;
     }
@@ -35,7 +43,14 @@ pub(super) fn fits(job: &ProductJob, rounds: bool) -> bool {
     let m = job.sizes.0;
     let (few, start) = match &job.b.values {
         Operand::Quantized(view) => (m <= QUANTIZED_ROWS || integer::fits(view, m), true),
-        _ => (m <= ROWS, !matches!(job.start, CInit::C)),
+        values => {
+            let most = if matches!(values, Operand::Bf16(_)) && isa.is_some() {
+                BF16_ROWS
+            } else {
+                ROWS
+            };
+            (m <= most, !matches!(job.start, CInit::C))
+        }
     };
     few && f32_rows && job.b.k_contiguous && start
 }
@@ -55,6 +70,10 @@ pub(super) fn run(job: &ProductJob, isa: Option<VectorIsa>, rounds: bool) {
         }
         let a = Matrix::k_inner(Operand::F32(&rows), k);
         return run(&ProductJob { a, ..*job }, isa, false);
+    }
+    #[cfg(target_arch = "x86_64")]
+    if let (Operand::Bf16(weight), Some(isa), 2..) = (job.b.values, isa, m) {
+        return few_rows(job, isa, a, weight);
     }
     let c: SharedSlice = job.c;
     let arranged = arranged(job, isa, a);
@@ -77,6 +96,29 @@ pub(super) fn run(job: &ProductJob, isa: Option<VectorIsa>, rounds: bool) {
                 out.iter_mut().zip(&bias[first..]).for_each(|(o, b)| *o += b);
             }
         }
+    });
+}
+
+/// As `run`, for a bf16 weight and several rows of A.
+#[cfg(target_arch = "x86_64")]
+fn few_rows(job: &ProductJob, isa: VectorIsa, a: &[f32], weight: &[bf16]) {
+    let (m, n, k) = job.sizes;
+    let width = few_rows::width(k);
+    let mut rows = vec![0f32; m * width];
+    for (row, to) in rows.chunks_exact_mut(width).enumerate() {
+        few_rows::arrange(&a[row * job.a.stride..][..k], to);
+    }
+    (0..n.div_ceil(BLOCK)).into_par_iter().for_each(|block| {
+        let first = block * BLOCK;
+        let rows_of_weight = few_rows::WeightRows {
+            values: &weight[first * job.b.stride..],
+            stride: job.b.stride,
+            k,
+        };
+        few_rows::dots(isa, rows_of_weight, BLOCK.min(n - first), &rows, |row, column, sum| {
+            // SAFETY: the columns of a task are its own.
+            unsafe { put(job, row, first + column, sum) }
+        });
     });
 }
 

@@ -16,6 +16,10 @@
 mod blocks;
 #[cfg(test)]
 mod quantized_tests;
+#[cfg(target_arch = "x86_64")]
+mod few_rows;
+#[cfg(test)]
+mod few_rows_tests;
 mod gemv;
 mod integer;
 #[cfg(target_arch = "x86_64")]
@@ -252,7 +256,7 @@ fn product_on(
 fn run(backend: CpuBackend, job: &ProductJob, rounding: Rounding) {
     let backend = backend.for_rounding(rounding);
     let (isa, rounds) = (backend.vector_isa(), backend.packs_bf16());
-    if gemv::fits(job, rounds) {
+    if gemv::fits(job, isa, rounds) {
         return gemv::run(job, isa, rounds);
     }
     #[cfg(all(target_arch = "x86_64", target_os = "linux"))]

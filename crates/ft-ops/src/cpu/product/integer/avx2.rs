@@ -1,16 +1,16 @@
 //! The products with AVX2: a step is a vector.
 
-use super::{Codes, FLUSH, IntegerKernel, LANES, PLANE, RowBlock, Rows, STEP, values_of};
+use super::{Codes, FLUSH, IntegerKernel, PLANE, RowBlock, Rows, STEP, SUM_LANES, values_of};
 use std::arch::x86_64::*;
 
 /// # Safety
 /// The CPU must have AVX2.
 #[target_feature(enable = "avx2")]
 pub(super) unsafe fn dots(rows: &Rows<'_>, out: &mut [f32]) {
-    rows.dots::<Avx2>(out);
+    // SAFETY: as promised.
+    unsafe { rows.dots::<Avx2>(out) };
 }
 
-/// Only for functions with these instructions, into which everything is inlined.
 pub(super) struct Avx2;
 
 /// The codes of the planes of a step, as 16-bit integers.
@@ -18,7 +18,7 @@ pub(super) struct Avx2;
 /// # Safety
 /// The CPU must have AVX2.
 #[inline(always)]
-pub(super) unsafe fn planes<C: Codes>(step: __m256i) -> [__m256i; 4] {
+unsafe fn planes<C: Codes>(step: __m256i) -> [__m256i; 4] {
     // SAFETY: promised by the caller.
     unsafe {
         if C::PLANES == 2 {
@@ -38,8 +38,8 @@ pub(super) unsafe fn planes<C: Codes>(step: __m256i) -> [__m256i; 4] {
 /// # Safety
 /// The CPU must have AVX2.
 #[inline(always)]
-pub(super) unsafe fn arrays<const N: usize, const M: usize>(sums: [[__m256; M]; N]) -> [[[f32; LANES]; M]; N] {
-    let mut out = [[[0.0; LANES]; M]; N];
+pub(super) unsafe fn arrays<const N: usize, const M: usize>(sums: [[__m256; M]; N]) -> [[[f32; SUM_LANES]; M]; N] {
+    let mut out = [[[0.0; SUM_LANES]; M]; N];
     for (out, sums) in out.as_flattened_mut().iter_mut().zip(sums.as_flattened()) {
         // SAFETY: promised by the caller; there is room for eight values.
         unsafe { _mm256_storeu_ps(out.as_mut_ptr(), *sums) };
@@ -52,7 +52,7 @@ pub(super) unsafe fn arrays<const N: usize, const M: usize>(sums: [[__m256; M]; 
 /// # Safety
 /// The CPU must have AVX2, the block was checked, and it has this step.
 #[inline(always)]
-unsafe fn add_step<C: Codes, const N: usize, const M: usize>(
+pub(super) unsafe fn add_step<C: Codes, const N: usize, const M: usize>(
     integers: &mut [[__m256i; M]; N],
     block: &RowBlock<'_, C>,
     step: usize,
@@ -62,6 +62,7 @@ unsafe fn add_step<C: Codes, const N: usize, const M: usize>(
         let values = block.values.as_ptr().add(values_of::<C>(step));
         for (row, integers) in integers.iter_mut().enumerate() {
             let codes = block.codes.as_ptr().add(row * block.stride + step * STEP);
+            // The rows of the block after the next.
             _mm_prefetch::<_MM_HINT_T0>(codes.wrapping_add(2 * N * block.stride).cast());
             let planes = planes::<C>(_mm256_loadu_si256(codes.cast()));
             for (r, integers) in integers.iter_mut().enumerate() {
@@ -75,16 +76,16 @@ unsafe fn add_step<C: Codes, const N: usize, const M: usize>(
 }
 
 impl IntegerKernel for Avx2 {
-    const SIXTEEN: bool = false;
+    const FOUR_BY_FOUR: bool = false;
 
     #[inline(always)]
-    fn sums<C: Codes, const N: usize, const M: usize>(block: &RowBlock<'_, C>) -> [[[f32; LANES]; M]; N] {
+    unsafe fn sums<C: Codes, const N: usize, const M: usize>(block: &RowBlock<'_, C>) -> [[[f32; SUM_LANES]; M]; N] {
         block.check(N, M);
         // SAFETY: AVX2 was promised to `dots`. The block was checked, and groups end with its last step.
         unsafe {
             let mut sums = [[_mm256_setzero_ps(); M]; N];
             for group in 0..block.groups {
-                let (mut step, end) = block.group_steps(group);
+                let (mut step, end) = block.steps_of(group);
                 while step < end {
                     let stop = end.min(step + FLUSH);
                     let mut integers = [[_mm256_setzero_si256(); M]; N];
@@ -92,7 +93,7 @@ impl IntegerKernel for Avx2 {
                         add_step(&mut integers, block, step);
                         step += 1;
                     }
-                    add_block(&mut sums, &integers, block, group);
+                    add_scaled(&mut sums, &integers, block, group);
                 }
             }
             arrays(sums)
@@ -105,7 +106,7 @@ impl IntegerKernel for Avx2 {
 /// # Safety
 /// The CPU must have AVX2.
 #[inline(always)]
-pub(super) unsafe fn add_block<C: Codes, const N: usize, const M: usize>(
+pub(super) unsafe fn add_scaled<C: Codes, const N: usize, const M: usize>(
     sums: &mut [[__m256; M]; N],
     integers: &[[__m256i; M]; N],
     block: &RowBlock<'_, C>,

@@ -1,7 +1,7 @@
 //! Products of a few rows with an int8 or int4 weight in integers: the rows are rounded to 15 bits, so that a code needs no
 //! conversion to f32. For weights that allow it (`QMatrixView::rounds_rows`). A value of a row is off by at most half a unit,
-//! `max |x| / 32766`, so a product by about `Σ |w| · max |x| / 2^15`, besides the rounding of sums in f32. The result has the same
-//! bits on every CPU: sums of integers have no order, and those of f32 have a fixed one.
+//! `max |x| / 32766`, so a product by about `Σ |w| · max |x| / 2^15`, besides the rounding of sums in f32. A finite result has the
+//! same bits on every CPU: sums of integers have no order, and those of f32 have a fixed one.
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -19,15 +19,15 @@ pub(super) use rows::RoundedRows;
 /// Bytes of codes in a step.
 const STEP: usize = 32;
 /// Lanes of the sums. Lane l has the codes in the bytes 4l to 4l + 3 of each step.
-const LANES: usize = 8;
+const SUM_LANES: usize = 8;
 /// Largest rounded value: 15 bits with the sign.
-const MOST: f32 = 16383.0;
+const LARGEST: f32 = 16383.0;
 /// Steps whose products fit in the integers of the lanes: 2^8 · 2^2 · 2^7 · 2^14 = 2^31, and no value is 2^14.
 const FLUSH: usize = 256;
-const _: () = assert!(FLUSH * (STEP / LANES) * 128 * MOST as usize <= i32::MAX as usize);
-const _: () = assert!(FLUSH * (STEP / LANES) * 2 * 15 * MOST as usize <= i32::MAX as usize);
+const _: () = assert!(FLUSH * (STEP / SUM_LANES) * 128 * LARGEST as usize <= i32::MAX as usize);
+const _: () = assert!(FLUSH * (STEP / SUM_LANES) * 2 * 15 * LARGEST as usize <= i32::MAX as usize);
 
-/// Most rows of a product. With more, packing the dequantized weight pays (docs/benchmarks-cpu.md).
+/// Most rows of a product: the most that were measured (docs/benchmarks-cpu.md).
 pub(super) const MOST_ROWS: usize = 64;
 /// The same for int4, whose groups cost more.
 const INT4_ROWS: usize = 8;
@@ -59,7 +59,8 @@ pub(super) fn dots(isa: Option<VectorIsa>, view: &QMatrixView<'_>, first: usize,
         None => {}
     }
     let _ = isa;
-    rows.dots::<portable::Portable>(out);
+    // SAFETY: plain Rust.
+    unsafe { rows.dots::<portable::Portable>(out) };
 }
 
 /// How a step holds its codes. It has `PLANES` planes of 16 codes; two codes of each plane belong to a lane, `2l` and `2l + 1`.
@@ -71,7 +72,7 @@ trait Codes {
     const COLUMNS: usize = 16 * Self::PLANES;
     /// The stored scale of a group, with its minimum if there is one.
     type Scale: Copy;
-    /// The value of the code 1.
+    /// The scale of a group.
     fn scale(of_group: Self::Scale) -> f32;
     /// The code at a place of a plane.
     fn code(step: &[u8; STEP], plane: usize, place: usize) -> i32;
@@ -145,7 +146,7 @@ struct RowBlock<'a, C: Codes> {
     scales: &'a [C::Scale],
     groups: usize,
     /// Steps of a group.
-    group: usize,
+    group_steps: usize,
     /// `width` of each row.
     values: &'a [i16],
     width: usize,
@@ -157,19 +158,21 @@ impl<'a, C: Codes> RowBlock<'a, C> {
     fn check(&self, n: usize, m: usize) {
         assert!(n > 0 && self.codes.len() >= (n - 1) * self.stride + self.steps * STEP);
         assert!(
-            self.group > 0 && self.groups == self.steps.div_ceil(self.group) && self.scales.len() == n * self.groups
+            self.group_steps > 0
+                && self.groups == self.steps.div_ceil(self.group_steps)
+                && self.scales.len() == n * self.groups
         );
         assert!(self.width == width::<C>(self.steps) && self.values.len() == m * self.width);
     }
 
-    /// The steps of a group: the first one and the end.
+    /// The first step of a group and the end.
     #[inline(always)]
-    fn group_steps(&self, group: usize) -> (usize, usize) {
-        (group * self.group, self.steps.min((group + 1) * self.group))
+    fn steps_of(&self, index: usize) -> (usize, usize) {
+        (index * self.group_steps, self.steps.min((index + 1) * self.group_steps))
     }
 }
 
-/// Values of a row with `steps` steps. Two steps are side by side, so the last one may be followed by zeros.
+/// Values of a row with `steps` steps. With an odd number of steps, the half of the missing one is zeros.
 #[inline(always)]
 fn width<C: Codes>(steps: usize) -> usize {
     steps.div_ceil(2) * 2 * C::COLUMNS
@@ -178,10 +181,12 @@ fn width<C: Codes>(steps: usize) -> usize {
 /// Dot products of `N` rows of codes with `M` rows of integers, in lanes, without the minima of the groups. The integers of at
 /// most `FLUSH` steps of a group are summed exactly; the sum times the scale is added with two roundings, on every CPU.
 trait IntegerKernel {
-    /// True if the sums of 4 x 4 rows stay in registers, else those of 8 products.
-    const SIXTEEN: bool;
+    /// True if the integers of 4 x 4 products stay in registers, else those of 8.
+    const FOUR_BY_FOUR: bool;
 
-    fn sums<C: Codes, const N: usize, const M: usize>(block: &RowBlock<'_, C>) -> [[[f32; LANES]; M]; N];
+    /// # Safety
+    /// The CPU must have the instructions of the kernel.
+    unsafe fn sums<C: Codes, const N: usize, const M: usize>(block: &RowBlock<'_, C>) -> [[[f32; SUM_LANES]; M]; N];
 }
 
 /// Rows of the weight from `first` on, and the rows for the products with them.
@@ -192,37 +197,51 @@ struct Rows<'a> {
 }
 
 impl Rows<'_> {
+    /// # Safety
+    /// The CPU must have the instructions of the kernel.
     #[inline(always)]
-    fn dots<K: IntegerKernel>(&self, out: &mut [f32]) {
+    unsafe fn dots<K: IntegerKernel>(&self, out: &mut [f32]) {
         let m = self.x.units.len();
         // Four rows stay in the cache for all rows of the weight.
         for first in (0..m).step_by(4) {
-            match m - first {
-                1 => self.with_rows::<K, 1>(first, out),
-                2 => self.with_rows::<K, 2>(first, out),
-                3 => self.with_rows::<K, 3>(first, out),
-                _ => self.with_rows::<K, 4>(first, out),
+            // SAFETY: promised by the caller.
+            unsafe {
+                match m - first {
+                    1 => self.with_rows::<K, 1>(first, out),
+                    2 => self.with_rows::<K, 2>(first, out),
+                    3 => self.with_rows::<K, 3>(first, out),
+                    _ => self.with_rows::<K, 4>(first, out),
+                }
             }
         }
     }
 
     /// All rows of the weight with `M` rows of `x` from `first` on.
+    ///
+    /// # Safety
+    /// As for `dots`.
     #[inline(always)]
-    fn with_rows<K: IntegerKernel, const M: usize>(&self, first: usize, out: &mut [f32]) {
+    unsafe fn with_rows<K: IntegerKernel, const M: usize>(&self, first: usize, out: &mut [f32]) {
         let count = out.len() / self.x.units.len();
         let mut row = 0;
         while row < count {
-            row += match count - row {
-                4.. if K::SIXTEEN || M <= 2 => self.block::<K, 4, M>(row, first, out),
-                2.. => self.block::<K, 2, M>(row, first, out),
-                _ => self.block::<K, 1, M>(row, first, out),
+            // SAFETY: promised by the caller.
+            row += unsafe {
+                match count - row {
+                    4.. if K::FOUR_BY_FOUR || M <= 2 => self.block::<K, 4, M>(row, first, out),
+                    2.. => self.block::<K, 2, M>(row, first, out),
+                    _ => self.block::<K, 1, M>(row, first, out),
+                }
             };
         }
     }
 
     /// `N` rows of the weight from `row` on, as counted in `out`, with `M` rows of `x` from `first` on. Returns `N`.
+    ///
+    /// # Safety
+    /// As for `dots`.
     #[inline(always)]
-    fn block<K: IntegerKernel, const N: usize, const M: usize>(
+    unsafe fn block<K: IntegerKernel, const N: usize, const M: usize>(
         &self,
         row: usize,
         first: usize,
@@ -239,16 +258,18 @@ impl Rows<'_> {
                 scales,
             } => {
                 let groups = k.div_ceil(group);
-                K::sums::<Int8, N, M>(&RowBlock {
+                let block = RowBlock {
                     codes: &codes[of_weight * stride..],
                     stride,
                     steps: k / Int8::COLUMNS,
                     scales: &scales[of_weight * groups..][..N * groups],
                     groups,
-                    group: group.div_ceil(Int8::COLUMNS),
+                    group_steps: group.div_ceil(Int8::COLUMNS),
                     values,
                     width,
-                })
+                };
+                // SAFETY: promised by the caller.
+                unsafe { K::sums::<Int8, N, M>(&block) }
             }
             QData::Int4 {
                 codes,
@@ -258,16 +279,18 @@ impl Rows<'_> {
             } => {
                 let groups = k.div_ceil(group);
                 let scales = &scales[of_weight * groups..][..N * groups];
-                let mut sums = K::sums::<Int4, N, M>(&RowBlock {
+                let block = RowBlock {
                     codes: &codes[of_weight * stride..],
                     stride,
                     steps: k / Int4::COLUMNS,
                     scales,
                     groups,
-                    group: group.div_ceil(Int4::COLUMNS),
+                    group_steps: group.div_ceil(Int4::COLUMNS),
                     values,
                     width,
-                });
+                };
+                // SAFETY: promised by the caller.
+                let mut sums = unsafe { K::sums::<Int4, N, M>(&block) };
                 for (sums, scales) in sums.iter_mut().zip(scales.chunks_exact(groups)) {
                     for (sums, x) in sums.iter_mut().zip(x.sums[first * groups..].chunks_exact(groups)) {
                         add_minima(sums, scales, x);
@@ -276,7 +299,7 @@ impl Rows<'_> {
                 sums
             }
             // Refused by `fits`.
-            _ => [[[0.0; LANES]; M]; N],
+            _ => [[[0.0; SUM_LANES]; M]; N],
         };
         let m = x.units.len();
         for (out, sums) in out[row * m..].chunks_exact_mut(m).zip(sums) {
@@ -290,10 +313,10 @@ impl Rows<'_> {
 
 /// Adds the minimum of each group times the sum of its values.
 #[inline(always)]
-fn add_minima(sums: &mut [f32; LANES], scales: &[u32], x: &[f32]) {
-    let ((scales, scales_end), (x, x_end)) = (scales.as_chunks::<LANES>(), x.as_chunks::<LANES>());
+fn add_minima(sums: &mut [f32; SUM_LANES], scales: &[u32], x: &[f32]) {
+    let ((scales, scales_end), (x, x_end)) = (scales.as_chunks::<SUM_LANES>(), x.as_chunks::<SUM_LANES>());
     for (words, x) in scales.iter().zip(x) {
-        for lane in 0..LANES {
+        for lane in 0..SUM_LANES {
             sums[lane] += scale_and_minimum(words[lane]).1 * x[lane];
         }
     }

@@ -1,6 +1,6 @@
 //! Rows of activations, rounded to integers.
 
-use super::{Codes, Int4, Int8, MOST, PLANE, STEP, values_of, width};
+use super::{Codes, Int4, Int8, LARGEST, PLANE, STEP, values_of, width};
 use crate::cpu::math::ROUND;
 use crate::quantized::{QData, QMatrixView};
 use rayon::prelude::*;
@@ -33,16 +33,19 @@ impl RoundedRows {
         let parts = parts.zip(rows.sums.par_chunks_exact_mut(groups.max(1)));
         parts.enumerate().for_each(|(index, ((values, unit), sums))| {
             let x = &x[index * stride..][..view.columns];
-            let (scale, one) = scale_of(x);
-            *unit = one;
+            let factor;
+            (factor, *unit) = factor_and_unit(x);
+            if unit.is_nan() {
+                return;
+            }
             match group {
                 Some(group) => {
-                    arrange::<Int4>(x, scale, values);
+                    arrange::<Int4>(x, factor, values);
                     for (sum, x) in sums.iter_mut().zip(x.chunks(group)) {
-                        *sum = x.iter().map(|x| i64::from(rounded(*x, scale))).sum::<i64>() as f32;
+                        *sum = x.iter().map(|x| i64::from(rounded(*x, factor))).sum::<i64>() as f32;
                     }
                 }
-                None => arrange::<Int8>(x, scale, values),
+                None => arrange::<Int8>(x, factor, values),
             }
         });
         rows
@@ -66,27 +69,34 @@ fn shape(view: &QMatrixView<'_>) -> (usize, Option<usize>) {
 }
 
 /// The integers for the value 1 of a row, and the value of the integer 1. A row that is not finite gives results that are not.
-fn scale_of(x: &[f32]) -> (f32, f32) {
+fn factor_and_unit(x: &[f32]) -> (f32, f32) {
     let largest = x.iter().fold(0f32, |most, x| most.max(x.abs()));
     let unit = if x.iter().all(|x| x.is_finite()) {
-        largest / MOST
+        largest / LARGEST
     } else {
         f32::NAN
     };
-    (if unit >= f32::MIN_POSITIVE { MOST / largest } else { 0.0 }, unit)
+    (
+        if unit >= f32::MIN_POSITIVE {
+            LARGEST / largest
+        } else {
+            0.0
+        },
+        unit,
+    )
 }
 
-/// The nearest integer to `x · scale`, which is within 15 bits: it stands in the low bits of the sum.
+/// The nearest integer to `x · factor`, which is within 15 bits: it stands in the low bits of the sum.
 #[inline(always)]
-fn rounded(x: f32, scale: f32) -> i16 {
-    (x * scale + ROUND).to_bits() as i16
+fn rounded(x: f32, factor: f32) -> i16 {
+    (x * factor + ROUND).to_bits() as i16
 }
 
-fn arrange<C: Codes>(x: &[f32], scale: f32, values: &mut [i16]) {
+fn arrange<C: Codes>(x: &[f32], factor: f32, values: &mut [i16]) {
     let mut integers = [0i16; 4 * STEP];
     for (step, x) in x.chunks_exact(C::COLUMNS).enumerate() {
         for (integer, x) in integers.iter_mut().zip(x) {
-            *integer = rounded(*x, scale);
+            *integer = rounded(*x, factor);
         }
         let start = values_of::<C>(step);
         for plane in 0..C::PLANES {

@@ -34,10 +34,11 @@ fn views(codes: &Random) -> Vec<QMatrixView<'_>> {
 #[test]
 fn rounded_rows_give_the_same_bits_everywhere_and_nearly_the_exact_product() {
     let mut compared = 0;
-    // The last one has more columns than the integers of a lane can sum.
+    // The last one has more columns than the integers of a lane can sum, with int8.
     for (o, i) in [(70, 128), (33, 640), (5, 9024)] {
         let codes = Random::new(o, i);
         let bias = flat(&random(o, 3));
+        assert_eq!(views(&codes).len(), 8);
         for view in views(&codes) {
             let mut rows = vec![0f32; o * i];
             for (row, to) in rows.chunks_exact_mut(i).enumerate() {
@@ -82,6 +83,7 @@ fn a_row_has_the_same_bits_alone_and_among_others() {
     let codes = Random::new(40, 192);
     let x = flat(&random((7, 192), 1));
     let more = flat(&random((MOST_ROWS, 192), 1));
+    assert_eq!(views(&codes).len(), 8);
     for view in views(&codes) {
         let all = run(CpuBackend::Portable, view, &x, CInit::Zero);
         for (row, all) in all.chunks_exact(40).enumerate() {
@@ -192,67 +194,117 @@ fn every_shape_that_fits_is_computed_as_on_paper() {
             if nibbles && !(columns.is_multiple_of(64) && group.is_multiple_of(64)) {
                 continue;
             }
-            let (rows, m, groups) = (37, 3, columns.div_ceil(group));
-            let width = if nibbles { columns / 2 } else { columns };
-            let stride = width + 48;
-            let codes: Vec<u8> = (0..rows * stride).map(|i| (i * 167 % 251) as u8).collect();
-            let words: Vec<u32> = (0..rows * groups)
-                .map(|i| ((i % 7) as f32 - 3.0).to_bits() | (1.0 + (i % 5) as f32).to_bits() >> 16)
-                .collect();
-            let scales: Vec<f32> = (0..rows * groups).map(|i| 1.0 + (i % 5) as f32).collect();
-            let view = weight(
-                (rows, columns, stride, group),
-                &codes,
-                &scales,
-                if nibbles { &words } else { &[] },
-            );
-            assert!(fits(&view, m));
-            // Whole numbers, the largest of which is rounded to itself: the result is exact.
-            let x: Vec<f32> = (0..m * columns)
-                .map(|i| {
-                    if i.is_multiple_of(columns) {
-                        16383.0
-                    } else {
-                        (i * 31 % 129) as f32 - 64.0
-                    }
-                })
-                .collect();
-            let dequantized = |row: usize, column: usize| {
-                let at = row * groups + column / group;
-                if nibbles {
-                    let byte = codes[row * stride + column / 2];
-                    let code = if column.is_multiple_of(2) { byte >> 4 } else { byte & 15 };
-                    f64::from(code) * f64::from(scales[at]) + f64::from((at % 7) as f32 - 3.0)
-                } else {
-                    f64::from(codes[row * stride + column] as i8) * f64::from(scales[at])
-                }
-            };
-            let want: Vec<f32> = (0..m * rows)
-                .map(|n| {
-                    let x = &x[n / rows * columns..][..columns];
-                    let products = x
-                        .iter()
-                        .enumerate()
-                        .map(|(i, x)| f64::from(*x) * dequantized(n % rows, i));
-                    products.sum::<f64>() as f32
-                })
-                .collect();
-            for backend in backends() {
-                let got = run(backend, view, &x, CInit::Zero);
-                let off = got
-                    .iter()
-                    .zip(&want)
-                    .map(|(got, want)| (got - want).abs() / want.abs().max(1.0));
-                assert!(
-                    off.fold(0f32, f32::max) < 1e-5,
-                    "{backend:?} {columns} {group} {nibbles}"
-                );
+            let groups = columns.div_ceil(group);
+            // Blocks of 4, 2 and 1 rows of the weight and of 1 to 4 of the others.
+            for (rows, m) in [(37, 1), (38, 2), (39, 3), (37, 4), (38, 7)] {
+                shape_as_on_paper((rows, columns, groups, group), m, nibbles);
             }
         }
     }
 }
 
-/// Rows whose scale would be infinite are zeros; the largest numbers are rounded as others.
+fn shape_as_on_paper((rows, columns, groups, group): (usize, usize, usize, usize), m: usize, nibbles: bool) {
+    let width = if nibbles { columns / 2 } else { columns };
+    let stride = width + 48;
+    let codes: Vec<u8> = (0..rows * stride).map(|i| (i * 167 % 251) as u8).collect();
+    let words: Vec<u32> = (0..rows * groups)
+        .map(|i| ((i % 7) as f32 - 3.0).to_bits() | (1.0 + (i % 5) as f32).to_bits() >> 16)
+        .collect();
+    let scales: Vec<f32> = (0..rows * groups).map(|i| 1.0 + (i % 5) as f32).collect();
+    let view = weight(
+        (rows, columns, stride, group),
+        &codes,
+        &scales,
+        if nibbles { &words } else { &[] },
+    );
+    assert!(fits(&view, m));
+    // Whole numbers, the largest of which is rounded to itself: the result is exact.
+    let x: Vec<f32> = (0..m * columns)
+        .map(|i| {
+            if i.is_multiple_of(columns) {
+                16383.0
+            } else {
+                (i * 31 % 129) as f32 - 64.0
+            }
+        })
+        .collect();
+    let dequantized = |row: usize, column: usize| {
+        let at = row * groups + column / group;
+        if nibbles {
+            let byte = codes[row * stride + column / 2];
+            let code = if column.is_multiple_of(2) { byte >> 4 } else { byte & 15 };
+            f64::from(code) * f64::from(scales[at]) + f64::from((at % 7) as f32 - 3.0)
+        } else {
+            f64::from(codes[row * stride + column] as i8) * f64::from(scales[at])
+        }
+    };
+    let want: Vec<f32> = (0..m * rows)
+        .map(|n| {
+            let x = &x[n / rows * columns..][..columns];
+            let products = x
+                .iter()
+                .enumerate()
+                .map(|(i, x)| f64::from(*x) * dequantized(n % rows, i));
+            products.sum::<f64>() as f32
+        })
+        .collect();
+    // Sums that are rounded, so that their order matters.
+    let drawn = flat(&random((m, columns), 1));
+    let portable = run(CpuBackend::Portable, view, &drawn, CInit::Zero);
+    for backend in backends() {
+        let got = run(backend, view, &x, CInit::Zero);
+        let what = format!("{backend:?} {columns} {group} {nibbles} {rows} {m}");
+        assert!(run(backend, view, &drawn, CInit::Zero) == portable, "{what}");
+        let off = got
+            .iter()
+            .zip(&want)
+            .map(|(got, want)| (got - want).abs() / want.abs().max(1.0));
+        assert!(off.fold(0f32, f32::max) < 1e-5, "{what}");
+    }
+}
+
+/// More steps of a group than the integers can sum: with a step that is left after the last pair, and in groups of an odd number
+/// of steps.
+#[test]
+fn long_groups_have_the_same_bits_everywhere() {
+    for (columns, group, nibbles) in [
+        (9056usize, 9056usize, false),
+        (16_512, 8224, false),
+        (16_448, 16_448, true),
+    ] {
+        let (rows, groups) = (3, columns.div_ceil(group));
+        let stride = if nibbles { columns / 2 } else { columns };
+        let codes: Vec<u8> = (0..rows * stride).map(|i| (i * 167 % 251) as u8).collect();
+        let words = vec![0x3F40_3C00u32; rows * groups];
+        let scales: Vec<f32> = (0..rows * groups).map(|i| 0.3 + i as f32).collect();
+        let words = if nibbles { &words[..] } else { &[] };
+        let view = weight((rows, columns, stride, group), &codes, &scales, words);
+        assert!(fits(&view, 1));
+        let x = flat(&random((2, columns), 1));
+        let portable = run(CpuBackend::Portable, view, &x, CInit::Zero);
+        for backend in backends() {
+            assert!(
+                run(backend, view, &x, CInit::Zero) == portable,
+                "{backend:?} {columns} {group}"
+            );
+        }
+    }
+}
+
+#[test]
+fn scales_that_are_not_finite_give_results_that_are_not() {
+    let (codes, x) = (vec![3u8; 4 * 128], vec![1f32; 128]);
+    for scale in [f32::NAN, f32::INFINITY] {
+        let scales = [0.5, scale, 0.5, 0.5, scale, 0.5, 0.5, 0.5];
+        let view = weight((4, 128, 128, 64), &codes, &scales, &[]);
+        for backend in backends() {
+            let got = run(backend, view, &x, CInit::Zero);
+            let finite: Vec<bool> = got.iter().map(|y| y.is_finite()).collect();
+            assert_eq!(finite, [false, true, false, true], "{backend:?}");
+        }
+    }
+}
+
 #[test]
 fn rows_of_the_smallest_and_the_largest_numbers() {
     let codes = vec![0x7Fu8; 4 * 64];

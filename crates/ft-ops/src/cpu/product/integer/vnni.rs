@@ -1,7 +1,7 @@
 //! The products with AVX512-VNNI: two steps are a vector.
 
-use super::avx2::{Avx2, add_block, arrays, planes};
-use super::{Codes, FLUSH, IntegerKernel, LANES, PLANE, RowBlock, Rows, STEP, values_of};
+use super::avx2::{Avx2, add_scaled, add_step, arrays};
+use super::{Codes, FLUSH, IntegerKernel, PLANE, RowBlock, Rows, STEP, SUM_LANES, values_of};
 use std::arch::x86_64::*;
 
 /// True if a machine with AVX-512 has the instructions.
@@ -13,10 +13,10 @@ pub(super) fn available() -> bool {
 /// The CPU must have AVX2, AVX-512 F, BW, DQ and VL, and AVX512-VNNI.
 #[target_feature(enable = "avx2,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
 pub(super) unsafe fn dots(rows: &Rows<'_>, out: &mut [f32]) {
-    rows.dots::<Vnni>(out);
+    // SAFETY: as promised.
+    unsafe { rows.dots::<Vnni>(out) };
 }
 
-/// Only for `dots`, into which everything is inlined.
 struct Vnni;
 
 /// The codes of the planes of two steps, as 16-bit integers.
@@ -69,34 +69,9 @@ unsafe fn codes_of_two<C: Codes, const N: usize>(block: &RowBlock<'_, C>, row: u
     // SAFETY: promised by the caller; `check` compared the lengths.
     unsafe {
         let codes = block.codes.as_ptr().add(row * block.stride + step * STEP);
+        // The rows of the block after the next.
         _mm_prefetch::<_MM_HINT_T0>(codes.wrapping_add(2 * N * block.stride).cast());
         planes_of_two::<C>(_mm512_loadu_si512(codes.cast()))
-    }
-}
-
-/// Adds the products of a single step.
-///
-/// # Safety
-/// As for `dots`; the block was checked and has this step.
-#[inline(always)]
-unsafe fn add_one<C: Codes, const N: usize, const M: usize>(
-    integers: &mut [[__m256i; M]; N],
-    block: &RowBlock<'_, C>,
-    step: usize,
-) {
-    // SAFETY: promised by the caller; `check` compared the lengths.
-    unsafe {
-        let values = block.values.as_ptr().add(values_of::<C>(step));
-        for (row, integers) in integers.iter_mut().enumerate() {
-            let codes = block.codes.as_ptr().add(row * block.stride + step * STEP);
-            let planes = planes::<C>(_mm256_loadu_si256(codes.cast()));
-            for (plane, codes) in planes.into_iter().take(C::PLANES).enumerate() {
-                for (r, integers) in integers.iter_mut().enumerate() {
-                    let x = _mm256_loadu_si256(values.add(r * block.width + plane * PLANE).cast());
-                    *integers = _mm256_dpwssd_epi32(*integers, codes, x);
-                }
-            }
-        }
     }
 }
 
@@ -150,8 +125,8 @@ unsafe fn single_steps<C: Codes, const N: usize, const M: usize>(block: &RowBloc
         }
         if step < block.steps {
             let mut integers = [[_mm256_setzero_si256(); M]; N];
-            add_one(&mut integers, block, step);
-            add_block(sums, &integers, block, step);
+            add_step(&mut integers, block, step);
+            add_scaled(sums, &integers, block, step);
         }
     }
 }
@@ -166,7 +141,7 @@ unsafe fn whole_groups<C: Codes, const N: usize, const M: usize>(block: &RowBloc
     // SAFETY: promised by the caller; groups end with the last step.
     unsafe {
         for group in 0..block.groups {
-            let (mut step, end) = block.group_steps(group);
+            let (mut step, end) = block.steps_of(group);
             while step < end {
                 let stop = end.min(step + FLUSH);
                 let mut integers = [[_mm512_setzero_si512(); M]; N];
@@ -182,31 +157,36 @@ unsafe fn whole_groups<C: Codes, const N: usize, const M: usize>(block: &RowBloc
                     }
                     step += 2;
                 }
-                let mut halves = integers.map(|row| {
-                    row.map(|i| _mm256_add_epi32(_mm512_castsi512_si256(i), _mm512_extracti64x4_epi64::<1>(i)))
-                });
+                let mut halves = [[_mm256_setzero_si256(); M]; N];
+                for (half, integers) in halves.as_flattened_mut().iter_mut().zip(integers.as_flattened()) {
+                    let (low, high) = (
+                        _mm512_castsi512_si256(*integers),
+                        _mm512_extracti64x4_epi64::<1>(*integers),
+                    );
+                    *half = _mm256_add_epi32(low, high);
+                }
                 if step < stop {
-                    add_one(&mut halves, block, step);
+                    add_step(&mut halves, block, step);
                     step += 1;
                 }
-                add_block(sums, &halves, block, group);
+                add_scaled(sums, &halves, block, group);
             }
         }
     }
 }
 
 impl IntegerKernel for Vnni {
-    const SIXTEEN: bool = true;
+    const FOUR_BY_FOUR: bool = true;
 
     #[inline(always)]
-    fn sums<C: Codes, const N: usize, const M: usize>(block: &RowBlock<'_, C>) -> [[[f32; LANES]; M]; N] {
+    unsafe fn sums<C: Codes, const N: usize, const M: usize>(block: &RowBlock<'_, C>) -> [[[f32; SUM_LANES]; M]; N] {
         block.check(N, M);
         // SAFETY: the instructions were promised to `dots`, and the block was checked.
         unsafe {
             let mut sums = [[_mm256_setzero_ps(); M]; N];
-            match block.group {
+            match block.group_steps {
                 1 => single_steps(block, &mut sums),
-                group if group.is_multiple_of(2) || block.groups == 1 => whole_groups(block, &mut sums),
+                steps if steps.is_multiple_of(2) || block.groups == 1 => whole_groups(block, &mut sums),
                 _ => return Avx2::sums::<C, N, M>(block),
             }
             arrays(sums)

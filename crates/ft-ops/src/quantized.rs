@@ -174,7 +174,7 @@ pub(crate) enum ScaleRun {
     Halves(usize),
 }
 
-/// True if `values` has `rows` times `each`, which need not be a `usize`.
+/// True if `values` has `rows` times `each`, false if that number overflows.
 pub(crate) fn holds<T>(values: &[T], rows: usize, each: usize) -> bool {
     rows.checked_mul(each).is_some_and(|n| values.len() >= n)
 }

@@ -153,7 +153,7 @@ pub(crate) fn widen(x: half::bf16) -> f32 {
     f32::from_bits((x.to_bits() as u32) << 16)
 }
 
-/// How far ahead the weight of one row of activations is prefetched. The hardware prefetcher stops at each page of 4 KiB
+/// How far ahead a weight of few rows is prefetched, in bytes. The hardware prefetcher stops at each page of 4 KiB
 /// (docs/lab-book.md, 2026-11-28).
 #[cfg(target_arch = "x86_64")]
 const PREFETCH_BYTES: usize = 8192;

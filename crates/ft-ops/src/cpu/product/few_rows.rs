@@ -1,5 +1,5 @@
-//! Dot products of rows of a bf16 weight with a few rows of activations, four of these and three or four of those at a time.
-//! The bits are those of `dot_bf16`: lane l of the sums has the columns l, l + 32, and so on, and the lanes are added as in
+//! Dot products of a bf16 weight with a few rows of activations: up to four of these with three rows of the weight at a time
+//! (AVX2: three with one). The bits are those of `dot_bf16`, except for NaN: lane l of the sums has the columns l, l + 32, and so on, and the lanes are added as in
 //! `sum_lanes`.
 //!
 //! A vector of bf16 pairs is widened without a shuffle: a shift gives the even columns, a mask the odd ones. So the activations
@@ -10,7 +10,7 @@ use super::VectorIsa;
 use half::bf16;
 use std::arch::x86_64::*;
 
-/// Rows of activations that are computed together.
+/// Most rows of activations that are computed together.
 const ROWS: usize = 4;
 
 /// Elements of an arranged row of `k`: whole blocks of `LANES`.
@@ -31,24 +31,29 @@ pub(super) fn arrange(x: &[f32], to: &mut [f32]) {
 
 /// Rows of a weight, `stride` apart, of `k` columns.
 #[derive(Clone, Copy)]
-pub(super) struct WeightRows<'a> {
+pub(super) struct Bf16Block<'a> {
     pub values: &'a [bf16],
     pub stride: usize,
     pub k: usize,
 }
 
 /// Writes the dot products of the first `count` rows of the weight with the arranged rows `x`: `put(row of x, row of the weight,
-/// sum)`. The CPU must have the instructions of `isa`.
-pub(super) fn dots(
+/// sum)`.
+///
+/// # Safety
+/// The CPU must have the instructions of `isa`.
+pub(super) unsafe fn dots(
     isa: VectorIsa,
-    weight: WeightRows<'_>,
+    weight: Bf16Block<'_>,
     count: usize,
     x: &[f32],
     mut put: impl FnMut(usize, usize, f32),
 ) {
     let (k, width) = (weight.k, width(weight.k));
     assert!(x.len().is_multiple_of(width));
-    assert!(count == 0 || k <= weight.stride && (count - 1) * weight.stride + k <= weight.values.len());
+    let before_last = count.saturating_sub(1).checked_mul(weight.stride);
+    let inside = before_last.is_some_and(|n| n <= weight.values.len() && k <= weight.values.len() - n);
+    assert!(count == 0 || k <= weight.stride && inside);
     let mut row = 0;
     while row < count {
         // As many sums as fit in the registers.
@@ -56,11 +61,16 @@ pub(super) fn dots(
             VectorIsa::Avx512 => 3,
             VectorIsa::Avx2 => 1,
         });
-        let at = WeightRows {
+        let at = Bf16Block {
             values: &weight.values[row * weight.stride..],
             ..weight
         };
-        for (group, x) in x.chunks(ROWS * width).enumerate() {
+        // As many rows of activations as there are registers for.
+        let most = match isa {
+            VectorIsa::Avx512 => ROWS,
+            VectorIsa::Avx2 => 3,
+        };
+        for (group, x) in x.chunks(most * width).enumerate() {
             let mut sums = [[0f32; ROWS]; 3];
             let m = x.len() / width;
             // SAFETY: the instructions were detected; `n` rows of the weight and `m` of `x` were checked above.
@@ -72,7 +82,7 @@ pub(super) fn dots(
             }
             for (i, sums) in sums[..n].iter().enumerate() {
                 for (r, sum) in sums[..m].iter().enumerate() {
-                    put(group * ROWS + r, row + i, *sum);
+                    put(group * most + r, row + i, *sum);
                 }
             }
         }
@@ -89,11 +99,13 @@ macro_rules! kernels {
             /// Vectors of one parity in a block of `LANES` columns.
             const PARTS: usize = LANES / 2 / $lanes;
 
+            /// # Safety
+            /// `n` rows of `k` columns must be there, `stride` apart, and `m` rows of `width(k)` values; the CPU must have the instructions.
             #[target_feature(enable = $features)]
             pub(super) unsafe fn block(
                 n: usize,
                 m: usize,
-                weight: WeightRows<'_>,
+                weight: Bf16Block<'_>,
                 x: &[f32],
                 sums: &mut [[f32; ROWS]; 3],
             ) {
@@ -116,14 +128,16 @@ macro_rules! kernels {
                 }
             }
 
+            /// # Safety
+            /// As for `block`, with `N` and `M` rows.
             #[inline]
             #[target_feature(enable = $features)]
             unsafe fn sized<const N: usize, const M: usize>(
-                weight: WeightRows<'_>,
+                weight: Bf16Block<'_>,
                 x: &[f32],
                 out: &mut [[f32; ROWS]; 3],
             ) {
-                let WeightRows { values, stride, k } = weight;
+                let Bf16Block { values, stride, k } = weight;
                 let (width, whole) = (super::width(k), k / LANES * LANES);
                 let mut sums = [[[[$zero(); PARTS]; 2]; M]; N];
                 // SAFETY: `N` rows of `k` columns and `M` rows of `width` values are there, as the caller promises.
@@ -155,7 +169,7 @@ macro_rules! kernels {
             /// Adds the products of a block of columns with `M` rows.
             ///
             /// # Safety
-            /// A block must be readable at `w` and in each row of `x`.
+            /// A block must be readable at `w` and in each of `M` rows of `x`, `width` apart; the CPU must have the instructions.
             #[inline]
             #[target_feature(enable = $features)]
             unsafe fn add<const M: usize>(

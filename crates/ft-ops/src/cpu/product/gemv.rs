@@ -16,16 +16,13 @@ use rayon::prelude::*;
 
 /// Most rows of A for which this path is used.
 const ROWS: usize = 4;
-/// The same for bf16 weights with vector instructions (`few_rows`).
+/// The same for bf16 weights with f32 products in AVX-512 (`few_rows`).
 const BF16_ROWS: usize = 8;
 /// The same for quantized weights: more, because packing them costs more.
 const QUANTIZED_ROWS: usize = 8;
-/// A product with at least so many rows never takes this path, whatever the weight.
-pub const MANY_ROWS: usize = if BF16_ROWS > QUANTIZED_ROWS {
-    BF16_ROWS
-} else {
-    QUANTIZED_ROWS
-} + 1;
+/// A product with at least so many rows never takes this path, unless the weight allows rounded rows.
+pub const MANY_ROWS: usize = QUANTIZED_ROWS + 1;
+const _: () = assert!(BF16_ROWS <= QUANTIZED_ROWS);
 /// The same for weights that allow rounded rows.
 pub const MANY_ROUNDED_ROWS: usize = integer::MOST_ROWS + 1;
 /// Columns of C per task.
@@ -44,7 +41,7 @@ pub(super) fn fits(job: &ProductJob, isa: Option<VectorIsa>, rounds: bool) -> bo
     let (few, start) = match &job.b.values {
         Operand::Quantized(view) => (m <= QUANTIZED_ROWS || integer::fits(view, m), true),
         values => {
-            let most = if matches!(values, Operand::Bf16(_)) && isa.is_some() {
+            let most = if matches!(values, Operand::Bf16(_)) && isa == Some(VectorIsa::Avx512) && !rounds {
                 BF16_ROWS
             } else {
                 ROWS
@@ -110,15 +107,17 @@ fn few_rows(job: &ProductJob, isa: VectorIsa, a: &[f32], weight: &[bf16]) {
     }
     (0..n.div_ceil(BLOCK)).into_par_iter().for_each(|block| {
         let first = block * BLOCK;
-        let rows_of_weight = few_rows::WeightRows {
+        let block = few_rows::Bf16Block {
             values: &weight[first * job.b.stride..],
             stride: job.b.stride,
             k,
         };
-        few_rows::dots(isa, rows_of_weight, BLOCK.min(n - first), &rows, |row, column, sum| {
+        let put = |row, column, sum| {
             // SAFETY: the columns of a task are its own.
             unsafe { put(job, row, first + column, sum) }
-        });
+        };
+        // SAFETY: the backend of the job was detected.
+        unsafe { few_rows::dots(isa, block, BLOCK.min(n - first), &rows, put) };
     });
 }
 

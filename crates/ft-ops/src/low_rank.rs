@@ -194,9 +194,10 @@ mod tests {
     use candle_core::DType;
 
     /// Few rows, ragged edges, several chunks of k, a rank that is too large to fuse.
-    const SHAPES: [(usize, usize, usize, usize); 7] = [
+    const SHAPES: [(usize, usize, usize, usize); 8] = [
         (1, 40, 70, 4),
         (3, 513, 33, 8),
+        (6, 130, 70, 4),
         (9, 300, 100, 1),
         (70, 16, 530, 16),
         (130, 600, 250, 16),

@@ -1,6 +1,6 @@
 //! Dot products of a bf16 weight with a few rows of activations: up to four of these with three rows of the weight at a time
-//! (AVX2: three with one). The bits are those of `dot_bf16`, except for NaN: lane l of the sums has the columns l, l + 32, and so on, and the lanes are added as in
-//! `sum_lanes`.
+//! (AVX2: three with one). The bits are those of `dot_bf16`, except for NaN: lane l of the sums has the columns l, l + 32, and
+//! so on, and the lanes are added as in `sum_lanes`.
 //!
 //! A vector of bf16 pairs is widened without a shuffle: a shift gives the even columns, a mask the odd ones. So the activations
 //! are put in that order before (`arrange`).

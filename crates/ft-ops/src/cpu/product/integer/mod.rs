@@ -248,58 +248,38 @@ impl Rows<'_> {
         out: &mut [f32],
     ) -> usize {
         let Self { view, x, .. } = *self;
-        let (k, of_weight) = (view.columns, self.first + row);
-        let (values, width) = (&x.values[first * x.width..][..M * x.width], x.width);
-        let sums = match view.codes {
-            QData::Int8 {
-                codes,
-                stride,
-                group,
-                scales,
-            } => {
-                let groups = k.div_ceil(group);
-                let block = RowBlock {
-                    codes: &codes[of_weight * stride..],
+        let of_weight = self.first + row;
+        // SAFETY: promised by the caller.
+        let sums = unsafe {
+            match view.codes {
+                QData::Int8 {
+                    codes,
                     stride,
-                    steps: k / Int8::COLUMNS,
-                    scales: &scales[of_weight * groups..][..N * groups],
-                    groups,
-                    group_steps: group.div_ceil(Int8::COLUMNS),
-                    values,
-                    width,
-                };
-                // SAFETY: promised by the caller.
-                unsafe { K::sums::<Int8, N, M>(&block) }
-            }
-            QData::Int4 {
-                codes,
-                stride,
-                group,
-                scales,
-            } => {
-                let groups = k.div_ceil(group);
-                let scales = &scales[of_weight * groups..][..N * groups];
-                let block = RowBlock {
-                    codes: &codes[of_weight * stride..],
-                    stride,
-                    steps: k / Int4::COLUMNS,
+                    group,
                     scales,
-                    groups,
-                    group_steps: group.div_ceil(Int4::COLUMNS),
-                    values,
-                    width,
-                };
-                // SAFETY: promised by the caller.
-                let mut sums = unsafe { K::sums::<Int4, N, M>(&block) };
-                for (sums, scales) in sums.iter_mut().zip(scales.chunks_exact(groups)) {
-                    for (sums, x) in sums.iter_mut().zip(x.sums[first * groups..].chunks_exact(groups)) {
-                        add_minima(sums, scales, x);
-                    }
+                } => {
+                    self.sums::<K, Int8, N, M>((of_weight, first), &codes[of_weight * stride..], stride, group, scales)
                 }
-                sums
+                QData::Int4 {
+                    codes,
+                    stride,
+                    group,
+                    scales,
+                } => {
+                    let codes = &codes[of_weight * stride..];
+                    let mut sums = self.sums::<K, Int4, N, M>((of_weight, first), codes, stride, group, scales);
+                    let groups = view.columns.div_ceil(group);
+                    let scales = scales[of_weight * groups..].chunks_exact(groups);
+                    for (sums, scales) in sums.iter_mut().zip(scales) {
+                        for (sums, x) in sums.iter_mut().zip(x.sums[first * groups..].chunks_exact(groups)) {
+                            add_minima(sums, scales, x);
+                        }
+                    }
+                    sums
+                }
+                // Refused by `fits`.
+                _ => [[[0.0; SUM_LANES]; M]; N],
             }
-            // Refused by `fits`.
-            _ => [[[0.0; SUM_LANES]; M]; N],
         };
         let m = x.units.len();
         for (out, sums) in out[row * m..].chunks_exact_mut(m).zip(sums) {
@@ -308,6 +288,36 @@ impl Rows<'_> {
             }
         }
         N
+    }
+
+    /// The sums of `N` rows of the weight with `M` rows of `x`, the first ones of which are in `rows`. `codes` begins with the first
+    /// row of the weight, `group` is in columns.
+    ///
+    /// # Safety
+    /// As for `dots`.
+    #[inline(always)]
+    unsafe fn sums<K: IntegerKernel, C: Codes, const N: usize, const M: usize>(
+        &self,
+        rows: (usize, usize),
+        codes: &[u8],
+        stride: usize,
+        group: usize,
+        scales: &[C::Scale],
+    ) -> [[[f32; SUM_LANES]; M]; N] {
+        let Self { view, x, .. } = *self;
+        let groups = view.columns.div_ceil(group);
+        let block = RowBlock {
+            codes,
+            stride,
+            steps: view.columns / C::COLUMNS,
+            scales: &scales[rows.0 * groups..][..N * groups],
+            groups,
+            group_steps: group.div_ceil(C::COLUMNS),
+            values: &x.values[rows.1 * x.width..][..M * x.width],
+            width: x.width,
+        };
+        // SAFETY: promised by the caller.
+        unsafe { K::sums::<C, N, M>(&block) }
     }
 }
 

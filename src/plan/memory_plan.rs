@@ -5,7 +5,6 @@ use crate::base::{Error, Result, files, memory};
 use crate::engine::{GradientStorage, StepStrategy};
 use crate::model::{Adapters, Spec};
 use crate::ops::device::DeviceMemory;
-use crate::ops::prepacked::{self, PrepackedProducts};
 use crate::ops::{self, quantized::Products};
 use crate::plan::advice;
 use crate::plan::gpu_time::GpuRates;
@@ -432,30 +431,8 @@ impl PlanContext<'_> {
                 ),
             }
         }
-        let packed = |orders: Option<PrepackedProducts>| match orders {
-            None => PackedWeights::None,
-            Some(PrepackedProducts::Forward) => PackedWeights::Forward,
-            Some(PrepackedProducts::Both) => PackedWeights::Both,
-        };
         let can_pack = self.can_pack(recipe, strategy.placement);
         match recipe.memory.packed_weights {
-            PackedWeights::Auto if can_pack && prepacked::pays() => {
-                let more = |w: &StepStrategy| {
-                    w.packed_orders() > strategy.packed_orders() && w.placement == strategy.placement
-                };
-                let why = match strategy.packed_orders() {
-                    Some(PrepackedProducts::Both) => "all frozen weights are packed before training".into(),
-                    _ => match least(&more)? {
-                        Some(plan) if more_fits(&plan) => no_more(),
-                        plan => needs("more packed weights", plan),
-                    },
-                };
-                say(
-                    Memory::packed_weights,
-                    packed(strategy.packed_orders()).name().into(),
-                    why,
-                );
-            }
             PackedWeights::Forward | PackedWeights::Both if !can_pack => say(
                 Memory::packed_weights,
                 PackedWeights::None.name().into(),

@@ -408,7 +408,7 @@ impl PlanContext<'_> {
             && layer_graphs::apply(self.spec, self.adapters, &base.inputs.strategy.storage)
     }
 
-    /// True if frozen weights can be prepacked and this helps.
+    /// True if frozen weights can be prepacked and products read the copies.
     pub fn can_pack(&self, recipe: &Recipe, place: Placement) -> bool {
         let frozen = recipe.tune.method != Method::Full && !corrects_all(recipe);
         let dense = recipe.model.dtype == Dtype::Bf16 && place == Placement::Device && !self.on_gpu;
@@ -420,11 +420,10 @@ impl PlanContext<'_> {
             return vec![None];
         }
         match recipe.memory.packed_weights {
-            PackedWeights::None => vec![None],
+            // Copies take memory and are no faster (docs/benchmarks-cpu.md).
+            PackedWeights::None | PackedWeights::Auto => vec![None],
             PackedWeights::Forward => vec![Some(PrepackedProducts::Forward)],
             PackedWeights::Both => vec![Some(PrepackedProducts::Both)],
-            PackedWeights::Auto if !prepacked::pays() => vec![None],
-            PackedWeights::Auto => vec![None, Some(PrepackedProducts::Forward), Some(PrepackedProducts::Both)],
         }
     }
 

@@ -17,11 +17,10 @@ use crate::source::Sublayer;
 use crate::source::sharded::is_in_parts;
 
 /// Packing a weight takes as long as a product of this many tokens. Measured: packing takes about 15 % of a product
-/// with 512 tokens (75 = 0.15 · 512). On a tile unit it takes a quarter to a third of the time of both together, so as
-/// long as 170 to 250 tokens (a prototype on Sapphire Rapids: 1.92 and 1.38 TFLOP/s instead of 2.56 and 2.05).
+/// with 512 tokens (75 = 0.15 · 512). With tiles it takes 16 % of all samples of a LoRA step, as much as 40 % of the tiles
+/// themselves, but a step with prepacked copies, which reads twice the bytes, takes as long (docs/lab-book.md, 2026-11-29).
 const PACKED_TOKENS: f64 = 75.0;
-const PACKED_TOKENS_TILES: f64 = 200.0;
-/// Dot products of bf16 pairs pack no weight. They read it from memory, which takes as long as a product of this many
+/// Dot products of bf16 pairs pack no weight, and tasks that use tiles pack it in the cache. Both read it from memory, which takes as long as a product of this many
 /// tokens (0.2 ns an element at 10 GB/s of a thread; 2 operations at 0.2 TFLOP/s are 0.01 ns).
 const READ_TOKENS_DOTS: f64 = 20.0;
 /// Operations per second of one thread, and of one thread with a tile unit.
@@ -66,13 +65,7 @@ pub fn seconds_of(model: &PlanModel, recipe: &Recipe, inputs: &PlanInputs) -> f6
 fn cpu_seconds(model: &PlanModel, recipe: &Recipe, inputs: &PlanInputs, active: &ActiveSet) -> f64 {
     let spec = model.spec;
     let tiles = prepacked::is_of_use() && recipe.model.dtype == Dtype::Bf16;
-    let packed = if !tiles {
-        PACKED_TOKENS
-    } else if prepacked::pays() {
-        PACKED_TOKENS_TILES
-    } else {
-        READ_TOKENS_DOTS
-    };
+    let packed = if !tiles { PACKED_TOKENS } else { READ_TOKENS_DOTS };
     let orders = inputs.strategy.packed_copies.as_ref().map(|c| c.orders);
     let forward = if orders.is_some() { 0.0 } else { packed };
     let backward = if orders == Some(PrepackedProducts::Both) {

@@ -55,8 +55,7 @@ section! {
         /// With a GPU: most host memory to use. Set it to plan for a GPU in another machine. On a CPU it has no effect
         /// and is an error.
         host_budget: Option<u64> = "auto", "the free memory of this machine at the start";
-        /// How much memory `activations` and `packed_weights` take for speed while they are `auto`. `fast`: as much as there
-        /// is. `balanced`: only if a step gets at least 1 % faster for each 4 % of the peak, and freely below 1 GiB; `ft plan` shows what
+        /// How much memory `activations` takes for speed while it is `auto`. `fast`: as much as there is. `balanced`: only if a step gets at least 1 % faster for each 4 % of the peak, and freely below 1 GiB; `ft plan` shows what
         /// `fast` would give and cost.
         goal: MemoryGoal = "auto", "`balanced` on a CPU; `fast` on a GPU, and with a `budget`, which says how much may be taken";
         /// Storage of the projections of the layers that are not trained. Quantized, they take a half (`int8`) to a
@@ -95,8 +94,8 @@ section! {
         mlp_chunk: ChunkSize = "auto", "all tokens if they fit", in from(0);
         /// On a CPU with a tile unit (AMX) or fast bf16 dot products (AMD, from Zen 4 on) and with `model.dtype =
         /// "bf16"`: a packed copy of the frozen weights stays in memory, for the `forward` pass or for `both` passes
-        /// (two copies), so that matrix multiplications do not pack them each time. Results are bit-identical.
-        packed_weights: PackedWeights = "auto", "the fastest that fits, if it pays (`goal`); with dot products `none`";
+        /// (two copies). Results are bit-identical.
+        packed_weights: PackedWeights = "auto", "`none`: products without copies take as long";
     }
 }
 

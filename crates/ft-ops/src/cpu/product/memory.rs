@@ -42,6 +42,15 @@ pub fn gemm_bytes() -> u64 {
     }
 }
 
+/// Number of f32 of a thread's packed part of a weight; 0 without AMX.
+fn tile_scratch() -> usize {
+    #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+    if CpuBackend::current() == CpuBackend::Amx {
+        return super::amx::SCRATCH;
+    }
+    0
+}
+
 impl ProductSizes {
     /// Number of f32 of scratch memory per thread: a packed part of A and of B.
     pub fn thread_elements(&self) -> usize {
@@ -50,7 +59,7 @@ impl ProductSizes {
         let a = packed(self.tokens, self.widest).max(packed(self.widest, self.tokens));
         // Fused LoRA: its rows, and as many more elements of k in A.
         let fused = 2 * self.tokens.min(MC) * self.rank;
-        a + NC_KC.min(self.widest * KC) + fused
+        (a + NC_KC.min(self.widest * KC) + fused).max(tile_scratch())
     }
 
     /// Bytes of the operands that are packed for the tile unit, an activation and a weight; 0 without such a unit.
@@ -66,7 +75,8 @@ impl ProductSizes {
                     let product = bytes(self.activations) + DEQUANTIZED.min(2 * self.largest_weight);
                     product.max(2 * PACKED.min(self.gradient))
                 }
-                _ => bytes(self.tokens * self.widest_linear) + bytes(self.largest_weight),
+                // AMX packs a weight in the memory of the threads.
+                _ => bytes(self.activations).max(2 * PACKED.min(self.gradient)),
             };
             return (packed + fused) as u64;
         }

@@ -39,9 +39,8 @@ pub(super) fn words(x: __m512i) -> __m512bh {
 pub(super) unsafe fn multiply(call: &TileCall, add: bool) {
     // SAFETY: promised by the caller.
     unsafe {
-        let mut steps = call.near + call.far;
+        let steps = call.near + call.far;
         if !call.finished.is_null() {
-            steps += super::tile_kernels::WRITING;
             for row in 0..32 {
                 let c = call.c.wrapping_byte_add(row * call.c_row);
                 for half in 0..2 {

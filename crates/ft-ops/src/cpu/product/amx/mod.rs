@@ -1,8 +1,8 @@
 //! Products with bf16 operands and f32 sums on AMX, or with AVX512-BF16 dot products instead.
 //!
-//! Operands are packed completely and in parallel, as [chunk of k][panel of 32][step]. Memory is bounded: a product
-//! with a larger operand (the output projection) is computed in parts. Tasks own blocks of C. A task multiplies
-//! each panel of A with all panels of B of its block, chunk by chunk of k.
+//! Tasks own blocks of C (`block.rs`). Activations are packed completely and in parallel, as [chunk of k][panel of 32][step]; memory
+//! is bounded, so a product with larger operands is computed in parts. On AMX a weight is packed by the tasks, a few panels at a
+//! time, into the L2 cache: so it is read once, and its packed form never goes to memory.
 //!
 //! A fused LoRA product (`fused_lora.rs`) first multiplies the packed A with its `down`. Then its rank is appended after
 //! the last chunk of both operands. Its matrices and u are rounded to bf16 here, as the operands of the product are.
@@ -10,6 +10,7 @@
 //! A weight that does not change can be stored prepacked (`panels.rs`): then only A is packed. Dot products read a bf16 weight
 //! where it lies (`unpacked.rs`), with the same bits.
 
+mod block;
 mod buffer;
 pub(super) mod avx512_bf16;
 mod emulate;
@@ -22,19 +23,16 @@ pub(super) mod tile_kernels;
 mod unpacked;
 
 use super::grid::part;
-use super::{CInit, CpuBackend, Matrix, OperandBlock, ProductJob};
+use super::{CInit, CpuBackend, Matrix, Operand, OperandBlock, ProductJob};
+pub(super) use block::SCRATCH;
+use block::{BLOCK_COLUMNS, ColumnPart, Columns, multiply};
 use buffer::{GrowingBuffer, with_buffers};
 use pack::PackFormat;
 use rayon::prelude::*;
-use tile_kernels::{STEP, TILE, TileCall, WRITING};
+use tile_kernels::{STEP, TileCall};
 
 /// Steps (of 32 elements of k) in a chunk of k: B of a block stays in the L2 cache.
 const KC_STEPS: usize = 32;
-/// Steps of a panel of A that stay in the L1 cache.
-const NEAR: usize = 16;
-/// Largest number of panels of a block of C.
-const BLOCK_ROWS: usize = 32;
-const BLOCK_COLUMNS: usize = 16;
 /// Largest number of bytes of a packed operand.
 pub(super) const PACKED: usize = 16 << 20;
 /// The same limit for a quantized operand, so that its dequantized values do not fill memory.
@@ -62,13 +60,15 @@ unsafe fn release(backend: CpuBackend) {
 
 /// Computes the sums of a tile. Writes the finished tile of `call`, if any, to C; adds it to the values in C if `add`.
 /// # Safety
-/// As `configure` and `tile_kernels::multiply_and_set`.
-unsafe fn multiply_tile(backend: CpuBackend, call: &TileCall, add: bool) {
+/// As `configure` and `tile_kernels::multiply_and_set`. `transposed` is for AMX only.
+unsafe fn multiply_tile(backend: CpuBackend, call: &TileCall, add: bool, transposed: bool) {
     // SAFETY: promised by the caller.
     unsafe {
-        match backend {
-            CpuBackend::Amx if add => tile_kernels::multiply_and_add(call),
-            CpuBackend::Amx => tile_kernels::multiply_and_set(call),
+        match (backend, transposed, add) {
+            (CpuBackend::Amx, false, true) => tile_kernels::multiply_and_add(call),
+            (CpuBackend::Amx, false, false) => tile_kernels::multiply_and_set(call),
+            (CpuBackend::Amx, true, true) => tile_kernels::multiply_and_add_transposed(call),
+            (CpuBackend::Amx, true, false) => tile_kernels::multiply_and_set_transposed(call),
             _ => avx512_bf16::multiply(call, add),
         }
     }
@@ -120,6 +120,14 @@ pub(super) fn run(job: &ProductJob, backend: CpuBackend) {
     if prepacked.is_none() && backend == CpuBackend::Avx512Bf16 && unpacked::fits(job) {
         return unpacked::run(job);
     }
+    // A weight is packed by the tasks, panel by panel. Its rows are operand A if they are contiguous in k: then packing is a copy.
+    let by_tasks = prepacked.is_none() && backend == CpuBackend::Amx && !matches!(job.b.values, Operand::F32(_));
+    let transposed = by_tasks && job.b.k_contiguous;
+    let (rows_format, columns_format) = if transposed {
+        (PackFormat::B, PackFormat::A)
+    } else {
+        (PackFormat::A, PackFormat::B)
+    };
     let c = job.c;
     let filled = match job.start {
         CInit::Zero => false,
@@ -154,16 +162,23 @@ pub(super) fn run(job: &ProductJob, backend: CpuBackend) {
                 k0,
                 k: k_len,
             };
-            let a = pack_operand(&job.a, block(0, m), depth, PackFormat::A, packed_a);
+            let a = pack_operand(&job.a, block(0, m), depth, rows_format, packed_a);
+            let columns_of = |columns, first, count| ColumnPart {
+                columns,
+                first,
+                count,
+                transposed,
+            };
             if let Some(fused_lora) = &job.fused_lora {
-                let rank = (0, fused_lora.rank);
-                let down = pack_operand(&fused_lora.down, block(0, rank.1), own, PackFormat::B, packed_b);
-                multiply_packed(backend, &fused_lora.job(job), a, down, rank, own, k_part > 0);
+                let rank = fused_lora.rank;
+                let down = pack_operand(&fused_lora.down, block(0, rank), own, columns_format, packed_b);
+                let down = columns_of(Columns::Packed(down), 0, rank);
+                multiply(backend, &fused_lora.job(job), a, down, own, k_part > 0);
             }
             if let Some(fused_lora) = fused {
                 // SAFETY: the tasks that wrote u are complete.
                 let u = unsafe { fused_lora.scaled(m) };
-                pack_extra(&u, (0, m), fused_lora.rank, depth, PackFormat::A, a);
+                pack_extra(&u, (0, m), fused_lora.rank, depth, rows_format, a);
             }
             let add = filled || k_part > 0;
             if let Some(prepacked) = &prepacked {
@@ -171,7 +186,17 @@ pub(super) fn run(job: &ProductJob, backend: CpuBackend) {
                 if let Some(fused_lora) = fused {
                     pack_extra(&fused_lora.up, (0, n), fused_lora.rank, depth, PackFormat::B, b);
                 }
-                multiply_packed(backend, job, a, b, (0, n), depth, add);
+                multiply(backend, job, a, columns_of(Columns::Packed(b), 0, n), depth, add);
+                continue;
+            }
+            if by_tasks {
+                let columns = Columns::Weight {
+                    weight: &job.b,
+                    k0,
+                    k: k_len,
+                    up: fused.map(|f| (&f.up, f.rank)),
+                };
+                multiply(backend, job, a, columns_of(columns, 0, n), depth, add);
                 continue;
             }
             let bound = if job.b.is_quantized() { DEQUANTIZED } else { PACKED };
@@ -183,7 +208,7 @@ pub(super) fn run(job: &ProductJob, backend: CpuBackend) {
                 if let Some(fused_lora) = fused {
                     pack_extra(&fused_lora.up, (n0, n_len), fused_lora.rank, depth, PackFormat::B, b);
                 }
-                multiply_packed(backend, job, a, b, (n0, n_len), depth, add);
+                multiply(backend, job, a, columns_of(Columns::Packed(b), n0, n_len), depth, add);
             }
         }
     });
@@ -287,15 +312,9 @@ fn pack_all(m: &Matrix, block: OperandBlock, format: PackFormat, to: PackedView)
                 k0: k0 + chunk.first * 32,
                 k: elements,
             };
-            if m.is_quantized() {
-                let block = block(group_index * group * 32, group * 32);
-                // SAFETY: the job was checked; each task writes its own panels, which lie in the buffer.
-                return unsafe { pack::quantized(m, block, format, |i| address(group_index * group + i)) };
-            }
-            for p in group_index * group..((group_index + 1) * group).min(panels) {
-                // SAFETY: the job was checked; each task writes its own panels, which lie in the buffer.
-                unsafe { pack::panel(m, block(p * 32, 32), format, address(p)) }
-            }
+            let block = block(group_index * group * 32, group * 32);
+            // SAFETY: the job was checked; each task writes its own panels, which lie in the buffer.
+            unsafe { pack::panels(m, block, format, |i| address(group_index * group + i)) }
         });
 }
 
@@ -321,150 +340,4 @@ fn pack_extra(
         // SAFETY: the job was checked; each task writes after its own panel, where space is reserved.
         unsafe { pack::panel(m, block, format, address.cast_mut()) }
     });
-}
-
-/// Computes columns `n0..n0 + n_len` of C from packed operands that have at least the steps of `depth`.
-fn multiply_packed(
-    backend: CpuBackend,
-    job: &ProductJob,
-    a: PackedView,
-    b: PackedView,
-    (n0, n_len): (usize, usize),
-    depth: Depth,
-    add: bool,
-) {
-    let rows = job.sizes.0.div_ceil(32);
-    let columns = n_len.div_ceil(32);
-    let threads = rayon::current_num_threads();
-    let down = rows.div_ceil(BLOCK_ROWS).max(threads.min(rows));
-    let across = columns.div_ceil(BLOCK_COLUMNS).max((threads / down).min(columns));
-    (0..down * across).into_par_iter().with_max_len(1).for_each(|task| {
-        let block = BlockTask {
-            backend,
-            job,
-            a,
-            b,
-            n0,
-            n_len,
-            depth,
-            rows: part(rows, down, task / across, 1),
-            columns: part(columns, across, task % across, 1),
-        };
-        if block.rows.1 > 0 && block.columns.1 > 0 {
-            block.run(add);
-        }
-    });
-}
-
-struct BlockTask<'a> {
-    backend: CpuBackend,
-    job: &'a ProductJob<'a>,
-    a: PackedView,
-    b: PackedView,
-    n0: usize,
-    n_len: usize,
-    depth: Depth,
-    rows: (usize, usize),
-    columns: (usize, usize),
-}
-
-#[repr(C, align(64))]
-struct Sums([[f32; TILE]; 2]);
-
-/// A tile whose sums are complete but not yet written to C.
-#[derive(Clone, Copy)]
-struct FinishedTile {
-    which: usize,
-    row: usize,
-    column: usize,
-    add: bool,
-}
-
-impl BlockTask<'_> {
-    fn run(&self, add: bool) {
-        let mut sums = Sums([[0.0; TILE]; 2]);
-        let mut finished: Option<FinishedTile> = None;
-        let mut next = 0;
-        // SAFETY: this path is taken only if the backend is available (tests: emulated).
-        unsafe { configure(self.backend) };
-        for chunk in 0..self.depth.count() {
-            let steps = self.depth.chunk(chunk).room;
-            for row in self.rows.0..self.rows.0 + self.rows.1 {
-                let a = self.a.at(row, chunk);
-                // The next panel of A is prefetched in parts, one with each panel of B.
-                let mut ahead = self.a.at(row + 1, chunk);
-                for column in self.columns.0..self.columns.0 + self.columns.1 {
-                    let b = self.b.at(column, chunk);
-                    let near = steps.min(NEAR);
-                    let mut call = TileCall {
-                        a,
-                        b,
-                        sums: sums.0[next].as_mut_ptr(),
-                        near,
-                        far: steps - near,
-                        ahead,
-                        finished: std::ptr::null(),
-                        c: std::ptr::null_mut(),
-                        c_row: self.job.sizes.1 * 4,
-                        rows: 32.min(self.job.sizes.0 - row * 32),
-                    };
-                    ahead = ahead.wrapping_add(steps * 256);
-                    let before = finished.replace(FinishedTile {
-                        which: next,
-                        row,
-                        column,
-                        add: add || chunk > 0,
-                    });
-                    match before {
-                        Some(before) if near >= WRITING && self.is_whole(&before) => {
-                            call.near -= WRITING;
-                            call.finished = sums.0[before.which].as_ptr();
-                            call.c = self.job.c.at(self.c_index(&before));
-                            // SAFETY: panels hold `steps` steps; the whole finished tile lies in the block of this
-                            // task.
-                            unsafe { multiply_tile(self.backend, &call, before.add) }
-                        }
-                        before => {
-                            if let Some(before) = before {
-                                self.write(&before, &sums);
-                            }
-                            // SAFETY: as above.
-                            unsafe { multiply_tile(self.backend, &call, false) }
-                        }
-                    }
-                    next ^= 1;
-                }
-            }
-        }
-        if let Some(last) = finished {
-            self.write(&last, &sums);
-        }
-        // SAFETY: as above.
-        unsafe { release(self.backend) };
-    }
-
-    /// Returns the index in C of the first element of a tile.
-    fn c_index(&self, tile: &FinishedTile) -> usize {
-        tile.row * 32 * self.job.sizes.1 + self.n0 + tile.column * 32
-    }
-
-    fn is_whole(&self, tile: &FinishedTile) -> bool {
-        tile.row * 32 + 32 <= self.job.sizes.0 && tile.column * 32 + 32 <= self.n_len
-    }
-
-    /// Writes the part of a tile that lies inside C.
-    fn write(&self, tile: &FinishedTile, sums: &Sums) {
-        let n = self.job.sizes.1;
-        let rows = 32.min(self.job.sizes.0 - tile.row * 32);
-        let columns = 32.min(self.n_len - tile.column * 32);
-        for row in 0..rows {
-            // SAFETY: this row of C lies in the block of this task; no other task accesses it.
-            let c = unsafe { self.job.c.part(self.c_index(tile) + row * n, columns) };
-            for (column, c) in c.iter_mut().enumerate() {
-                let at = (row / 16 * 2 + column / 16) * 256 + row % 16 * 16 + column % 16;
-                let sum = sums.0[tile.which][at];
-                *c = if tile.add { *c + sum } else { sum };
-            }
-        }
-    }
 }

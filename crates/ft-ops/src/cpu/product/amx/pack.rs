@@ -27,31 +27,28 @@ pub(super) unsafe fn panel(m: &Matrix, block: OperandBlock, format: PackFormat, 
     // SAFETY: promised by the caller.
     unsafe {
         match m.values {
-            Operand::F32(v) => steps(v.as_ptr(), m, block, format, to),
+            Operand::F32(v) => wide_steps(v.as_ptr(), m, block, format, to),
             Operand::Bf16(v) => steps(v.as_ptr(), m, block, format, to),
             Operand::Quantized(_) => quantized(m, block, format, |_| to),
         }
     }
 }
 
-/// Vectors that `quantized` dequantizes at a time.
-pub(super) const QUANTIZED: usize = 256;
-
-/// As `panel`, for a block of at most `QUANTIZED` quantized vectors: panel i is written to `to(i)`.
+/// As `panels`, for quantized vectors.
 /// # Safety
 /// As `panel`, for every panel.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-pub(super) unsafe fn quantized(m: &Matrix, block: OperandBlock, format: PackFormat, to: impl Fn(usize) -> *mut u8) {
+unsafe fn quantized(m: &Matrix, block: OperandBlock, format: PackFormat, to: impl Fn(usize) -> *mut u8) {
     let Operand::Quantized(view) = &m.values else { return };
     let OperandBlock { first, count, k0, k } = block;
     // 32 KB: this many steps of one panel, or one step of all panels.
-    let mut dequantized = [0f32; 32 * QUANTIZED];
+    let mut dequantized = [0f32; 32 * MOST_VECTORS];
     if m.k_contiguous {
         for (panel, start) in (0..count).step_by(32).enumerate() {
             let vectors = 32.min(count - start);
-            for (i, at) in (0..k).step_by(QUANTIZED).enumerate() {
-                let len = QUANTIZED.min(k - at);
-                for (vector, row) in dequantized.chunks_exact_mut(QUANTIZED).enumerate().take(vectors) {
+            for (i, at) in (0..k).step_by(MOST_VECTORS).enumerate() {
+                let len = MOST_VECTORS.min(k - at);
+                for (vector, row) in dequantized.chunks_exact_mut(MOST_VECTORS).enumerate().take(vectors) {
                     dequantize(
                         Some(VectorIsa::Avx512),
                         view,
@@ -60,8 +57,8 @@ pub(super) unsafe fn quantized(m: &Matrix, block: OperandBlock, format: PackForm
                         &mut row[..len],
                     );
                 }
-                let part = Matrix::k_inner(Operand::F32(&dequantized), QUANTIZED);
-                let address = to(panel).wrapping_add(i * (QUANTIZED / 32) * STEP);
+                let part = Matrix::k_inner(Operand::F32(&dequantized), MOST_VECTORS);
+                let address = to(panel).wrapping_add(i * (MOST_VECTORS / 32) * STEP);
                 let block = OperandBlock {
                     first: 0,
                     count: vectors,
@@ -69,17 +66,17 @@ pub(super) unsafe fn quantized(m: &Matrix, block: OperandBlock, format: PackForm
                     k: len,
                 };
                 // SAFETY: promised by the caller; the vectors lie in `dequantized`.
-                unsafe { steps(dequantized.as_ptr(), &part, block, format, address) }
+                unsafe { wide_steps(dequantized.as_ptr(), &part, block, format, address) }
             }
         }
         return;
     }
     for (step, at) in (0..k).step_by(32).enumerate() {
         let len = 32.min(k - at);
-        for (p, row) in dequantized.chunks_exact_mut(QUANTIZED).enumerate().take(len) {
+        for (p, row) in dequantized.chunks_exact_mut(MOST_VECTORS).enumerate().take(len) {
             dequantize(Some(VectorIsa::Avx512), view, k0 + at + p, first, &mut row[..count]);
         }
-        let part = Matrix::k_outer(Operand::F32(&dequantized), QUANTIZED);
+        let part = Matrix::k_outer(Operand::F32(&dequantized), MOST_VECTORS);
         for (panel, start) in (0..count).step_by(32).enumerate() {
             let block = OperandBlock {
                 first: start,
@@ -89,12 +86,105 @@ pub(super) unsafe fn quantized(m: &Matrix, block: OperandBlock, format: PackForm
             };
             let address = to(panel).wrapping_add(step * STEP);
             // SAFETY: as above.
-            unsafe { steps(dequantized.as_ptr(), &part, block, format, address) }
+            unsafe { wide_steps(dequantized.as_ptr(), &part, block, format, address) }
         }
     }
 }
 
+/// f32 that the processor itself rounds (AVX512-BF16). Numbers too small to be normal become 0, as they are in products.
+#[derive(Clone, Copy)]
+#[repr(transparent)]
+struct NativeF32(#[allow(dead_code)] f32);
+
+/// Packs f32.
+/// # Safety
+/// As `panel`.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+unsafe fn wide_steps(from: *const f32, m: &Matrix, block: OperandBlock, format: PackFormat, to: *mut u8) {
+    // SAFETY: promised by the caller; the feature was detected.
+    unsafe {
+        if is_x86_feature_detected!("avx512bf16") {
+            native_steps(from.cast(), m, block, format, to)
+        } else {
+            steps(from, m, block, format, to)
+        }
+    }
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+unsafe fn native_steps(from: *const NativeF32, m: &Matrix, block: OperandBlock, format: PackFormat, to: *mut u8) {
+    // SAFETY: promised by the caller.
+    unsafe { steps(from, m, block, format, to) }
+}
+
+/// Vectors that `panels` packs at a time.
+pub(super) const MOST_VECTORS: usize = 256;
+
+/// As `panel`, for a block of at most `MOST_VECTORS` vectors: panel i is written to `to(i)`.
+/// # Safety
+/// As `panel`, for every panel.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+pub(super) unsafe fn panels(m: &Matrix, block: OperandBlock, format: PackFormat, to: impl Fn(usize) -> *mut u8) {
+    // SAFETY: promised by the caller.
+    unsafe {
+        match m.values {
+            Operand::Quantized(_) => return quantized(m, block, format, to),
+            Operand::Bf16(from) if !m.k_contiguous && format == PackFormat::B && block.count.is_multiple_of(32) => {
+                return interleave(from.as_ptr(), m.stride, block, to);
+            }
+            _ => {}
+        }
+        for start in (0..block.count).step_by(32) {
+            let part = OperandBlock {
+                first: block.first + start,
+                count: 32.min(block.count - start),
+                ..block
+            };
+            panel(m, part, format, to(start / 32));
+        }
+    }
+}
+
+/// Rows by which a weight is prefetched while two of its rows are interleaved.
+const ROWS_AHEAD: usize = 16;
+
+/// Packs whole panels of an operand that is not contiguous in k: two rows, of all panels, at a time.
+/// # Safety
+/// As `panels`.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+unsafe fn interleave(from: *const bf16, stride: usize, block: OperandBlock, to: impl Fn(usize) -> *mut u8) {
+    let OperandBlock { first, count, k0, k } = block;
+    let index = |start: i16| -> [i16; 32] { std::array::from_fn(|i| start + (i / 2) as i16 + 32 * (i % 2) as i16) };
+    // SAFETY: promised by the caller; a prefetch may have any address.
+    unsafe {
+        let (low, high) = (
+            _mm512_loadu_epi16(index(0).as_ptr()),
+            _mm512_loadu_epi16(index(16).as_ptr()),
+        );
+        for q in 0..k.next_multiple_of(32) / 2 {
+            let row = from.wrapping_add((k0 + 2 * q) * stride + first);
+            for panel in 0..count / 32 {
+                let from = row.wrapping_add(panel * 32);
+                let load = |i: usize| {
+                    if 2 * q + i < k {
+                        let ahead = from.wrapping_add((i + ROWS_AHEAD) * stride);
+                        _mm_prefetch::<_MM_HINT_T0>(ahead.cast());
+                        _mm512_loadu_epi16(from.wrapping_add(i * stride).cast())
+                    } else {
+                        _mm512_setzero_si512()
+                    }
+                };
+                let (even, odd) = (load(0), load(1));
+                let to = to(panel).add(q / 16 * STEP + q % 16 * 64);
+                _mm512_store_si512(to.cast(), _mm512_permutex2var_epi16(even, low, odd));
+                _mm512_store_si512(to.add(1024).cast(), _mm512_permutex2var_epi16(even, high, odd));
+            }
+        }
+    }
+}
+
+/// Inlined in functions that have the features of `T`.
+#[inline(always)]
 unsafe fn steps<T: Element>(from: *const T, m: &Matrix, block: OperandBlock, format: PackFormat, to: *mut u8) {
     let OperandBlock { first, count, k0, k } = block;
     let transposes = m.k_contiguous != (format == PackFormat::A);
@@ -104,29 +194,35 @@ unsafe fn steps<T: Element>(from: *const T, m: &Matrix, block: OperandBlock, for
             let left = (k - step * 32).min(32);
             for half in 0..2 {
                 let there = count.saturating_sub(half * 16).min(16);
-                let mut words = [_mm512_setzero_si512(); 16];
-                if m.k_contiguous {
-                    for (i, words) in words.iter_mut().enumerate().take(there) {
+                let to = to.add(step * STEP + half * 1024);
+                let words = |i: usize| {
+                    if m.k_contiguous {
                         let at = (first + half * 16 + i) * m.stride + k0 + step * 32;
-                        *words = T::pairs(from.add(at), mask32(left));
+                        let mask = if i < there { mask32(left) } else { 0 };
+                        return T::pairs(from.wrapping_add(at), mask);
                     }
-                } else {
-                    for (q, words) in words.iter_mut().enumerate().take(left.div_ceil(2)) {
-                        let at = (k0 + step * 32 + 2 * q) * m.stride + first + half * 16;
-                        let second = if 2 * q + 1 < left { mask16(there) } else { 0 };
-                        *words = T::joined(
-                            from.wrapping_add(at),
-                            mask16(there),
-                            from.wrapping_add(at + m.stride),
-                            second,
-                        );
+                    let at = (k0 + step * 32 + 2 * i) * m.stride + first + half * 16;
+                    let mask = |is: bool| if is { mask16(there) } else { 0 };
+                    T::joined(
+                        from.wrapping_add(at),
+                        mask(2 * i < left),
+                        from.wrapping_add(at + m.stride),
+                        mask(2 * i + 1 < left),
+                    )
+                };
+                if !transposes {
+                    for i in 0..16 {
+                        _mm512_store_si512(to.add(i * 64).cast(), words(i));
                     }
+                    continue;
                 }
-                if transposes {
-                    words = transpose(words);
+                let mut block = [_mm512_setzero_si512(); 16];
+                for (i, row) in block.iter_mut().enumerate() {
+                    *row = words(i);
                 }
-                for (i, words) in words.into_iter().enumerate() {
-                    _mm512_store_si512(to.add(step * STEP + half * 1024 + i * 64).cast(), words);
+                let block = transpose(block);
+                for (i, row) in block.iter().enumerate() {
+                    _mm512_store_si512(to.add(i * 64).cast(), *row);
                 }
             }
         }
@@ -137,7 +233,7 @@ fn mask32(n: usize) -> u32 {
     if n >= 32 { u32::MAX } else { (1 << n) - 1 }
 }
 
-fn mask16(n: usize) -> u16 {
+pub(super) fn mask16(n: usize) -> u16 {
     if n >= 16 { u16::MAX } else { (1 << n) - 1 }
 }
 
@@ -172,6 +268,44 @@ impl Element for f32 {
     unsafe fn joined(even: *const f32, even_mask: u16, odd: *const f32, odd_mask: u16) -> __m512i {
         // SAFETY: promised by the caller.
         unsafe { wide_joined(even, even_mask, odd, odd_mask) }
+    }
+}
+
+impl Element for NativeF32 {
+    #[inline(always)]
+    unsafe fn pairs(from: *const NativeF32, mask: u32) -> __m512i {
+        // SAFETY: promised by the caller.
+        unsafe { native_pairs(from.cast(), mask) }
+    }
+    #[inline(always)]
+    unsafe fn joined(even: *const NativeF32, even_mask: u16, odd: *const NativeF32, odd_mask: u16) -> __m512i {
+        // SAFETY: promised by the caller.
+        unsafe { native_joined(even.cast(), even_mask, odd.cast(), odd_mask) }
+    }
+}
+
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+unsafe fn native_pairs(from: *const f32, mask: u32) -> __m512i {
+    // SAFETY: promised by the caller: the masked elements are readable.
+    unsafe {
+        let low = _mm512_maskz_loadu_ps(mask as u16, from);
+        let high = _mm512_maskz_loadu_ps((mask >> 16) as u16, from.wrapping_add(16));
+        std::mem::transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(high, low))
+    }
+}
+
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+unsafe fn native_joined(even: *const f32, even_mask: u16, odd: *const f32, odd_mask: u16) -> __m512i {
+    // SAFETY: as above.
+    unsafe {
+        let even = _mm512_maskz_loadu_ps(even_mask, even);
+        let odd = _mm512_maskz_loadu_ps(odd_mask, odd);
+        let words = std::mem::transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(odd, even));
+        // The first 16 are even, the last 16 odd.
+        let order: [i16; 32] = std::array::from_fn(|i| (i / 2 + 16 * (i % 2)) as i16);
+        _mm512_permutexvar_epi16(_mm512_loadu_epi16(order.as_ptr()), words)
     }
 }
 

@@ -74,7 +74,7 @@ fn check(backend: CpuBackend, (m, n, k): (usize, usize, usize)) {
 fn tiles_agree_with_plain_loops() {
     for backend in backends() {
         // Ragged edges; one step and several; k below and above the number of steps in which a finished tile is
-        // written.
+        // written; more panels than a block or a group of them has.
         for sizes in [
             (1, 1, 1),
             (5, 3, 7),
@@ -84,6 +84,8 @@ fn tiles_agree_with_plain_loops() {
             (64, 96, 512),
             (70, 65, 545),
             (96, 64, 1100),
+            (530, 300, 70),
+            (40, 610, 1100),
         ] {
             check(backend, sizes);
         }

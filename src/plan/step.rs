@@ -302,7 +302,8 @@ fn scratch(spec: &Spec, inputs: &PlanInputs, bf16: bool, active: &ActiveSet) -> 
         widest_linear: widest,
         widest: widest.max(spec.vocab),
         largest_weight: largest.max(spec.vocab * spec.hidden),
-        rank: ranks.filter(|rank| linear::can_fuse(*rank)).max().unwrap_or(0),
+        rank: ranks.clone().filter(|rank| linear::can_fuse(*rank)).max().unwrap_or(0),
+        unfused_rank: ranks.filter(|rank| !linear::can_fuse(*rank)).max().unwrap_or(0),
         activations: activations.max().unwrap_or(0).max(logits),
         gradient: gradients.max().unwrap_or(0),
     };

@@ -407,7 +407,8 @@ fn packed_weights_are_counted_of_what_is_frozen() {
         (once, 2 * once)
     );
     assert_eq!(both.peak_bytes, without.peak_bytes + 2 * once);
-    assert!(least < some && some < seconds(&spec(), &recipe, &plain));
+    // No time is gained (docs/benchmarks-cpu.md).
+    assert_eq!([some, least], [seconds(&spec(), &recipe, &plain); 2]);
 }
 
 #[test]

@@ -9,7 +9,7 @@ use super::{PlanInputs, experts, gpu_time};
 use crate::engine::{ActiveSet, GradientStorage};
 use crate::model::Spec;
 use crate::model::pieces::pieces;
-use crate::ops::prepacked::{self, PrepackedProducts};
+use crate::ops::{CpuBackend, prepacked};
 use crate::recipe::{Dtype, Recipe};
 use crate::setup::ElementBytes;
 use crate::sft::CausalLm;
@@ -17,12 +17,14 @@ use crate::source::Sublayer;
 use crate::source::sharded::is_in_parts;
 
 /// Packing a weight takes as long as a product of this many tokens. Measured: packing takes about 15 % of a product
-/// with 512 tokens (75 = 0.15 · 512). With tiles it takes 16 % of all samples of a LoRA step, as much as 40 % of the tiles
-/// themselves, but a step with prepacked copies, which reads twice the bytes, takes as long (docs/lab-book.md, 2026-11-29).
+/// with 512 tokens (75 = 0.15 · 512).
 const PACKED_TOKENS: f64 = 75.0;
-/// Dot products of bf16 pairs pack no weight, and tasks that use tiles pack it in the cache. Both read it from memory, which takes as long as a product of this many
+/// Dot products of bf16 pairs pack no weight. They read it from memory, which takes as long as a product of this many
 /// tokens (0.2 ns an element at 10 GB/s of a thread; 2 operations at 0.2 TFLOP/s are 0.01 ns).
 const READ_TOKENS_DOTS: f64 = 20.0;
+/// With tiles (AMX) tasks pack a weight in the cache: a quarter of the samples of the tiles themselves at 512 tokens
+/// (docs/lab-book.md, 2026-11-29).
+const PACKED_TOKENS_TILES: f64 = 128.0;
 /// Operations per second of one thread, and of one thread with a tile unit.
 const THREAD_RATE: f64 = 50e9;
 const TILES_RATE: f64 = 500e9;
@@ -65,13 +67,11 @@ pub fn seconds_of(model: &PlanModel, recipe: &Recipe, inputs: &PlanInputs) -> f6
 fn cpu_seconds(model: &PlanModel, recipe: &Recipe, inputs: &PlanInputs, active: &ActiveSet) -> f64 {
     let spec = model.spec;
     let tiles = prepacked::is_of_use() && recipe.model.dtype == Dtype::Bf16;
-    let packed = if !tiles { PACKED_TOKENS } else { READ_TOKENS_DOTS };
-    let orders = inputs.strategy.packed_copies.as_ref().map(|c| c.orders);
-    let forward = if orders.is_some() { 0.0 } else { packed };
-    let backward = if orders == Some(PrepackedProducts::Both) {
-        0.0
-    } else {
-        packed
+    // The same with prepacked copies, which are read from memory too.
+    let packed = match CpuBackend::current() {
+        _ if !tiles => PACKED_TOKENS,
+        CpuBackend::Amx => PACKED_TOKENS_TILES,
+        _ => READ_TOKENS_DOTS,
     };
     let layers = spec.layers.len();
     let lowest = active.lowest_layer(layers);
@@ -103,8 +103,8 @@ fn cpu_seconds(model: &PlanModel, recipe: &Recipe, inputs: &PlanInputs, active: 
     let wanted = model.sum(active, |p| if active.wants(&p.name) { p.elements() as u64 } else { 0 });
     let trained = 2.0 * n * wanted as f64;
     // The loss uses a chunked head twice.
-    let through = layer(forward) * (layers as f64 + recomputed) + layer(backward) * above;
-    let loss = head(forward) * if streamed { 2.0 } else { 1.0 } + head(backward);
+    let through = layer(packed) * (layers as f64 + recomputed) + layer(packed) * above;
+    let loss = head(packed) * if streamed { 2.0 } else { 1.0 } + head(packed);
     let work = through + loss + trained;
     let rate = if tiles { TILES_RATE } else { THREAD_RATE };
     let work = work / (rate * inputs.threads as f64);

@@ -242,7 +242,7 @@ fn packed_weights_change_no_bit() {
                 .map_or("amx-emulated", |p| p.name());
             let ran = bench.command(&args).env("FT_CPU", path).output().unwrap();
             if said(&ran).contains("this CPU cannot run") {
-                return eprintln!("skipped: a tile unit is played with AVX-512");
+                return eprintln!("skipped: AMX is emulated with AVX-512");
             }
             assert!(ran.status.success(), "{name}\n{}", said(&ran));
             let plan = std::fs::read_to_string(bench.path(&format!("{name}/plan.json"))).unwrap();

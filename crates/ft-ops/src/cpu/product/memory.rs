@@ -2,7 +2,7 @@
 
 use super::CpuBackend;
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-use super::amx::{DEQUANTIZED, PACKED};
+use super::amx::{CHUNK, DEQUANTIZED, PACKED};
 use super::fused_lora::MAX_RANK;
 use super::grid::{KC, MC, NC_KC};
 
@@ -22,6 +22,8 @@ pub struct ProductSizes {
     pub largest_weight: usize,
     /// Largest rank of a LoRA product that can be fused.
     pub rank: usize,
+    /// Largest rank of the others.
+    pub unfused_rank: usize,
     /// Most elements of the activations of a product with a weight.
     pub activations: usize,
     /// Most elements of both operands of a weight gradient; 0 if no weight of a linear trains.
@@ -62,21 +64,27 @@ impl ProductSizes {
         (a + NC_KC.min(self.widest * KC) + fused).max(tile_scratch())
     }
 
-    /// Bytes of the operands that are packed for the tile unit, an activation and a weight; 0 without such a unit.
+    /// Bytes of the operands that are packed for tiles or dot products; 0 without them.
     pub fn tile_bytes(&self) -> u64 {
         #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
         if CpuBackend::current().packs_bf16() {
             let bytes = |elements: usize| PACKED.min(2 * elements);
+            // At least a chunk of each panel is packed.
+            let bound = |vectors: usize| PACKED.max(vectors.div_ceil(32) * CHUNK);
+            let gradient = 2 * bound(self.widest_linear).min(self.gradient);
             // A fused LoRA product extends both operands, in steps of 32.
             let fused = 2 * self.rank.next_multiple_of(32) * (self.tokens + self.widest_linear);
             let packed = match CpuBackend::current() {
                 // Dot products pack a weight only if it is quantized, and both operands of gradients.
                 CpuBackend::Avx512Bf16 => {
                     let product = bytes(self.activations) + DEQUANTIZED.min(2 * self.largest_weight);
-                    product.max(2 * PACKED.min(self.gradient))
+                    product.max(gradient)
                 }
-                // AMX packs a weight in the memory of the threads.
-                _ => bytes(self.activations).max(2 * PACKED.min(self.gradient)),
+                // AMX packs a weight in the memory of the threads, but not the f32 matrices of an adapter that is not fused.
+                _ => {
+                    let adapter = bytes(self.unfused_rank.next_multiple_of(32) * self.widest_linear);
+                    (bound(self.tokens).min(2 * self.activations) + adapter).max(gradient)
+                }
             };
             return (packed + fused) as u64;
         }

@@ -10,7 +10,7 @@ use std::arch::x86_64::*;
 
 /// Steps of a panel of rows that stay in the L1 cache.
 const NEAR: usize = WRITING;
-/// Largest number of panels of a block: a chunk of its rows stays in the L2 cache.
+/// Largest number of panels of a block: a chunk of its rows stays in the L2 cache. A weight is packed once for so many rows.
 const BLOCK_ROWS: usize = 16;
 pub(super) const BLOCK_COLUMNS: usize = 16;
 /// Panels of a weight that a task packs together and multiplies with a panel of rows one after the other: so it writes long parts
@@ -47,6 +47,14 @@ pub(super) struct ColumnPart<'a> {
     pub transposed: bool,
 }
 
+/// Returns into how many blocks (down, across) the panels of C are cut: so that the tasks of a column of blocks are a multiple of
+/// the number of threads, if there are so many panels.
+fn blocks((down, across): (usize, usize), threads: usize) -> (usize, usize) {
+    let columns = across.div_ceil(BLOCK_COLUMNS).next_multiple_of(threads).min(across);
+    let rows = down.div_ceil(BLOCK_ROWS).max(threads.div_ceil(columns)).min(down);
+    (rows, columns)
+}
+
 /// Computes a part of the columns of C. `rows` has at least the steps of `depth`.
 pub(super) fn multiply(
     backend: CpuBackend,
@@ -58,11 +66,7 @@ pub(super) fn multiply(
 ) {
     let down_panels = job.sizes.0.div_ceil(32);
     let across_panels = part_of_c.count.div_ceil(32);
-    let threads = rayon::current_num_threads();
-    let across = across_panels.div_ceil(BLOCK_COLUMNS).max(threads.min(across_panels));
-    let down = down_panels
-        .div_ceil(BLOCK_ROWS)
-        .max((threads / across).min(down_panels));
+    let (down, across) = blocks((down_panels, across_panels), rayon::current_num_threads());
     (0..down * across).into_par_iter().with_max_len(1).for_each(|task| {
         let block = BlockTask {
             backend,
@@ -323,5 +327,35 @@ unsafe fn write_tile(
                 _mm512_mask_storeu_ps(to, mask, sum);
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn all_threads_have_work() {
+        // The share of the time in which a thread has work, if all panels take as long.
+        let busy = |panels: (usize, usize), threads| {
+            let (down, across) = blocks(panels, threads);
+            assert!((1..=panels.0).contains(&down) && (1..=panels.1).contains(&across));
+            let largest = panels.0.div_ceil(down) * panels.1.div_ceil(across);
+            let rounds = (down * across).div_ceil(threads);
+            (panels.0 * panels.1) as f64 / (threads * rounds * largest) as f64
+        };
+        // 512 and 2048 tokens; weights of 896, 4096, 4864 and 18944 rows.
+        for down in [16, 64] {
+            for across in [28, 128, 152, 592] {
+                for threads in [1, 2, 8, 16, 32, 64] {
+                    let share = busy((down, across), threads);
+                    assert!(share > 0.6, "{down} x {across} panels, {threads} threads: {share}");
+                }
+            }
+        }
+        // A LoRA rank: one panel, so the rows are divided. Few rows: the columns are.
+        assert_eq!(blocks((16, 1), 8), (8, 1));
+        assert_eq!(blocks((1, 28), 8), (1, 8));
+        assert_eq!(blocks((1, 3), 8), (1, 3));
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! Tasks own blocks of C (`block.rs`). Activations are packed completely and in parallel, as [chunk of k][panel of 32][step]; memory
 //! is bounded, so a product with larger operands is computed in parts. On AMX a weight is packed by the tasks, a few panels at a
-//! time, into the L2 cache: so it is read once, and its packed form never goes to memory.
+//! time, into the L2 cache: so its packed form never goes to memory, and it is read once for each 512 rows.
 //!
 //! A fused LoRA product (`fused_lora.rs`) first multiplies the packed A with its `down`. Then its rank is appended after
 //! the last chunk of both operands. Its matrices and u are rounded to bf16 here, as the operands of the product are.
@@ -31,11 +31,13 @@ use pack::PackFormat;
 use rayon::prelude::*;
 use tile_kernels::{STEP, TileCall};
 
-/// Steps (of 32 elements of k) in a chunk of k: B of a block stays in the L2 cache.
+/// Steps (of 32 elements of k) in a chunk of k: 16 panels of rows (1 MB) and 8 of a weight stay in the L2 cache.
 const KC_STEPS: usize = 32;
+/// Bytes of a panel in a chunk.
+pub(super) const CHUNK: usize = KC_STEPS * STEP;
 /// Largest number of bytes of a packed operand.
 pub(super) const PACKED: usize = 16 << 20;
-/// The same limit for a quantized operand, so that its dequantized values do not fill memory.
+/// The same limit for a quantized operand with dot products, so that its dequantized values do not fill memory.
 pub(super) const DEQUANTIZED: usize = 4 << 20;
 
 /// Prepares the CPU for the tile products of a task.

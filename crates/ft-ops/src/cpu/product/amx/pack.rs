@@ -91,7 +91,8 @@ unsafe fn quantized(m: &Matrix, block: OperandBlock, format: PackFormat, to: imp
     }
 }
 
-/// f32 that the processor itself rounds (AVX512-BF16). Numbers too small to be normal become 0, as they are in products.
+/// f32 that the processor itself rounds (AVX512-BF16): f32 numbers too small to be normal become 0, as bf16 numbers that small are
+/// in products, and the bits of a NaN can be others.
 #[derive(Clone, Copy)]
 #[repr(transparent)]
 struct NativeF32(#[allow(dead_code)] f32);

@@ -84,6 +84,8 @@ fn tiles_agree_with_plain_loops() {
             (64, 96, 512),
             (70, 65, 545),
             (96, 64, 1100),
+            (40, 64, 545),
+            (33, 320, 33),
             (530, 300, 70),
             (40, 610, 1100),
         ] {
@@ -255,28 +257,43 @@ fn bit_equal_for_any_number_of_threads() {
 }
 
 fn threads_on(backend: CpuBackend) {
-    let (m, n, k) = (130, 200, 600);
-    let (a, b) = (flat(&random((m, k), 1)), flat(&random((n, k), 2)));
-    let run = |threads| {
-        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-        let mut c = vec![0f32; m * n];
-        pool.install(|| {
-            super::run(
-                &ProductJob {
-                    sizes: (m, n, k),
-                    c: SharedSlice::new(&mut c),
-                    start: CInit::Zero,
-                    a: Matrix::k_inner(StoredElements::F32(&a), k),
-                    b: Matrix::k_inner(StoredElements::F32(&b), k),
-                    fused_lora: None,
-                },
-                backend,
-            )
-        });
-        c.iter().map(|x| x.to_bits()).collect::<Vec<_>>()
-    };
-    let one = run(1);
-    assert!(one == run(2) && one == run(5));
+    let (m, n, k, rank) = (130, 330, 1100, 16);
+    let operand = |rows: usize, columns: usize, seed| flat(&random((rows, columns), seed));
+    let (a, b) = (operand(m, k, 1), operand(n, k, 2));
+    let (down, up, narrow) = (operand(rank, k, 3), operand(n, rank, 4), rounded(&b));
+    let weights = [
+        Matrix::k_inner(Operand::F32(&b), k),
+        Matrix::k_inner(Operand::Bf16(&narrow), k),
+        Matrix::k_outer(Operand::Bf16(&narrow), n),
+    ];
+    for weight in weights {
+        let run = |threads| {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+            let (mut c, mut u) = (vec![0f32; m * n], vec![0f32; m * rank]);
+            pool.install(|| {
+                let fused_lora = FusedLora {
+                    rank,
+                    down: Matrix::k_inner(Operand::F32(&down), k),
+                    up: Matrix::k_inner(Operand::F32(&up), rank),
+                    scale: 0.5,
+                    u: &mut u,
+                };
+                let operands = (Matrix::k_inner(Operand::F32(&a), k), weight);
+                product_with(
+                    backend,
+                    (m, n, k),
+                    &mut c,
+                    CInit::Zero,
+                    operands,
+                    Rounding::Bf16,
+                    fused_lora,
+                )
+            });
+            c.into_iter().chain(u).map(f32::to_bits).collect::<Vec<_>>()
+        };
+        let one = run(1);
+        assert!(one == run(2) && one == run(5));
+    }
 }
 
 /// A prepacked weight `[O, I]`, whole or from a given row on, with and without fused LoRA, gives the same bits. Two

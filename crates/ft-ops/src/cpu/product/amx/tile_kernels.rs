@@ -2,8 +2,8 @@
 //!
 //! One call multiplies a panel of A (32 rows) with a panel of B (32 columns): 4 registers hold sums, 2 hold A, 2
 //! hold B. A step of 32 along k is 4 loads and 4 products. Measurements of such kernels on Sapphire Rapids show:
-//! - B streams from the L2 cache and must not evict A from the L1 cache: it is loaded with the hint `t1` (+20 %).
-//!   The first 16 steps of A (32 KB) stay in the L1 cache, the rest is loaded with `t1` too;
+//! - the panel of a weight comes from the L2 cache and must not evict the rows from the L1 cache: it is loaded with the hint
+//!   `t1` (+20 %). The last 16 steps of the rows (32 KB) stay in the L1 cache, the others are loaded with `t1` too;
 //! - writing a finished tile of C costs a fifth of the time unless it is interleaved with the products of the next
 //!   tile.
 
@@ -16,7 +16,7 @@ use std::sync::OnceLock;
 pub(super) const STEP: usize = 2048;
 /// Number of f32 of a tile of C.
 pub(super) const TILE: usize = 32 * 32;
-/// Steps in which a finished tile is written: 2 of its 32 rows per step.
+/// Steps in which a finished tile is written: 2 of its 32 rows in each, or a transposed block of 16 x 16 in four.
 pub(super) const WRITING: usize = 16;
 
 /// True if the CPU has AMX for bf16 and this process may use it.

@@ -301,7 +301,12 @@ fn scratch(spec: &Spec, inputs: &PlanInputs, bf16: bool, active: &ActiveSet) -> 
         tokens: inputs.tokens,
         widest_linear: widest,
         widest: widest.max(spec.vocab),
-        largest_weight: largest.max(spec.vocab * spec.hidden),
+        // Only projections are quantized.
+        largest_quantized: if inputs.strategy.storage.quantized().is_empty() {
+            0
+        } else {
+            largest
+        },
         rank: ranks.clone().filter(|rank| linear::can_fuse(*rank)).max().unwrap_or(0),
         unfused_rank: ranks.filter(|rank| !linear::can_fuse(*rank)).max().unwrap_or(0),
         activations: activations.max().unwrap_or(0).max(logits),

@@ -453,6 +453,8 @@ fn compare(ways: &[Way], wanted: impl Fn(usize, usize) -> bool) {
                     if s.micro_batches > 1 && matches!(way, Way::FullFused | Way::FullPieces) {
                         continue;
                     }
+                    // Operands of a way that needed more would stay.
+                    ft::ops::linear::free_packed_operands();
                     let (most, plan) = pool.install(|| measure(s, way, dtype, place, before));
                     let error = plan.peak_bytes as f64 / most as f64 - 1.0;
                     let line = format!(

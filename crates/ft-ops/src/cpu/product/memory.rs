@@ -18,8 +18,8 @@ pub struct ProductSizes {
     pub widest_linear: usize,
     /// The same with the rows of the head.
     pub widest: usize,
-    /// Elements of the largest weight.
-    pub largest_weight: usize,
+    /// Elements of the largest quantized weight; 0 if none is quantized.
+    pub largest_quantized: usize,
     /// Largest rank of a LoRA product that can be fused.
     pub rank: usize,
     /// Largest rank of the others.
@@ -42,6 +42,13 @@ pub fn gemm_bytes() -> u64 {
     } else {
         0
     }
+}
+
+/// Frees the memory that packed operands were kept in; the next product takes what it needs. For measurements of several runs in
+/// one process.
+pub fn free_packed_operands() {
+    #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+    super::amx::free_buffers();
 }
 
 /// Number of f32 of a thread's packed part of a weight; 0 without AMX.
@@ -72,20 +79,20 @@ impl ProductSizes {
             // At least a chunk of each panel is packed.
             let bound = |vectors: usize| PACKED.max(vectors.div_ceil(32) * CHUNK);
             let gradient = 2 * bound(self.widest_linear).min(self.gradient);
+            // The f32 matrices of an adapter that is not fused.
+            let adapter = bytes(self.unfused_rank.next_multiple_of(32) * self.widest_linear);
             // A fused LoRA product extends both operands, in steps of 32.
             let fused = 2 * self.rank.next_multiple_of(32) * (self.tokens + self.widest_linear);
             let packed = match CpuBackend::current() {
-                // Dot products pack a weight only if it is quantized, and both operands of gradients.
+                // Dot products pack a weight only if it is quantized.
                 CpuBackend::Avx512Bf16 => {
-                    let product = bytes(self.activations) + DEQUANTIZED.min(2 * self.largest_weight);
-                    product.max(gradient)
+                    bytes(self.activations) + adapter.max(DEQUANTIZED.min(2 * self.largest_quantized))
                 }
-                // AMX packs a weight in the memory of the threads, but not the f32 matrices of an adapter that is not fused.
-                _ => {
-                    let adapter = bytes(self.unfused_rank.next_multiple_of(32) * self.widest_linear);
-                    (bound(self.tokens).min(2 * self.activations) + adapter).max(gradient)
-                }
+                // AMX packs a weight in the memory of the threads.
+                _ => bound(self.tokens).min(2 * self.activations) + adapter,
             };
+            // Both operands of a gradient are packed.
+            let packed = packed.max(gradient);
             return (packed + fused) as u64;
         }
         0

@@ -73,6 +73,13 @@ unsafe impl Send for GrowingBuffer {}
 
 static BUFFERS: Mutex<Option<(GrowingBuffer, GrowingBuffer)>> = Mutex::new(None);
 
+/// Frees the two buffers of the process.
+pub(in crate::cpu::product) fn free_buffers() {
+    if let Ok(mut buffers) = BUFFERS.lock() {
+        *buffers = None;
+    }
+}
+
 /// Runs `f` with the two buffers of the process, or with new ones if another thread is using them.
 pub(super) fn with_buffers<R>(f: impl FnOnce(&mut GrowingBuffer, &mut GrowingBuffer) -> R) -> R {
     let kept = BUFFERS.lock().ok().and_then(|mut b| b.take());

@@ -26,6 +26,7 @@ use super::grid::part;
 use super::{CInit, CpuBackend, Matrix, Operand, OperandBlock, ProductJob};
 pub(super) use block::SCRATCH;
 use block::{BLOCK_COLUMNS, ColumnPart, Columns, multiply};
+pub(super) use buffer::free_buffers;
 use buffer::{GrowingBuffer, with_buffers};
 use pack::PackFormat;
 use rayon::prelude::*;

@@ -55,7 +55,8 @@ section! {
         /// With a GPU: most host memory to use. Set it to plan for a GPU in another machine. On a CPU it has no effect
         /// and is an error.
         host_budget: Option<u64> = "auto", "the free memory of this machine at the start";
-        /// How much memory `activations` takes for speed while it is `auto`. `fast`: as much as there is. `balanced`: only if a step gets at least 1 % faster for each 4 % of the peak, and freely below 1 GiB; `ft plan` shows what
+        /// How much memory `activations` takes for speed while it is `auto`. `fast`: as much as there is. `balanced`: only
+        /// if a step gets at least 1 % faster for each 4 % of the peak, and freely below 1 GiB; `ft plan` shows what
         /// `fast` would give and cost.
         goal: MemoryGoal = "auto", "`balanced` on a CPU; `fast` on a GPU, and with a `budget`, which says how much may be taken";
         /// Storage of the projections of the layers that are not trained. Quantized, they take a half (`int8`) to a

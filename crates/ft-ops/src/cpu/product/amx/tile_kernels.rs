@@ -179,7 +179,8 @@ macro_rules! kernel {
     };
 }
 
-/// Writes two of the 32 rows of the finished tile in each of 16 steps. `$sum`: text that adds the values in C.
+/// Writes two of the 32 rows of the finished tile in each of 16 steps. `$load0`, `$load1`: text that loads a row of its upper and of
+/// its lower half, and adds the values in C if they stay.
 macro_rules! rows_of_tile {
     ($load0:literal, $load1:literal) => {
         turns!(

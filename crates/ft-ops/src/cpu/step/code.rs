@@ -5,6 +5,10 @@
 //! signed. The second is unsigned, and a value above zero never becomes zero, because the update divides by its root.
 
 use super::super::math::LANES;
+#[cfg(target_arch = "x86_64")]
+use super::super::product::{CpuBackend, VectorIsa};
+#[cfg(target_arch = "x86_64")]
+use super::code_avx512;
 use std::sync::LazyLock;
 
 /// Elements that share one absmax.
@@ -13,19 +17,21 @@ pub(crate) const BLOCK: usize = 256;
 /// Buckets of the lookup: exponents from 2^-25 up to 2^0, `FINE` buckets each; no bucket contains two midpoints.
 const EXPONENTS: usize = 26;
 const FINE: usize = 128;
+pub(super) const BUCKETS: usize = EXPONENTS * FINE;
 /// Bits of an f32 that are dropped to get a bucket.
-const CUT: u32 = 23 - FINE.ilog2();
+pub(super) const CUT: u32 = 23 - FINE.ilog2();
 /// The bucket index of 2^-25.
-const LOWEST: u32 = (127 - 25) * FINE as u32;
+pub(super) const LOWEST: u32 = (127 - 25) * FINE as u32;
 
 /// A sorted quantization table of 256 values from -1 (or 0) to 1.
 pub(crate) struct QuantizationTable {
     pub(crate) values: [f32; 256],
     /// `middles[i]` is the midpoint of `values[i]` and `values[i + 1]`.
     pub(crate) middles: [f32; 256],
-    /// Lower bound of the table index for a number in this bucket, for each sign.
-    from: [[u8; EXPONENTS * FINE]; 2],
-    signed: bool,
+    /// Lower bound of the table index for a number in this bucket: positive numbers, then negative ones. Vector code reads four bytes
+    /// for each index.
+    pub(super) from: [u8; 2 * BUCKETS + 3],
+    pub(super) signed: bool,
 }
 
 pub(crate) static SIGNED: LazyLock<QuantizationTable> = LazyLock::new(|| QuantizationTable::dynamic(true));
@@ -70,12 +76,11 @@ impl QuantizationTable {
             middles[i] = (values[i] + values[i + 1]) / 2.0;
         }
         let below = |x: f32| middles[..255].iter().filter(|m| **m < x).count() as u8;
-        let mut from = [[0u8; EXPONENTS * FINE]; 2];
-        let [positive, negative] = &mut from;
-        for (bucket, (positive, negative)) in positive.iter_mut().zip(negative).enumerate() {
+        let mut from = [0u8; 2 * BUCKETS + 3];
+        for bucket in 0..BUCKETS {
             // The first bucket also contains all smaller numbers.
-            *positive = below(if bucket == 0 { 0.0 } else { edge(bucket) });
-            *negative = below(-edge(bucket + 1));
+            from[bucket] = below(if bucket == 0 { 0.0 } else { edge(bucket) });
+            from[BUCKETS + bucket] = below(-edge(bucket + 1));
         }
         Self {
             values,
@@ -91,14 +96,24 @@ impl QuantizationTable {
         let bits = x.to_bits();
         let bucket = ((bits & 0x7FFF_FFFF) >> CUT)
             .saturating_sub(LOWEST)
-            .min((EXPONENTS * FINE) as u32 - 1);
-        let code = self.from[(bits >> 31) as usize][bucket as usize];
+            .min(BUCKETS as u32 - 1);
+        let code = self.from[(bits >> 31) as usize * BUCKETS + bucket as usize];
         // Branch-free: on moments a branch would be unpredictable.
         code + u8::from(self.middles[code as usize] < x)
     }
 
     /// Quantizes one block; returns its absmax.
     pub(crate) fn quantize(&self, values: &[f32], codes: &mut [u8]) -> f32 {
+        assert!(codes.len() == values.len());
+        #[cfg(target_arch = "x86_64")]
+        if CpuBackend::current().vector_isa() == Some(VectorIsa::Avx512) {
+            // SAFETY: the instructions were detected.
+            return unsafe { code_avx512::quantize(self, values, codes) };
+        }
+        self.quantize_plainly(values, codes)
+    }
+
+    fn quantize_plainly(&self, values: &[f32], codes: &mut [u8]) -> f32 {
         let mut lanes = [0f32; LANES];
         for values in values.chunks(LANES) {
             for (most, x) in lanes.iter_mut().zip(values) {
@@ -122,8 +137,13 @@ impl QuantizationTable {
     }
 
     /// Dequantizes one block.
-    #[inline(always)]
     pub(crate) fn dequantize(&self, codes: &[u8], most: f32, values: &mut [f32]) {
+        assert!(codes.len() == values.len());
+        #[cfg(target_arch = "x86_64")]
+        if CpuBackend::current().vector_isa() == Some(VectorIsa::Avx512) {
+            // SAFETY: the instructions were detected.
+            return unsafe { code_avx512::dequantize(self, codes, most, values) };
+        }
         for (x, code) in values.iter_mut().zip(codes) {
             *x = self.values[*code as usize] * most;
         }
@@ -164,6 +184,39 @@ mod tests {
         }
         for x in [-1.0, -1e-30, -1e-44] {
             assert_eq!(SIGNED.nearest(x), searched(&SIGNED, x));
+        }
+    }
+
+    #[test]
+    fn blocks_have_the_bits_of_plain_code() {
+        let rng = Rng::new(7, Stream::Init, &[]);
+        for n in [1, 15, 16, 17, 255, BLOCK] {
+            for round in 0..40 {
+                let number = |i: u64| rng.normal(i + 1000 * round) * 10f32.powi(-((i + round) as i32 % 12));
+                let mut x: Vec<f32> = (0..n as u64).map(number).collect();
+                match round {
+                    0 => x.fill(0.0),
+                    1 => x[n / 2] = f32::NAN,
+                    2 => x[n / 2] = f32::INFINITY,
+                    3 => x.iter_mut().for_each(|x| *x *= 1e-38),
+                    4 => x[n / 2] = -0.0,
+                    _ => {}
+                }
+                for (code, signed) in [(&*SIGNED, true), (&*UNSIGNED, false)] {
+                    let x: Vec<f32> = x.iter().map(|x| if signed { *x } else { x.abs() }).collect();
+                    let (mut got, mut want) = (vec![1u8; n], vec![2u8; n]);
+                    let most = [code.quantize(&x, &mut got), code.quantize_plainly(&x, &mut want)];
+                    assert!(
+                        got == want && most[0].to_bits() == most[1].to_bits(),
+                        "{n} {round} {signed}"
+                    );
+                    let mut back = vec![0f32; n];
+                    code.dequantize(&got, most[0], &mut back);
+                    for (back, c) in back.iter().zip(&got) {
+                        assert_eq!(back.to_bits(), (code.values[*c as usize] * most[0]).to_bits());
+                    }
+                }
+            }
         }
     }
 

@@ -3,6 +3,8 @@
 
 pub(crate) mod adafactor;
 pub(crate) mod code;
+#[cfg(target_arch = "x86_64")]
+mod code_avx512;
 pub(crate) mod rules;
 
 use super::math::vectorized;
@@ -177,12 +179,18 @@ fn split_body<const FMA: bool>(wide: &[f32], high: &mut [bf16], low: &mut [i16])
 }
 vectorized!(pub(crate) fn split(wide: &[f32], high: &mut [bf16], low: &mut [i16]) = split_body);
 
-/// Rounds elements stochastically; the first has index `first` in the parameter, a multiple of 4.
-fn round(rng: &Rng, first: usize, wide: &[f32], high: &mut [bf16]) {
-    for (i, (x, h)) in wide.chunks(4).zip(high.chunks_mut(4)).enumerate() {
-        let draws = rng.bits((first / 4 + i) as u64);
-        for (lane, (x, h)) in x.iter().zip(h).enumerate() {
-            *h = master::round(*x, (draws >> (16 * lane)) as u16);
+/// Rounds at most `BLOCK` elements stochastically; the first has index `first` in the parameter, a multiple of 4.
+#[inline(always)]
+fn round_body<const FMA: bool>(rng: &Rng, first: usize, wide: &[f32], high: &mut [bf16]) {
+    let mut draws = [0u16; BLOCK];
+    for (i, lanes) in draws[..wide.len().next_multiple_of(4)].chunks_exact_mut(4).enumerate() {
+        let draw = rng.bits((first / 4 + i) as u64);
+        for (lane, to) in lanes.iter_mut().enumerate() {
+            *to = (draw >> (16 * lane)) as u16;
         }
     }
+    for ((x, h), draw) in wide.iter().zip(high).zip(draws) {
+        *h = master::round(*x, draw);
+    }
 }
+vectorized!(fn round(rng: &Rng, first: usize, wide: &[f32], high: &mut [bf16]) = round_body);

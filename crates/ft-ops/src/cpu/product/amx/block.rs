@@ -4,7 +4,9 @@ use super::super::grid::part;
 use super::super::{CpuBackend, Matrix, OperandBlock, ProductJob};
 use super::pack::{self, PackFormat, mask16, transpose};
 use super::tile_kernels::{STEP, TILE, TileCall, WRITING};
+use super::unpacked_tiles::{self, UnpackedTileCall, multiply_16, multiply_32};
 use super::{Depth, PackedView, configure, multiply_tile, release};
+use half::bf16;
 use rayon::prelude::*;
 use std::arch::x86_64::*;
 
@@ -129,18 +131,21 @@ impl BlockTask<'_> {
                     self.sweep(&mut writer, (first, count), address, chunk, add);
                 }
             }
-            Columns::Weight { .. } => {
+            Columns::Weight { weight, .. } => {
                 let most = (0..self.depth.count())
                     .map(|c| self.depth.chunk(c).room)
                     .max()
                     .unwrap_or(0);
                 super::super::super::with_scratch(TOGETHER * most * STEP / 4, |scratch| {
                     let scratch: *mut u8 = scratch.as_mut_ptr().cast();
+                    if let Some(elements) = unpacked_tiles::elements(weight, self.job.sizes.0) {
+                        return self.multiply_unpacked(elements, weight.stride, scratch, add);
+                    }
                     for chunk in 0..self.depth.count() {
                         let room = self.depth.chunk(chunk).room * STEP;
                         for column in (first..first + count).step_by(TOGETHER) {
                             let here = (column, TOGETHER.min(first + count - column));
-                            self.pack_columns(here, chunk, scratch, room);
+                            self.pack_columns(here, chunk, 0, scratch, room);
                             let address = |i| scratch.wrapping_add((i - column) * room).cast_const();
                             self.sweep(&mut writer, here, address, chunk, add);
                         }
@@ -195,8 +200,52 @@ impl BlockTask<'_> {
         }
     }
 
-    /// Packs panels of the weight for a chunk of k, `room` bytes apart.
-    fn pack_columns(&self, (column, count): (usize, usize), chunk: usize, to: *mut u8, room: usize) {
+    /// Multiplies a weight where it lies, panel by panel, with all rows of the task. `scratch` holds a panel of what has to be packed:
+    /// incomplete steps and panels, and the LoRA rank.
+    fn multiply_unpacked(&self, weight: &[bf16], stride: usize, scratch: *mut u8, add: bool) {
+        let Columns::Weight { k0, k, .. } = self.part.columns else {
+            return;
+        };
+        let mut sums = Sums([[0.0; TILE]; 2]);
+        for column in self.columns.0..self.columns.0 + self.columns.1 {
+            let panel = (self.part.first + column * 32) * stride + k0;
+            let is_whole = self.part.count - column * 32 >= 32;
+            for chunk in 0..self.depth.count() {
+                let own = self.depth.chunk(chunk);
+                let steps = if is_whole { own.own.min(k / 32 - own.first) } else { 0 };
+                self.pack_columns((column, 1), chunk, steps, scratch, own.room * STEP);
+                for row in self.rows.0..self.rows.0 + self.rows.1 {
+                    let call = UnpackedTileCall {
+                        weight: weight.as_ptr().wrapping_add(panel + own.first * 32).cast(),
+                        row: stride * 2,
+                        steps,
+                        packed: scratch,
+                        packed_steps: own.room - steps,
+                        rows: self.rows_packed.at(row, chunk),
+                        sums: sums.0[0].as_mut_ptr(),
+                    };
+                    // SAFETY: the job was checked: a whole panel of the weight has these steps, the others are in `scratch`.
+                    unsafe {
+                        if self.job.sizes.0 - row * 32 <= 16 {
+                            multiply_16(&call);
+                        } else {
+                            multiply_32(&call);
+                        }
+                    }
+                    let tile = FinishedTile {
+                        which: 0,
+                        row,
+                        column,
+                        add: add || chunk > 0,
+                    };
+                    self.write(&sums.0[0], &tile);
+                }
+            }
+        }
+    }
+
+    /// Packs panels of the weight for a chunk of k, from its step `done` on; they are `room` bytes apart.
+    fn pack_columns(&self, (column, count): (usize, usize), chunk: usize, done: usize, to: *mut u8, room: usize) {
         let Columns::Weight { weight, k0, k, up } = self.part.columns else {
             return;
         };
@@ -212,15 +261,32 @@ impl BlockTask<'_> {
             k0,
             k,
         };
-        let (k0, k) = (k0 + own.first * 32, (own.own * 32).min(k - own.first * 32));
+        let start = own.first + done;
+        let (k0, k) = (k0 + start * 32, (own.own * 32).min(k - own.first * 32) - done * 32);
         let address = |i: usize| to.wrapping_add(i * room);
         // SAFETY: the job was checked; the buffer of this task holds these panels.
         unsafe {
             pack::panels(weight, vectors(k0, k), format, address);
             if let Some((up, rank)) = up.filter(|_| chunk + 1 == self.depth.count()) {
-                let after = |i| address(i).wrapping_add(own.own * STEP);
+                let after = |i| address(i).wrapping_add((own.own - done) * STEP);
                 pack::panels(up, vectors(0, rank), format, after);
             }
+        }
+    }
+
+    /// Writes the part of a tile that lies inside C.
+    fn write(&self, sums: &[f32; TILE], tile: &FinishedTile) {
+        // SAFETY: packing needs AVX-512 too; the tile lies in the block of this task.
+        unsafe {
+            write_tile(
+                sums,
+                self.part.transposed,
+                tile.add,
+                self.job.c.at(self.c_index(tile)),
+                self.job.sizes.1,
+                32.min(self.job.sizes.0 - tile.row * 32),
+                32.min(self.part.count - tile.column * 32),
+            )
         }
     }
 
@@ -261,7 +327,7 @@ impl TileWriter<'_> {
             }
             before => {
                 if let Some(before) = before {
-                    self.write(&before);
+                    self.task.write(&self.sums.0[before.which], &before);
                 }
                 // SAFETY: as above.
                 unsafe { multiply_tile(backend, &call, false, part.transposed) }
@@ -271,24 +337,7 @@ impl TileWriter<'_> {
 
     fn write_finished(&mut self) {
         if let Some(last) = self.finished.take() {
-            self.write(&last);
-        }
-    }
-
-    /// Writes the part of a tile that lies inside C.
-    fn write(&self, tile: &FinishedTile) {
-        let task = self.task;
-        // SAFETY: packing needs AVX-512 too; the tile lies in the block of this task.
-        unsafe {
-            write_tile(
-                &self.sums.0[tile.which],
-                task.part.transposed,
-                tile.add,
-                task.job.c.at(task.c_index(tile)),
-                task.job.sizes.1,
-                32.min(task.job.sizes.0 - tile.row * 32),
-                32.min(task.part.count - tile.column * 32),
-            )
+            self.task.write(&self.sums.0[last.which], &last);
         }
     }
 }

@@ -2,7 +2,8 @@
 //!
 //! Tasks own blocks of C (`block.rs`). Activations are packed completely and in parallel, as [chunk of k][panel of 32][step]; memory
 //! is bounded, so a product with larger operands is computed in parts. On AMX a weight is packed by the tasks, a few panels at a
-//! time, into the L2 cache: so its packed form never goes to memory, and it is read once for each 512 rows.
+//! time, into the L2 cache: so its packed form never goes to memory, and it is read once for each 512 rows. With a few rows of C a
+//! bf16 weight is not packed (`unpacked_tiles.rs`).
 //!
 //! A fused LoRA product (`fused_lora.rs`) first multiplies the packed A with its `down`. Then its rank is appended after
 //! the last chunk of both operands. Its matrices and u are rounded to bf16 here, as the operands of the product are.
@@ -21,6 +22,7 @@ pub(super) mod panels;
 mod tests;
 pub(super) mod tile_kernels;
 mod unpacked;
+mod unpacked_tiles;
 
 use super::grid::part;
 use super::{CInit, CpuBackend, Matrix, Operand, OperandBlock, ProductJob};

@@ -296,6 +296,54 @@ fn threads_on(backend: CpuBackend) {
     }
 }
 
+/// On AMX tiles of a bf16 weight are loaded from where it lies if C has few rows.
+#[test]
+fn a_few_rows_have_the_bits_of_many() {
+    backends().into_iter().for_each(few_rows_on);
+}
+
+fn few_rows_on(backend: CpuBackend) {
+    // Whole and incomplete steps and panels of the weight, one chunk of k and more, with and without LoRA rank.
+    for (n, k, rank) in [(64, 64, 0), (70, 50, 5), (33, 1100, 16), (640, 96, 0), (96, 2080, 40)] {
+        let operand = |rows: usize, columns: usize, seed| flat(&random((rows, columns), seed));
+        let (many, b) = (operand(140, k, 1), rounded(&operand(n, k, 2)));
+        let (down, up, bias) = (operand(rank, k, 3), operand(n, rank, 4), flat(&random(n, 5)));
+        let run = |m: usize| {
+            let (mut c, mut u) = (vec![0.5; m * n], vec![f32::NAN; m * rank]);
+            let operands = (
+                Matrix::k_inner(Operand::F32(&many[..m * k]), k),
+                Matrix::k_inner(Operand::Bf16(&b), k),
+            );
+            let start = if k == 50 { CInit::C } else { CInit::Bias(&bias[..]) };
+            if rank == 0 {
+                product_on(
+                    backend,
+                    (m, n, k),
+                    &mut c,
+                    start,
+                    operands.0,
+                    operands.1,
+                    Rounding::Bf16,
+                );
+            } else {
+                let fused_lora = FusedLora {
+                    rank,
+                    down: Matrix::k_inner(Operand::F32(&down), k),
+                    up: Matrix::k_inner(Operand::F32(&up), rank),
+                    scale: 0.5,
+                    u: &mut u,
+                };
+                product_with(backend, (m, n, k), &mut c, start, operands, Rounding::Bf16, fused_lora);
+            }
+            c.into_iter().map(f32::to_bits).collect::<Vec<_>>()
+        };
+        let want = run(140);
+        for m in [9, 16, 17, 32, 41, 75, 128] {
+            assert!(run(m) == want[..m * n], "{m} x {n} x {k}, rank {rank}");
+        }
+    }
+}
+
 /// A prepacked weight `[O, I]`, whole or from a given row on, with and without fused LoRA, gives the same bits. Two
 /// rows of chunks, so that a part begins and ends inside.
 #[test]

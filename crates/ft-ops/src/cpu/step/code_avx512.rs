@@ -3,19 +3,19 @@
 use super::code::{BUCKETS, CUT, LOWEST, QuantizationTable};
 use std::arch::x86_64::*;
 
-/// Number of f32 in a vector.
-const LANES: usize = 16;
+/// Number of f32 in a vector register.
+const VECTOR: usize = 16;
 
 /// The mask of the lanes that exist from element `at` on.
 fn mask(at: usize, n: usize) -> __mmask16 {
-    let left = (n - at).min(LANES);
+    let left = (n - at).min(VECTOR);
     ((1u32 << left) - 1) as u16
 }
 
 /// As `QuantizationTable::quantize`.
 /// # Safety
-/// The CPU must have AVX-512 (F, BW, VL); `codes` has the length of `values`.
-#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+/// The CPU must have AVX-512 (F, BW, DQ, VL); `codes` has the length of `values`.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 pub(super) unsafe fn quantize(table: &QuantizationTable, values: &[f32], codes: &mut [u8]) -> f32 {
     let n = values.len();
     let load = |at: usize| {
@@ -23,8 +23,8 @@ pub(super) unsafe fn quantize(table: &QuantizationTable, values: &[f32], codes: 
         unsafe { _mm512_maskz_loadu_ps(mask(at, n), values[at..].as_ptr()) }
     };
     let mut most = _mm512_setzero_ps();
-    for at in (0..n).step_by(LANES) {
-        // With NaN, the second operand.
+    for at in (0..n).step_by(VECTOR) {
+        // `max` returns its second operand if one is NaN: NaN is left out, as in the plain code.
         most = _mm512_max_ps(_mm512_abs_ps(load(at)), most);
     }
     let most = _mm512_reduce_max_ps(most);
@@ -34,12 +34,12 @@ pub(super) unsafe fn quantize(table: &QuantizationTable, values: &[f32], codes: 
     }
     let (lowest, last) = (_mm512_set1_epi32(LOWEST as i32), _mm512_set1_epi32(BUCKETS as i32 - 1));
     let negative = _mm512_set1_epi32(BUCKETS as i32);
-    for at in (0..n).step_by(LANES) {
+    for at in (0..n).step_by(VECTOR) {
         let x = load(at);
         let part = _mm512_div_ps(x, _mm512_set1_ps(most));
         let bits = _mm512_castps_si512(part);
         let size = _mm512_srli_epi32::<CUT>(_mm512_and_si512(bits, _mm512_set1_epi32(0x7FFF_FFFF)));
-        // `saturating_sub`: the larger one first.
+        // As `saturating_sub`: never negative.
         let bucket = _mm512_min_epu32(_mm512_sub_epi32(_mm512_max_epu32(size, lowest), lowest), last);
         let bucket = _mm512_mask_add_epi32(bucket, _mm512_movepi32_mask(bits), bucket, negative);
         // SAFETY: the index is below `2 * BUCKETS`, and three more bytes follow; a code is below 256.
@@ -64,10 +64,10 @@ pub(super) unsafe fn quantize(table: &QuantizationTable, values: &[f32], codes: 
 /// As `QuantizationTable::dequantize`.
 /// # Safety
 /// As `quantize`.
-#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 pub(super) unsafe fn dequantize(table: &QuantizationTable, codes: &[u8], most: f32, values: &mut [f32]) {
     let n = codes.len();
-    for at in (0..n).step_by(LANES) {
+    for at in (0..n).step_by(VECTOR) {
         let mask = mask(at, n);
         // SAFETY: the mask keeps to codes and values; a code is below 256.
         unsafe {

@@ -189,8 +189,30 @@ fn round_body<const FMA: bool>(rng: &Rng, first: usize, wide: &[f32], high: &mut
             *to = (draw >> (16 * lane)) as u16;
         }
     }
-    for ((x, h), draw) in wide.iter().zip(high).zip(draws) {
-        *h = master::round(*x, draw);
+    for ((x, h), draw) in wide.iter().zip(high).zip(&draws) {
+        *h = master::round(*x, *draw);
     }
 }
 vectorized!(fn round(rng: &Rng, first: usize, wide: &[f32], high: &mut [bf16]) = round_body);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ft_base::rng::Stream;
+
+    #[test]
+    fn each_element_has_its_own_random_bits() {
+        let rng = Rng::new(3, Stream::Init, &[]);
+        for n in [1, 3, 4, 255, BLOCK] {
+            let first = 8 * n.next_multiple_of(4);
+            let wide: Vec<f32> = (0..n as u64).map(|i| rng.normal(i)).collect();
+            let mut high = vec![bf16::ZERO; n];
+            round(&rng, first, &wide, &mut high);
+            for (i, (x, got)) in wide.iter().zip(high).enumerate() {
+                let element = first + i;
+                let draw = rng.bits(element as u64 / 4) >> (16 * (element % 4));
+                assert_eq!(got.to_bits(), master::round(*x, draw as u16).to_bits(), "{n} {i}");
+            }
+        }
+    }
+}

@@ -28,7 +28,8 @@ pub(in crate::cpu::product) const SCRATCH: usize =
 pub(super) enum Columns<'a> {
     /// Packed, with at least the steps of the product.
     Packed(PackedView),
-    /// A weight of which each task packs a few panels at a time, just before it multiplies them with all its rows.
+    /// A weight of which each task packs a few panels at a time, just before it multiplies them with all its rows. A task with few
+    /// rows reads it where it lies (`unpacked_tiles.rs`).
     Weight {
         weight: &'a Matrix<'a>,
         /// The part of k.
@@ -136,10 +137,12 @@ impl BlockTask<'_> {
                     .map(|c| self.depth.chunk(c).room)
                     .max()
                     .unwrap_or(0);
-                super::super::super::with_scratch(TOGETHER * most * STEP / 4, |scratch| {
+                let unpacked = unpacked_tiles::elements(weight, self.job.sizes.0);
+                let panels = if unpacked.is_some() { 1 } else { TOGETHER };
+                super::super::super::with_scratch(panels * most * STEP / 4, |scratch| {
                     let scratch: *mut u8 = scratch.as_mut_ptr().cast();
-                    if let Some(elements) = unpacked_tiles::elements(weight, self.job.sizes.0) {
-                        return self.multiply_unpacked(elements, weight.stride, scratch, add);
+                    if let Some(elements) = unpacked {
+                        return self.multiply_unpacked(elements, &mut writer.sums.0[0], scratch, add);
                     }
                     for chunk in 0..self.depth.count() {
                         let room = self.depth.chunk(chunk).room * STEP;
@@ -202,13 +205,13 @@ impl BlockTask<'_> {
 
     /// Multiplies a weight where it lies, panel by panel, with all rows of the task. `scratch` holds a panel of what has to be packed:
     /// incomplete steps and panels, and the LoRA rank.
-    fn multiply_unpacked(&self, weight: &[bf16], stride: usize, scratch: *mut u8, add: bool) {
-        let Columns::Weight { k0, k, .. } = self.part.columns else {
+    fn multiply_unpacked(&self, elements: &[bf16], sums: &mut [f32; TILE], scratch: *mut u8, add: bool) {
+        let Columns::Weight { weight, k0, k, .. } = self.part.columns else {
             return;
         };
-        let mut sums = Sums([[0.0; TILE]; 2]);
+        debug_assert!(self.part.transposed);
         for column in self.columns.0..self.columns.0 + self.columns.1 {
-            let panel = (self.part.first + column * 32) * stride + k0;
+            let panel = (self.part.first + column * 32) * weight.stride + k0;
             let is_whole = self.part.count - column * 32 >= 32;
             for chunk in 0..self.depth.count() {
                 let own = self.depth.chunk(chunk);
@@ -216,15 +219,16 @@ impl BlockTask<'_> {
                 self.pack_columns((column, 1), chunk, steps, scratch, own.room * STEP);
                 for row in self.rows.0..self.rows.0 + self.rows.1 {
                     let call = UnpackedTileCall {
-                        weight: weight.as_ptr().wrapping_add(panel + own.first * 32).cast(),
-                        row: stride * 2,
+                        weight: elements.as_ptr().wrapping_add(panel + own.first * 32).cast(),
+                        weight_row: weight.stride * 2,
                         steps,
-                        packed: scratch,
+                        packed_weight: scratch,
                         packed_steps: own.room - steps,
-                        rows: self.rows_packed.at(row, chunk),
-                        sums: sums.0[0].as_mut_ptr(),
+                        activations: self.rows_packed.at(row, chunk),
+                        sums: sums.as_mut_ptr(),
                     };
-                    // SAFETY: the job was checked: a whole panel of the weight has these steps, the others are in `scratch`.
+                    // SAFETY: `run` configured AMX. The job was checked: a whole panel has 32 rows of the weight with `steps` whole
+                    // steps. `pack_columns` wrote the others; the packed activations have all of them.
                     unsafe {
                         if self.job.sizes.0 - row * 32 <= 16 {
                             multiply_16(&call);
@@ -238,7 +242,7 @@ impl BlockTask<'_> {
                         column,
                         add: add || chunk > 0,
                     };
-                    self.write(&sums.0[0], &tile);
+                    self.write(sums, &tile);
                 }
             }
         }

@@ -6,6 +6,7 @@ use super::super::{
     CInit, CpuBackend, FusedLora, Matrix, Operand, PrepackedWeight, ProductJob, Rounding, WeightRows, product_on,
     product_with, testable,
 };
+use super::unpacked_tiles::MOST_ROWS;
 use crate::oracle::{flat, random};
 use half::bf16;
 
@@ -114,6 +115,7 @@ fn fuses(backend: CpuBackend) {
         (70, 65, 545, 33),
         (40, 64, 1100, 64),
         (2048, 33, 4128, 7),
+        (64, 33, 131_104, 7),
     ] {
         let sizes = [(m, k), (n, k), (rank, k), (n, rank)];
         let [a, b, down, up] = [1, 2, 3, 4].map(|i| flat(&random(sizes[i - 1], i as u64)));
@@ -303,10 +305,11 @@ fn a_few_rows_have_the_bits_of_many() {
 }
 
 fn few_rows_on(backend: CpuBackend) {
+    let most = MOST_ROWS + 1;
     // Whole and incomplete steps and panels of the weight, one chunk of k and more, with and without LoRA rank.
     for (n, k, rank) in [(64, 64, 0), (70, 50, 5), (33, 1100, 16), (640, 96, 0), (96, 2080, 40)] {
         let operand = |rows: usize, columns: usize, seed| flat(&random((rows, columns), seed));
-        let (many, b) = (operand(140, k, 1), rounded(&operand(n, k, 2)));
+        let (many, b) = (operand(most, k, 1), rounded(&operand(n, k, 2)));
         let (down, up, bias) = (operand(rank, k, 3), operand(n, rank, 4), flat(&random(n, 5)));
         let run = |m: usize| {
             let (mut c, mut u) = (vec![0.5; m * n], vec![f32::NAN; m * rank]);
@@ -314,7 +317,11 @@ fn few_rows_on(backend: CpuBackend) {
                 Matrix::k_inner(Operand::F32(&many[..m * k]), k),
                 Matrix::k_inner(Operand::Bf16(&b), k),
             );
-            let start = if k == 50 { CInit::C } else { CInit::Bias(&bias[..]) };
+            let start = match k {
+                50 => CInit::C,
+                64 | 96 => CInit::Zero,
+                _ => CInit::Bias(&bias[..]),
+            };
             if rank == 0 {
                 product_on(
                     backend,
@@ -337,8 +344,8 @@ fn few_rows_on(backend: CpuBackend) {
             }
             c.into_iter().map(f32::to_bits).collect::<Vec<_>>()
         };
-        let want = run(140);
-        for m in [9, 16, 17, 32, 41, 75, 128] {
+        let want = run(most);
+        for m in [5, 8, 16, 17, 32, 41, MOST_ROWS] {
             assert!(run(m) == want[..m * n], "{m} x {n} x {k}, rank {rank}");
         }
     }

@@ -7,7 +7,6 @@ use candle_core::{DType, Device, Tensor};
 use clap::Parser;
 use ft::base::rng::{Rng, Stream};
 use ft::base::{allocator, threads};
-use ft::ops::prepacked::{DenseWeight, PrepackedProducts, PrepackedTensor};
 use ft::ops::routing::{RouterSpec, Score};
 use ft::ops::{CpuBackend, linear};
 use std::hint::black_box;
@@ -22,9 +21,6 @@ struct Options {
     /// Numbers of tokens, in place of those of the shapes: `--tokens 1,4,8` times products with few rows.
     #[arg(long, value_delimiter = ',')]
     tokens: Vec<usize>,
-    /// Use packed weights, in the layout of the tile unit.
-    #[arg(long)]
-    packed: bool,
     /// Compare the products of experts with a dense product.
     #[arg(long)]
     experts: bool,
@@ -73,15 +69,9 @@ fn main() {
     for (n, i, out) in shapes {
         let (x, dy) = (random(n, i, 1), random(n, out, 2));
         let w = random(out, i, 3).to_dtype(DType::BF16).expect("a tensor");
-        let copy = if o.packed {
-            PrepackedTensor::new(&w, PrepackedProducts::Both, 0).expect("packed")
-        } else {
-            None
-        };
-        let weight = || copy.as_ref().map_or(DenseWeight::from(&w), DenseWeight::from);
         let forms: [(&str, &dyn Fn() -> Tensor); 3] = [
-            ("x·Wᵀ", &|| linear::forward(&x, weight(), None).expect("y")),
-            ("dy·W", &|| linear::backward_input(&dy, weight()).expect("dx")),
+            ("x·Wᵀ", &|| linear::forward(&x, &w, None).expect("y")),
+            ("dy·W", &|| linear::backward_input(&dy, &w).expect("dx")),
             ("dyᵀ·x", &|| linear::grad_weight(&dy, &x, DType::BF16).expect("dW")),
         ];
         for (form, f) in forms {
@@ -97,7 +87,7 @@ fn main() {
             let rate = 2.0 * (n * i * out) as f64 / seconds[seconds.len() / 2] / 1e9;
             println!(
                 "{}",
-                serde_json::json!({"impl": "ft", "cpu": CpuBackend::current().name(), "shape": [n, i, out], "form": form, "packed": copy.is_some(),
+                serde_json::json!({"impl": "ft", "cpu": CpuBackend::current().name(), "shape": [n, i, out], "form": form,
                     "gflops": (rate * 10.0).round() / 10.0})
             );
         }

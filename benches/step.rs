@@ -11,13 +11,12 @@ use ft::data::{Batch, Example};
 use ft::engine::{ActiveSet, Engine, GradientStorage, QueuedStep, StepStrategy};
 use ft::formats::config::Config;
 use ft::model::{Adapters, Spec, TrainableNetwork, families, shapes};
-use ft::ops::prepacked::PrepackedProducts;
 use ft::ops::{self, CpuBackend};
 use ft::optim::Optimizer;
 use ft::peft::{Adapter, DropoutMask, Lora, lora};
 use ft::recipe::{self, Dtype};
 use ft::sft::CausalLm;
-use ft::source::{PackedCopies, ResidentWeights};
+use ft::source::ResidentWeights;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
@@ -57,9 +56,6 @@ struct Options {
     /// Each step has rows of another length: from `seq` down, in turn of eight.
     #[arg(long)]
     vary: bool,
-    /// Keep packed copies of frozen weights: forward or both. Needs a tile unit.
-    #[arg(long)]
-    packed: Option<String>,
     /// Passed by `cargo bench`.
     #[arg(long, hide = true)]
     bench: bool,
@@ -142,20 +138,6 @@ fn main() {
                 .map(|part| part.name.to_string()),
         )],
     };
-    let packed_copies = o.packed.as_ref().map(|passes| PackedCopies {
-        orders: if passes == "both" {
-            PrepackedProducts::Both
-        } else {
-            PrepackedProducts::Forward
-        },
-        head: Some(spec.head_name().to_string()),
-        ranks: Arc::new(
-            spec.sites()
-                .into_iter()
-                .map(|s| (format!("{}.weight", s.module), 16))
-                .collect(),
-        ),
-    });
     let text = "[model]\npath = \"m\"\n[data]\ntrain = \"t.jsonl\"\n";
     let optimizer = recipe::parse(text, "bench", &o.set).expect("a recipe").recipe.optimizer;
     let strategy = StepStrategy {
@@ -165,7 +147,6 @@ fn main() {
             GradientStorage::Keep
         },
         saved_layers: o.keep.unwrap_or(layers),
-        packed_copies,
         layer_graphs: o.graphs,
         ..StepStrategy::new(dtype)
     };
@@ -233,7 +214,7 @@ fn main() {
             "threads": o.threads, "cpu": CpuBackend::current().name(), "keep": o.keep.unwrap_or(layers), "set": o.set,
             "graph_layers": graph_layers, "no_graphs": ops::graph::take_refusal(),
             "peak_graph_mib": ops::graph::memory(&device).expect("the memory of graphs").1 >> 20, "vary": o.vary,
-            "packed": o.packed, "tokens_per_s": (tokens / median * 10.0).round() / 10.0, "step_s": all,
+            "tokens_per_s": (tokens / median * 10.0).round() / 10.0, "step_s": all,
             "peak_rss_mib": memory::peak_resident() >> 20, "loss": loss,
             "page_faults": faults,
         })

@@ -220,11 +220,6 @@ fn changes(recipe: &Recipe) -> Vec<RecipeChange> {
             r.memory.activations = Activations::Auto;
         });
     }
-    if matches!(memory.packed_weights, PackedWeights::Forward | PackedWeights::Both) {
-        add(SAME, "memory.packed_weights=auto".into(), "the same results", &|r| {
-            r.memory.packed_weights = PackedWeights::Auto;
-        });
-    }
     if memory.head_chunk == ChunkSize::Whole && memory.tier != Tier::Device {
         add(SAME, "memory.head_chunk=auto".into(), "the same results", &|r| {
             r.memory.head_chunk = ChunkSize::Auto;

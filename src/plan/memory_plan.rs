@@ -13,7 +13,7 @@ use crate::plan::search::{PlanBase, PlanContext, PlannedStrategy, fits};
 use crate::plan::{Plan, PlanInputs};
 use crate::recipe::table::KeyPath;
 use crate::recipe::{
-    Activations, Auto, ChunkSize, DistributedSection, Memory, PackedWeights, RankWeights, Recipe, Tier, WeightStorage,
+    Activations, Auto, ChunkSize, DistributedSection, Memory, RankWeights, Recipe, Tier, WeightStorage,
 };
 use crate::setup::StoredWeights;
 use crate::setup::active_schedule::ActiveSchedule;
@@ -430,15 +430,6 @@ impl PlanContext<'_> {
                     needs("all tokens at once", least(&whole)?),
                 ),
             }
-        }
-        let can_pack = self.can_pack(recipe, strategy.placement);
-        match recipe.memory.packed_weights {
-            PackedWeights::Forward | PackedWeights::Both if !can_pack => say(
-                Memory::packed_weights,
-                PackedWeights::None.name().into(),
-                "needs a CPU with AMX or fast bf16 dot products, and frozen bf16 weights in memory".into(),
-            ),
-            _ => {}
         }
         if strategy.gradients == GradientStorage::NormFirst {
             let kept = |w: &StepStrategy| w.gradients == GradientStorage::Keep && w.placement == strategy.placement;

@@ -404,7 +404,6 @@ fn of_turn(
         held.push(ledger.alloc(MemoryKind::Scratch, inputs.threads as u64 * packed));
     }
     ledger.touch(MemoryKind::Scratch, inputs.start_bytes(recipe, model));
-    held.push(ledger.alloc(MemoryKind::PackedWeights, weights::packed(model, inputs, active)));
     let exchanged = exchange_bytes(trained, inputs.ranks as u64);
     // Averages of weights do not leave a GPU piece by piece.
     if inputs.on_gpu && recipe.distributed.sync_every == 0 {

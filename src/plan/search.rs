@@ -6,7 +6,6 @@ use crate::engine::{GradientStorage, StepStrategy};
 use crate::generate;
 use crate::model::{Adapters, Spec, tokens};
 use crate::ops::cross_entropy::PIECE;
-use crate::ops::prepacked::{self, PrepackedProducts};
 use crate::ops::quantized::Products;
 use crate::peft::Adapter;
 use crate::plan::gpu_time::GpuRates;
@@ -14,8 +13,8 @@ use crate::plan::knee::FastStep;
 use crate::plan::memory_plan::{MemoryLimits, ProcessState};
 use crate::quant::Format;
 use crate::recipe::{
-    Activations, Auto, ChunkSize, Correction, Dtype, LoraInit, Memory, Method, PackedWeights, PeftType, RankWeights,
-    Recipe, Tier, WeightStorage,
+    Activations, Auto, ChunkSize, Correction, Dtype, LoraInit, Memory, Method, PeftType, RankWeights, Recipe, Tier,
+    WeightStorage,
 };
 use crate::setup::active_schedule::ActiveSchedule;
 use crate::setup::prompts;
@@ -25,7 +24,7 @@ use crate::setup::row_sizes::RowSizes;
 use crate::setup::teacher::TeacherSpec;
 use crate::setup::{self, StoredWeights};
 use crate::source::Placement;
-use crate::source::{PackedCopies, StoragePolicy};
+use crate::source::StoragePolicy;
 use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
 use std::sync::Arc;
@@ -376,24 +375,21 @@ impl PlanContext<'_> {
         };
         let mut all = Vec::new();
         for placement in self.placements(recipe)? {
-            for orders in self.orders(recipe, placement) {
-                for &gradients in &gradients {
-                    all.extend(mlp.iter().map(|&mlp_tokens| StepStrategy {
+            for &gradients in &gradients {
+                all.extend(mlp.iter().map(|&mlp_tokens| StepStrategy {
+                    gradients,
+                    mlp_tokens,
+                    placement,
+                    ..base.inputs.strategy.clone()
+                }));
+                if placement == Placement::Device && self.has_layer_graphs(recipe, base) {
+                    all.push(StepStrategy {
                         gradients,
-                        mlp_tokens,
+                        mlp_tokens: mlp[0],
                         placement,
-                        packed_copies: orders.map(|orders| self.packed_copies(orders)),
+                        layer_graphs: true,
                         ..base.inputs.strategy.clone()
-                    }));
-                    if placement == Placement::Device && self.has_layer_graphs(recipe, base) {
-                        all.push(StepStrategy {
-                            gradients,
-                            mlp_tokens: mlp[0],
-                            placement,
-                            layer_graphs: true,
-                            ..base.inputs.strategy.clone()
-                        });
-                    }
+                    });
                 }
             }
         }
@@ -406,48 +402,6 @@ impl PlanContext<'_> {
             && recipe.memory.activations != Activations::Keep
             && base.inputs.sequence.ranks == 1
             && layer_graphs::apply(self.spec, self.adapters, &base.inputs.strategy.storage)
-    }
-
-    /// True if frozen weights can be prepacked and products read the copies.
-    pub fn can_pack(&self, recipe: &Recipe, place: Placement) -> bool {
-        let frozen = recipe.tune.method != Method::Full && !corrects_all(recipe);
-        let dense = recipe.model.dtype == Dtype::Bf16 && place == Placement::Device && !self.on_gpu;
-        frozen && dense && prepacked::is_of_use()
-    }
-
-    fn orders(&self, recipe: &Recipe, place: Placement) -> Vec<Option<PrepackedProducts>> {
-        if !self.can_pack(recipe, place) {
-            return vec![None];
-        }
-        match recipe.memory.packed_weights {
-            // Copies take memory and are no faster (docs/benchmarks-cpu.md).
-            PackedWeights::None | PackedWeights::Auto => vec![None],
-            PackedWeights::Forward => vec![Some(PrepackedProducts::Forward)],
-            PackedWeights::Both => vec![Some(PrepackedProducts::Both)],
-        }
-    }
-
-    /// The prepacked copies for these orders.
-    fn packed_copies(&self, orders: PrepackedProducts) -> PackedCopies {
-        // Rows that train change in a matrix that is frozen otherwise.
-        let head = self.spec.head_name();
-        let rows_train = self.schedule.always_trains()(&tokens::name_of(head));
-        PackedCopies {
-            orders,
-            head: (!rows_train).then(|| head.to_string()),
-            ranks: self.ranks(),
-        }
-    }
-
-    fn ranks(&self) -> Arc<BTreeMap<String, usize>> {
-        let rank = |(module, adapter): (&String, &Arc<Adapter>)| (format!("{module}.weight"), adapter.cost().rank);
-        let mut ranks: BTreeMap<String, usize> = self.adapters.iter().map(rank).collect();
-        for (parameter, linears) in self.spec.expert_linears() {
-            if let Some(rank) = ranks.remove(&format!("{parameter}.weight")) {
-                ranks.extend(linears.into_iter().map(|module| (format!("{module}.weight"), rank)));
-            }
-        }
-        Arc::new(ranks)
     }
 
     /// Where the weights may live, the fastest first.

@@ -8,7 +8,6 @@ use crate::base::units::{bytes, count};
 use crate::model::Spec;
 use crate::model::spec::{EMBEDDING, LM_HEAD};
 use crate::ops::cross_entropy::PIECE;
-use crate::ops::prepacked::PrepackedProducts;
 use crate::recipe::{Method, Recipe};
 use crate::report;
 use crate::setup::defaults::Choice;
@@ -224,15 +223,6 @@ pub(super) fn plan(
             },
         ),
         (
-            MemoryKind::PackedWeights,
-            "packed_weights",
-            "packed weights",
-            match inputs.strategy.packed_copies.as_ref().map(|c| c.orders) {
-                Some(PrepackedProducts::Both) => "copies of frozen weights, for both passes".into(),
-                _ => "copies of frozen weights, for the forward pass".into(),
-            },
-        ),
-        (
             MemoryKind::Reference,
             "reference",
             "reference",
@@ -367,8 +357,7 @@ pub(super) fn plan(
     let rare = |kind| {
         matches!(
             kind,
-            MemoryKind::PackedWeights
-                | MemoryKind::Reference
+            MemoryKind::Reference
                 | MemoryKind::Rollout
                 | MemoryKind::Teacher
                 | MemoryKind::RewardModels

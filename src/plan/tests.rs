@@ -5,12 +5,11 @@ use crate::engine::StepStrategy;
 use crate::model::rope::Rope;
 use crate::model::spec::{LayerSpec, ModuleNames, NormNames, QkNorm};
 use crate::ops::glu::Activation;
-use crate::ops::prepacked::PrepackedProducts;
 use crate::ops::rope::RopePairing;
 use crate::peft::AdapterCost;
 use crate::recipe;
 use crate::setup::row_sizes::EvaluationSize;
-use crate::source::{PackedCopies, StoragePolicy};
+use crate::source::StoragePolicy;
 use std::collections::BTreeSet;
 use weights::FetchedLayers;
 
@@ -381,34 +380,6 @@ fn what_is_corrected_costs_no_state_but_the_way_to_the_bottom() {
     assert_eq!(line(&rounded, "optimizer"), 8 * one);
     // One gradient more than are kept.
     assert_eq!(line(&all, "gradients"), line(&plain, "gradients") + 4 * 64 * 256);
-}
-
-#[test]
-fn packed_weights_are_counted_of_what_is_frozen() {
-    let recipe = recipe("[tune]\nmethod = \"block\"\n");
-    let plain = inputs(layer(0), GradientStorage::Keep);
-    let without = forecast(&spec(), &recipe, &plain);
-    let copies = |orders| PackedCopies {
-        orders,
-        head: Some(spec().head_name().to_string()),
-        ranks: Arc::default(),
-    };
-    let with = |orders| {
-        let mut inputs = plain.clone();
-        inputs.strategy.packed_copies = Some(copies(orders));
-        (forecast(&spec(), &recipe, &inputs), seconds(&spec(), &recipe, &inputs))
-    };
-    // Four of 64 x 64 and three of 64 x 256 in each of five layers; the head's 1000 rows are 32 panels.
-    let once = 2 * (5 * (4 * 64 * 64 + 3 * 64 * 256) + 1024 * 64);
-    let (forward, some) = with(PrepackedProducts::Forward);
-    let (both, least) = with(PrepackedProducts::Both);
-    assert_eq!(
-        (line(&forward, "packed_weights"), line(&both, "packed_weights")),
-        (once, 2 * once)
-    );
-    assert_eq!(both.peak_bytes, without.peak_bytes + 2 * once);
-    // No time is gained (docs/benchmarks-cpu.md).
-    assert_eq!([some, least], [seconds(&spec(), &recipe, &plain); 2]);
 }
 
 #[test]

@@ -9,7 +9,7 @@ use super::{PlanInputs, experts, gpu_time};
 use crate::engine::{ActiveSet, GradientStorage};
 use crate::model::Spec;
 use crate::model::pieces::pieces;
-use crate::ops::{CpuBackend, prepacked};
+use crate::ops::CpuBackend;
 use crate::recipe::{Dtype, Recipe};
 use crate::setup::ElementBytes;
 use crate::sft::CausalLm;
@@ -66,8 +66,7 @@ pub fn seconds_of(model: &PlanModel, recipe: &Recipe, inputs: &PlanInputs) -> f6
 
 fn cpu_seconds(model: &PlanModel, recipe: &Recipe, inputs: &PlanInputs, active: &ActiveSet) -> f64 {
     let spec = model.spec;
-    let tiles = prepacked::is_of_use() && recipe.model.dtype == Dtype::Bf16;
-    // The same with prepacked copies, which are read from memory too.
+    let tiles = CpuBackend::current().packs_bf16() && recipe.model.dtype == Dtype::Bf16;
     let packed = match CpuBackend::current() {
         _ if !tiles => PACKED_TOKENS,
         CpuBackend::Amx => PACKED_TOKENS_TILES,
@@ -93,18 +92,18 @@ fn cpu_seconds(model: &PlanModel, recipe: &Recipe, inputs: &PlanInputs, active: 
     let with_attention = (0..layers).filter(|l| spec.layers[*l].mixer.has_keys());
     let query_width = with_attention.map(|l| spec.query_width(l) as f64).sum::<f64>() / layers as f64;
     let scores = 2.0 * n * inputs.longest as f64 * query_width;
-    let layer = |packed: f64| 2.0 * (attention * (n + packed) + mlp * (n + packed * count)) + scores;
+    let layer = 2.0 * (attention * (n + packed) + mlp * (n + packed * count)) + scores;
     let above = (layers - lowest) as f64;
     let recomputed = (above - inputs.strategy.saved_layers as f64).max(0.0);
     let chunk = CausalLm::chunk_for(spec.vocab, active.contains(spec.head_name()), false);
     let chunks = inputs.tokens.div_ceil(chunk.max(1)) as f64;
-    let head = |packed: f64| 2.0 * (n + packed * chunks) * (spec.vocab * spec.hidden) as f64;
+    let head = 2.0 * (n + packed * chunks) * (spec.vocab * spec.hidden) as f64;
     let streamed = inputs.head_chunk(spec, active).is_some();
     let wanted = model.sum(active, |p| if active.wants(&p.name) { p.elements() as u64 } else { 0 });
     let trained = 2.0 * n * wanted as f64;
     // The loss uses a chunked head twice.
-    let through = layer(packed) * (layers as f64 + recomputed) + layer(packed) * above;
-    let loss = head(packed) * if streamed { 2.0 } else { 1.0 } + head(packed);
+    let through = layer * (layers as f64 + recomputed + above);
+    let loss = head * if streamed { 3.0 } else { 2.0 };
     let work = through + loss + trained;
     let rate = if tiles { TILES_RATE } else { THREAD_RATE };
     let work = work / (rate * inputs.threads as f64);

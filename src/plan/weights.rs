@@ -35,20 +35,6 @@ impl PlanInputs {
     }
 }
 
-/// Bytes of the prepacked copies of frozen weights.
-pub(super) fn packed(model: &PlanModel, inputs: &PlanInputs, active: &ActiveSet) -> u64 {
-    let Some(copies) = &inputs.strategy.packed_copies else {
-        return 0;
-    };
-    model.sum(active, |p| {
-        if active.contains(&p.name) {
-            0
-        } else {
-            copies.bytes(p, &inputs.strategy.storage)
-        }
-    })
-}
-
 /// Bytes of weights that are in the memory of the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct WeightBytes {

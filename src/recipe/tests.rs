@@ -38,7 +38,6 @@ tier = "auto"
 head_chunk = "auto"
 activations = "auto"
 mlp_chunk = "auto"
-packed_weights = "auto"
 [data]
 train = "data/train.jsonl"
 eval = "data/eval.jsonl"

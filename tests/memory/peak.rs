@@ -13,7 +13,6 @@ use ft::model::{Adapters, TrainableNetwork};
 use ft::ops::CpuBackend;
 use ft::ops::cross_entropy::PIECE;
 use ft::ops::glu::Activation;
-use ft::ops::prepacked::PrepackedProducts;
 use ft::ops::rope::RopePairing;
 use ft::optim::Optimizer;
 use ft::peft::{Adapter, AdapterCost, DropoutMask, Lora, lora};
@@ -23,7 +22,7 @@ use ft::setup::ActivePeriod;
 use ft::setup::row_sizes::EvaluationSize;
 use ft::sft::CausalLm;
 use ft::source::Placement;
-use ft::source::{DiskWeights, PackedCopies, ParamInfo, ResidentWeights, StoragePolicy, TrainableStore, disk};
+use ft::source::{DiskWeights, ParamInfo, ResidentWeights, StoragePolicy, TrainableStore, disk};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
@@ -226,9 +225,6 @@ enum Way {
     FullPieces,
     LowestPieces,
     LoraKeepPieces,
-    /// Frozen bf16 weights are kept packed.
-    LoraPacked,
-    LowestPacked,
 }
 
 impl Way {
@@ -245,19 +241,9 @@ impl Way {
     fn method(self) -> &'static str {
         match self {
             Way::FullKept | Way::FullFused | Way::FullKeep | Way::FullPieces => "full",
-            Way::LowestLayer | Way::TopLayer | Way::BlockNf4 | Way::LowestPieces | Way::LowestPacked => "block",
+            Way::LowestLayer | Way::TopLayer | Way::BlockNf4 | Way::LowestPieces => "block",
             _ => "lora",
         }
-    }
-
-    fn copies(self, spec: &Spec) -> Option<PackedCopies> {
-        let packed = matches!(self, Way::LoraPacked | Way::LowestPacked) && CpuBackend::Avx512.available();
-        let ranks = spec.sites().into_iter().map(|s| (format!("{}.weight", s.module), 8));
-        packed.then(|| PackedCopies {
-            orders: PrepackedProducts::Both,
-            head: Some(spec.head_name().to_string()),
-            ranks: Arc::new(ranks.collect()),
-        })
     }
 
     fn pieces(self) -> bool {
@@ -373,7 +359,6 @@ fn measure(s: &Shape, way: Way, dtype: Dtype, place: Placement, before: usize) -
         mlp_tokens: way.pieces().then_some((s.rows * s.length).div_ceil(3)),
         placement: place,
         storage,
-        packed_copies: way.copies(&spec),
         ..StepStrategy::new(dtype)
     };
     let optimizer = Optimizer::new(recipe.optimizer.clone());
@@ -498,8 +483,6 @@ fn ways() {
         Way::LoraInt8,
         Way::LoraNf4,
         Way::LoraBf16,
-        Way::LoraPacked,
-        Way::LowestPacked,
     ];
     compare(&ways, |_, _| true);
 }

@@ -7,8 +7,6 @@ use std::ops::{Index, IndexMut};
 pub enum MemoryKind {
     /// Weights on the device.
     Weights,
-    /// Prepacked copies of frozen weights.
-    PackedWeights,
     /// Initial weights, for the KL divergence.
     Reference,
     /// Parameters of adapters.
@@ -105,7 +103,6 @@ pub struct Ledger {
 impl MemoryKind {
     const ALL: [MemoryKind; KINDS] = [
         MemoryKind::Weights,
-        MemoryKind::PackedWeights,
         MemoryKind::Reference,
         MemoryKind::Adapters,
         MemoryKind::Optimizer,

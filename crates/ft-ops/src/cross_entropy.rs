@@ -7,7 +7,7 @@ mod streamed;
 
 use super::cpu::cross_entropy as cpu;
 use super::cpu::storage::{dims2, expect_dims, expect_f32, floats, tensor, wrong_shape};
-use super::prepacked::DenseWeight;
+use super::linear;
 use super::step_stats::{StepStats, StepSums};
 use candle_core::Tensor;
 use ft_base::IGNORE;
@@ -95,15 +95,14 @@ pub struct CrossEntropyOutput {
 ///
 /// # Errors
 /// A target outside the vocabulary (`Argument`); tensors of other shapes, types or devices than described (`Shape`).
-pub fn forward_backward<'w>(
+pub fn forward_backward(
     h: &Tensor,
-    head: impl Into<DenseWeight<'w>>,
+    head: &Tensor,
     targets: &[u32],
     options: &CrossEntropyOptions,
     step_stats: &StepStats,
 ) -> Result<CrossEntropyOutput> {
-    let head = head.into();
-    let ((n, d), (v, _)) = (dims2(h, "the hidden states")?, dims2(head.tensor, "the head")?);
+    let ((n, d), (v, _)) = (dims2(h, "the hidden states")?, dims2(head, "the head")?);
     on_gpu!(h, {
         let wanted = super::cuda::cross_entropy::GradientOptions {
             scale: options.scale as f32,
@@ -111,7 +110,7 @@ pub fn forward_backward<'w>(
             dw: options.need_dw,
         };
         let wanted = (options.need_dh || options.need_dw).then_some(wanted);
-        gpu::forward_backward(h, head.tensor, targets, options, wanted, step_stats)
+        gpu::forward_backward(h, head, targets, options, wanted, step_stats)
     });
     let mut sum = LossSums::default();
     let mut gradients = cpu::CrossEntropyGradients {
@@ -133,20 +132,19 @@ pub fn forward_backward<'w>(
 ///
 /// # Errors
 /// A target outside the vocabulary (`Argument`); tensors of other shapes, types or devices than described (`Shape`).
-pub fn forward_only<'w>(
+pub fn forward_only(
     h: &Tensor,
-    head: impl Into<DenseWeight<'w>>,
+    head: &Tensor,
     targets: &[u32],
     softcap: Option<f32>,
     chunk: usize,
     step_stats: &StepStats,
 ) -> Result<usize> {
-    let head = head.into();
     on_gpu!(
         h,
         gpu::forward_backward(
             h,
-            head.tensor,
+            head,
             targets,
             &CrossEntropyOptions::losses(softcap, chunk),
             None,
@@ -171,15 +169,14 @@ pub fn forward_only<'w>(
 ///
 /// # Errors
 /// A target outside the vocabulary (`Argument`); tensors of other shapes, types or devices than described (`Shape`).
-pub fn token_log_probs<'w>(
+pub fn token_log_probs(
     h: &Tensor,
-    head: impl Into<DenseWeight<'w>>,
+    head: &Tensor,
     targets: &[u32],
     softcap: Option<f32>,
     chunk: usize,
 ) -> Result<Vec<f32>> {
-    let head = head.into();
-    on_gpu!(h, gpu::token_log_probs(h, head.tensor, targets, softcap, chunk));
+    on_gpu!(h, gpu::token_log_probs(h, head, targets, softcap, chunk));
     let mut log_probs = vec![0f32; targets.len()];
     run(
         h,
@@ -247,18 +244,18 @@ fn check(h: &Tensor, (v, d): (usize, usize), targets: &[u32], softcap: Option<f3
 /// Calls `each` with the result of every trained token, in order.
 fn run(
     h: &Tensor,
-    head: DenseWeight<'_>,
+    head: &Tensor,
     targets: &[u32],
     options: &CrossEntropyOptions,
     gradients: Option<&mut cpu::CrossEntropyGradients>,
     mut each: impl FnMut(usize, &cpu::TokenLoss),
 ) -> Result<()> {
-    let trained = trained_rows(h, head.tensor, targets, options.softcap)?;
+    let trained = trained_rows(h, head, targets, options.softcap)?;
     options.check(targets.len())?;
     expect_f32(h, "the hidden states")?;
-    let (v, d) = dims2(head.tensor, "the head")?;
+    let (v, d) = dims2(head, "the head")?;
     floats(h, "the hidden states", |h| {
-        head.with_rows("the head", |head| {
+        linear::with_rows(head, "the head", |head| {
             let job = cpu::CrossEntropyJob {
                 h,
                 head,

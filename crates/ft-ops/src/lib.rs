@@ -67,7 +67,6 @@ pub mod master;
 pub mod paged;
 pub mod pairs;
 pub mod index_subset;
-pub mod prepacked;
 pub mod rms_norm;
 pub mod rope;
 pub mod routing;

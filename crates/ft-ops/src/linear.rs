@@ -4,7 +4,6 @@
 use super::cpu::product::{CInit, Matrix, Rounding, WeightRows, product};
 use super::cpu::storage::{StoredElements, dims2, expect_dims, floats, tensor, unwritten, values};
 use super::cpu::update::sum_rows;
-use super::prepacked::DenseWeight;
 use super::update::with_slices;
 use candle_core::{DType, Tensor};
 use ft_base::Result;
@@ -16,21 +15,17 @@ pub use super::cpu::product::{MANY_ROUNDED_ROWS, MANY_ROWS};
 ///
 /// # Errors
 /// Shapes that do not fit, tensors that are not contiguous or not on the CPU.
-pub fn forward<'w>(x: &Tensor, w: impl Into<DenseWeight<'w>>, bias: Option<&Tensor>) -> Result<Tensor> {
-    let w = w.into();
+pub fn forward(x: &Tensor, w: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     let (rows, inputs) = dims2(x, "x of a linear")?;
     let outputs = outputs_of(w, inputs)?;
     if let Some(bias) = bias {
         expect_dims(bias, "the bias of a linear", &[outputs])?;
     }
-    on_gpu!(
-        x,
-        super::cuda::linear::forward(x, w.tensor, bias, (rows, outputs, inputs))
-    );
+    on_gpu!(x, super::cuda::linear::forward(x, w, bias, (rows, outputs, inputs)));
     let bias = read_bias(bias, outputs)?;
     let mut y = unwritten(rows * outputs);
     floats(x, "x of a linear", |x| {
-        w.with_rows(WEIGHT, |w| {
+        with_rows(w, WEIGHT, |w| {
             let start = bias.as_deref().map_or(CInit::Zero, CInit::Bias);
             forward_slices((rows, outputs, inputs), &mut y, start, x, w);
             Ok(())
@@ -45,7 +40,7 @@ pub fn forward<'w>(x: &Tensor, w: impl Into<DenseWeight<'w>>, bias: Option<&Tens
 /// As `forward`.
 pub fn forward_f32(x: &Tensor, w: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     let (_, inputs) = dims2(x, "x of a linear")?;
-    let outputs = outputs_of(w.into(), inputs)?;
+    let outputs = outputs_of(w, inputs)?;
     if let Some(bias) = bias {
         expect_dims(bias, "the bias of a linear", &[outputs])?;
     }
@@ -61,17 +56,23 @@ pub fn forward_f32(x: &Tensor, w: &Tensor, bias: Option<&Tensor>) -> Result<Tens
 
 const WEIGHT: &str = "the weight of a linear";
 
+/// Runs `f` on the rows of a weight `[O, I]` while holding the read lock of its tensor.
+pub(super) fn with_rows<R>(w: &Tensor, name: &str, f: impl FnOnce(WeightRows<'_>) -> Result<R>) -> Result<R> {
+    let (_, columns) = dims2(w, name)?;
+    values(w, name, |v| f(WeightRows::new(v, columns)))
+}
+
 /// Returns O of a weight `[O, inputs]`.
-fn outputs_of(w: DenseWeight<'_>, inputs: usize) -> Result<usize> {
-    let (outputs, _) = dims2(w.tensor, WEIGHT)?;
-    expect_dims(w.tensor, WEIGHT, &[outputs, inputs])?;
+fn outputs_of(w: &Tensor, inputs: usize) -> Result<usize> {
+    let (outputs, _) = dims2(w, WEIGHT)?;
+    expect_dims(w, WEIGHT, &[outputs, inputs])?;
     Ok(outputs)
 }
 
 /// Returns I of a weight `[outputs, I]`.
-fn inputs_of(w: DenseWeight<'_>, outputs: usize) -> Result<usize> {
-    let (_, inputs) = dims2(w.tensor, WEIGHT)?;
-    expect_dims(w.tensor, WEIGHT, &[outputs, inputs])?;
+fn inputs_of(w: &Tensor, outputs: usize) -> Result<usize> {
+    let (_, inputs) = dims2(w, WEIGHT)?;
+    expect_dims(w, WEIGHT, &[outputs, inputs])?;
     Ok(inputs)
 }
 
@@ -86,16 +87,12 @@ pub(super) fn read_bias(bias: Option<&Tensor>, outputs: usize) -> Result<Option<
 ///
 /// # Errors
 /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
-pub fn forward_add<'w>(y: &Tensor, x: &Tensor, w: impl Into<DenseWeight<'w>>) -> Result<()> {
-    let w = w.into();
+pub fn forward_add(y: &Tensor, x: &Tensor, w: &Tensor) -> Result<()> {
     let (rows, inputs) = dims2(x, "x of a linear")?;
     let outputs = outputs_of(w, inputs)?;
     expect_dims(y, "y of a linear", &[rows, outputs])?;
-    on_gpu!(
-        x,
-        super::cuda::linear::forward_add(y, x, w.tensor, (rows, outputs, inputs))
-    );
-    w.with_rows(WEIGHT, |w| {
+    on_gpu!(x, super::cuda::linear::forward_add(y, x, w, (rows, outputs, inputs)));
+    with_rows(w, WEIGHT, |w| {
         with_slices(y, x, |y, x| forward_slices((rows, outputs, inputs), y, CInit::C, x, w))
     })
 }
@@ -163,17 +160,13 @@ fn forward_slices(sizes: (usize, usize, usize), y: &mut [f32], start: CInit<&[f3
 ///
 /// # Errors
 /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
-pub fn backward_input<'w>(dy: &Tensor, w: impl Into<DenseWeight<'w>>) -> Result<Tensor> {
-    let w = w.into();
+pub fn backward_input(dy: &Tensor, w: &Tensor) -> Result<Tensor> {
     let (rows, outputs) = dims2(dy, "dy of a linear")?;
     let inputs = inputs_of(w, outputs)?;
-    on_gpu!(
-        dy,
-        super::cuda::linear::backward_input(dy, w.tensor, (rows, inputs, outputs))
-    );
+    on_gpu!(dy, super::cuda::linear::backward_input(dy, w, (rows, inputs, outputs)));
     let mut dx = unwritten(rows * inputs);
     floats(dy, "dy of a linear", |dy| {
-        w.with_rows(WEIGHT, |w| {
+        with_rows(w, WEIGHT, |w| {
             backward_slices((rows, inputs, outputs), &mut dx, CInit::Zero, dy, w);
             Ok(())
         })
@@ -185,16 +178,15 @@ pub fn backward_input<'w>(dy: &Tensor, w: impl Into<DenseWeight<'w>>) -> Result<
 ///
 /// # Errors
 /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
-pub fn backward_input_add<'w>(dx: &Tensor, dy: &Tensor, w: impl Into<DenseWeight<'w>>) -> Result<()> {
-    let w = w.into();
+pub fn backward_input_add(dx: &Tensor, dy: &Tensor, w: &Tensor) -> Result<()> {
     let (rows, outputs) = dims2(dy, "dy of a linear")?;
     let inputs = inputs_of(w, outputs)?;
     expect_dims(dx, "dx of a linear", &[rows, inputs])?;
     on_gpu!(
         dy,
-        super::cuda::linear::backward_input_add(dx, dy, w.tensor, (rows, inputs, outputs))
+        super::cuda::linear::backward_input_add(dx, dy, w, (rows, inputs, outputs))
     );
-    w.with_rows(WEIGHT, |w| {
+    with_rows(w, WEIGHT, |w| {
         with_slices(dx, dy, |dx, dy| {
             backward_slices((rows, inputs, outputs), dx, CInit::C, dy, w)
         })

@@ -3,7 +3,6 @@
 
 use super::cpu::product::{CInit, CpuBackend, FusedLora, Matrix, Operand, WeightRows, product_with};
 use super::cpu::storage::{StoredElements, dims2, expect_dims, floats, tensor, unwritten};
-use super::prepacked::DenseWeight;
 use super::quantized::{QMatrixView, WeightView};
 use super::update::with_slices;
 use super::{linear, update};
@@ -22,7 +21,7 @@ pub struct LowRank<'a> {
 }
 
 /// The base weight `[O, I]` on the CPU; a dense one is f32 or bf16.
-pub type BaseWeight<'a> = WeightView<DenseWeight<'a>, QMatrixView<'a>>;
+pub type BaseWeight<'a> = WeightView<&'a Tensor, QMatrixView<'a>>;
 
 impl LowRank<'_> {
     /// Computes u = s · x·Aᵀ, `[N, R]`, from x `[N, I]`.
@@ -75,8 +74,8 @@ impl BaseWeight<'_> {
     fn with<R>(&self, (outputs, inputs): (usize, usize), f: impl FnOnce(WeightRows<'_>) -> Result<R>) -> Result<R> {
         match self {
             BaseWeight::Dense(w) => {
-                expect_dims(w.tensor, "the weight of a linear", &[outputs, inputs])?;
-                w.with_rows("the weight of a linear", f)
+                expect_dims(w, "the weight of a linear", &[outputs, inputs])?;
+                linear::with_rows(w, "the weight of a linear", f)
             }
             BaseWeight::Quantized(view) if (view.rows, view.columns) != (outputs, inputs) => {
                 Err(ft_base::Error::shape("the weight of a linear has the wrong shape")

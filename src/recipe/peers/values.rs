@@ -30,8 +30,6 @@ pub const VALUES: &[(&str, &str, &str)] = &[
     ("memory.activations", "true|checkpoint|checkpointing|gradient_checkpointing|full|selective|unsloth", "recompute"),
     ("memory.activations", "false|none|store|save", "keep"),
     ("memory.activations", "offload|cpu|ram|offload_disk|disk", "host"),
-    ("memory.packed_weights", "true|all|on", "both"),
-    ("memory.packed_weights", "false|off", "none"),
     ("data.format", "chatml|openai|chat|chat_template|conversation|conversational|message|chat-template", "messages"),
     ("data.format", "completion|prompt_completion|input_output|input-output|prompt/completion|qa", "prompt-completion"),
     ("data.format", "instruction|instruct|alpaca_chat|instruction-output|instruction_output|dolly", "alpaca"),

@@ -26,7 +26,6 @@ named!(
     }
 );
 named!(Tier { Auto = "auto", Device = "device", Host = "host", Disk = "disk" });
-named!(PackedWeights { Auto = "auto", None = "none", Forward = "forward", Both = "both" });
 named!(Activations { Auto = "auto", Keep = "keep", Recompute = "recompute", Host = "host" });
 
 section! {
@@ -93,10 +92,6 @@ section! {
         /// processes all at once. Outputs are bit-identical; a gradient that is summed over the chunks can differ in
         /// its last bits.
         mlp_chunk: ChunkSize = "auto", "all tokens if they fit", in from(0);
-        /// On a CPU with a tile unit (AMX) or fast bf16 dot products (AMD, from Zen 4 on) and with `model.dtype =
-        /// "bf16"`: a packed copy of the frozen weights stays in memory, for the `forward` pass or for `both` passes
-        /// (two copies). Results are bit-identical.
-        packed_weights: PackedWeights = "auto", "`none`: products without copies take as long";
     }
 }
 

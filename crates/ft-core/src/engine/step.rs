@@ -21,7 +21,7 @@ use crate::ops::step_stats::{PendingSums, StepStats, StepSums};
 use crate::ops::transfer::Copier;
 use crate::optim::Optimizer;
 use crate::peft::DropoutKey;
-use crate::source::{PrepackingSource, TrainableStore};
+use crate::source::TrainableStore;
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
@@ -192,13 +192,9 @@ impl Engine {
         first: &ActiveSet,
         config: TrainConfig,
     ) -> Result<Self> {
-        let TrainableNetwork { mut network, mut store } = model;
+        let TrainableNetwork { mut network, store } = model;
         strategy.apply(&mut network);
         network.objective_params = objective.params();
-        if let Some(copies) = &strategy.packed_copies {
-            store = Arc::new(PrepackingSource::new(store, copies.clone(), first.names()));
-            network.source = store.clone();
-        }
         let input_offload = if strategy.offload_inputs {
             Some(Copier::new(&network.device)?)
         } else {

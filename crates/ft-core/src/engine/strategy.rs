@@ -5,8 +5,7 @@ use super::layer_graphs::LayerGraphs;
 use super::step::GradientStorage;
 use crate::model::Network;
 use crate::ops::Dtype;
-use crate::ops::prepacked::PrepackedProducts;
-use crate::source::{PackedCopies, Placement, StoragePolicy};
+use crate::source::{Placement, StoragePolicy};
 use candle_core::Device;
 
 /// The settings of a training step that depend on the available memory.
@@ -24,8 +23,6 @@ pub struct StepStrategy {
     pub placement: Placement,
     /// The storage type of each weight.
     pub storage: StoragePolicy,
-    /// Packed copies of frozen weights; `None`: weights are packed in every product.
-    pub packed_copies: Option<PackedCopies>,
     /// Layers run as CUDA graphs, where they can be recorded (`LayerGraphs`); such layers save no activations.
     pub layer_graphs: bool,
 }
@@ -41,7 +38,6 @@ impl StepStrategy {
             mlp_tokens: None,
             placement: Placement::Device,
             storage: StoragePolicy::dense(dtype),
-            packed_copies: None,
             layer_graphs: false,
         }
     }
@@ -64,11 +60,6 @@ impl StepStrategy {
             GradientStorage::Fused => "applied as soon as they are computed",
             GradientStorage::NormFirst => "computed twice: for the norm, then applied as soon as they are computed",
         };
-        let packed = match self.packed_orders() {
-            None => "none",
-            Some(PrepackedProducts::Forward) => "for the forward pass",
-            Some(PrepackedProducts::Both) => "for both passes",
-        };
         let inputs = if self.offload_inputs {
             "in host memory"
         } else {
@@ -77,7 +68,6 @@ impl StepStrategy {
         let tokens = |n: usize| format!("in chunks of {n} tokens");
         let mut all = vec![
             ("weights", format!("{}, {}", self.placement, self.storage.describe())),
-            ("packed copies", packed.into()),
             (
                 "saved activations",
                 format!("{} of {layers} layers", self.saved_layers.min(layers)),
@@ -90,10 +80,5 @@ impl StepStrategy {
             all.push(("layers", "as CUDA graphs".into()));
         }
         all
-    }
-
-    /// The operand orders of the packed copies.
-    pub fn packed_orders(&self) -> Option<PrepackedProducts> {
-        self.packed_copies.as_ref().map(|copies| copies.orders)
     }
 }

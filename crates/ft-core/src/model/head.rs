@@ -133,7 +133,7 @@ impl Head<'_> {
     pub fn log_probs(&self, h: &Tensor, targets: &[u32]) -> Result<Vec<f32>> {
         let chunk = self.chunk(h, false)?;
         match &self.weight {
-            HeadWeight::Whole(w) => cross_entropy::token_log_probs(h, w.as_dense()?, targets, self.softcap, chunk),
+            HeadWeight::Whole(w) => cross_entropy::token_log_probs(h, w.dense()?, targets, self.softcap, chunk),
             HeadWeight::Streamed(head) => with_pieces(head, |pieces| {
                 cross_entropy::streamed_log_probs(h, pieces, targets, self.softcap, chunk)
             }),
@@ -166,7 +166,7 @@ impl Head<'_> {
         // The caller computes the loss.
         let unused = StepStats::new(h.device())?;
         let out = match &self.weight {
-            HeadWeight::Whole(w) => cross_entropy::forward_backward(h, w.as_dense()?, targets, &options, &unused)?,
+            HeadWeight::Whole(w) => cross_entropy::forward_backward(h, w.dense()?, targets, &options, &unused)?,
             HeadWeight::Streamed(head) => with_pieces(head, |pieces| {
                 cross_entropy::streamed(h, pieces, targets, &options, &unused)
             })?,

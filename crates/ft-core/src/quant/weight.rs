@@ -7,7 +7,6 @@ use crate::base::{Error, Result};
 use crate::ops::Dtype;
 use crate::ops::grouped::GroupWeight;
 use crate::ops::low_rank::{self, BaseWeight, LowRank};
-use crate::ops::prepacked::{DenseWeight, PrepackedTensor};
 use crate::ops::quantized::Products;
 use crate::ops::{linear, quantized, update};
 use candle_core::{DType, Device, Tensor};
@@ -18,8 +17,6 @@ use std::sync::Arc;
 pub enum Weight {
     /// A plain tensor; may be trained.
     Dense(Tensor),
-    /// Dense with prepacked copies; frozen.
-    Prepacked(Arc<PrepackedTensor>),
     /// Quantized, on the CPU.
     Quantized(Arc<QMatrix>),
     /// Quantized, on a GPU.
@@ -29,12 +26,6 @@ pub enum Weight {
 impl From<Tensor> for Weight {
     fn from(tensor: Tensor) -> Self {
         Weight::Dense(tensor)
-    }
-}
-
-impl From<PrepackedTensor> for Weight {
-    fn from(weight: PrepackedTensor) -> Self {
-        Weight::Prepacked(Arc::new(weight))
     }
 }
 
@@ -82,7 +73,7 @@ impl Weight {
     /// Returns the format of a quantized weight.
     pub fn format(&self) -> Option<Format> {
         match self {
-            Weight::Dense(_) | Weight::Prepacked(_) => None,
+            Weight::Dense(_) => None,
             Weight::Quantized(quantized) => Some(quantized.format()),
             Weight::DeviceQuantized(placed) => Some(placed.format()),
         }
@@ -100,21 +91,9 @@ impl Weight {
     pub fn dense(&self) -> Result<&Tensor> {
         match (self, self.format()) {
             (Weight::Dense(tensor), _) => Ok(tensor),
-            (Weight::Prepacked(weight), _) => Ok(weight.tensor()),
             (_, format) => Err(Error::unsupported("this weight is frozen and quantized")
                 .found(format.map(|f| f.to_string()).unwrap_or_default())
                 .expected("a dense weight: only dense weights can be trained")),
-        }
-    }
-
-    /// Returns a dense weight as operand of the operations.
-    ///
-    /// # Errors
-    /// As `dense`.
-    pub fn as_dense(&self) -> Result<DenseWeight<'_>> {
-        match self {
-            Weight::Prepacked(weight) => Ok((&**weight).into()),
-            _ => Ok(self.dense()?.into()),
         }
     }
 
@@ -122,7 +101,6 @@ impl Weight {
     pub fn grouped(&self) -> Option<GroupWeight<'_>> {
         match self {
             Weight::Dense(tensor) => Some(tensor.into()),
-            Weight::Prepacked(weight) => Some(weight.tensor().into()),
             Weight::Quantized(_) => None,
             Weight::DeviceQuantized(placed) => Some(placed.codes().into()),
         }
@@ -132,7 +110,6 @@ impl Weight {
     pub fn dims(&self) -> Vec<usize> {
         match self {
             Weight::Dense(tensor) => tensor.dims().to_vec(),
-            Weight::Prepacked(weight) => weight.tensor().dims().to_vec(),
             Weight::Quantized(quantized) => vec![quantized.dims().0, quantized.dims().1],
             Weight::DeviceQuantized(placed) => vec![placed.dims().0, placed.dims().1],
         }
@@ -145,7 +122,6 @@ impl Weight {
     pub fn rows(&self, first: usize, n: usize) -> Result<Vec<f32>> {
         match self {
             Weight::Dense(tensor) => update::to_f32_vec(&tensor.narrow(0, first, n)?),
-            Weight::Prepacked(weight) => update::to_f32_vec(&weight.tensor().narrow(0, first, n)?),
             Weight::Quantized(quantized) => {
                 let mut values = vec![0f32; n * quantized.dims().1];
                 for (row, to) in values.chunks_exact_mut(quantized.dims().1.max(1)).enumerate() {
@@ -170,17 +146,15 @@ impl Weight {
     pub fn is_bf16(&self) -> bool {
         match self {
             Weight::Dense(tensor) => tensor.dtype() == DType::BF16,
-            Weight::Prepacked(_) => true,
             Weight::Quantized(quantized) => quantized.dequantized_dtype() == Dtype::Bf16,
             Weight::DeviceQuantized(placed) => placed.codes().dequantized_dtype == Dtype::Bf16,
         }
     }
 
-    /// Bytes in memory, with prepacked copies.
+    /// Bytes in memory.
     pub fn bytes(&self) -> u64 {
         match self {
             Weight::Dense(tensor) => (tensor.elem_count() * tensor.dtype().size_in_bytes()) as u64,
-            Weight::Prepacked(weight) => 2 * weight.tensor().elem_count() as u64 + weight.copies(),
             Weight::Quantized(quantized) => quantized.bytes(),
             Weight::DeviceQuantized(placed) => placed.bytes(),
         }
@@ -193,7 +167,6 @@ impl Weight {
     pub fn forward(&self, x: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
         match self {
             Weight::Dense(tensor) => linear::forward(x, tensor, bias),
-            Weight::Prepacked(weight) => linear::forward(x, &**weight, bias),
             Weight::Quantized(quantized) => forward(x, quantized, bias),
             Weight::DeviceQuantized(placed) => placed.codes().forward(x, bias),
         }
@@ -206,7 +179,6 @@ impl Weight {
     pub fn forward_add(&self, y: &Tensor, x: &Tensor) -> Result<()> {
         match self {
             Weight::Dense(tensor) => linear::forward_add(y, x, tensor),
-            Weight::Prepacked(weight) => linear::forward_add(y, x, &**weight),
             Weight::Quantized(quantized) => forward_add(y, x, quantized),
             Weight::DeviceQuantized(placed) => placed.codes().forward_add(y, x),
         }
@@ -219,7 +191,6 @@ impl Weight {
     pub fn backward_input(&self, dy: &Tensor) -> Result<Tensor> {
         match self {
             Weight::Dense(tensor) => linear::backward_input(dy, tensor),
-            Weight::Prepacked(weight) => linear::backward_input(dy, &**weight),
             Weight::Quantized(quantized) => backward_input(dy, quantized),
             Weight::DeviceQuantized(placed) => placed.codes().backward_input(dy),
         }
@@ -232,7 +203,6 @@ impl Weight {
     pub fn backward_input_add(&self, dx: &Tensor, dy: &Tensor) -> Result<()> {
         match self {
             Weight::Dense(tensor) => linear::backward_input_add(dx, dy, tensor),
-            Weight::Prepacked(weight) => linear::backward_input_add(dx, dy, &**weight),
             Weight::Quantized(quantized) => backward_input_add(dx, dy, quantized),
             Weight::DeviceQuantized(placed) => placed.codes().backward_input_add(dx, dy),
         }
@@ -241,8 +211,7 @@ impl Weight {
     /// Returns the base weight for a fused LoRA product, which exists on the CPU only.
     fn base(&self) -> Option<BaseWeight<'_>> {
         match self {
-            Weight::Dense(tensor) => tensor.device().is_cpu().then_some(BaseWeight::Dense(tensor.into())),
-            Weight::Prepacked(weight) => Some(BaseWeight::Dense((&**weight).into())),
+            Weight::Dense(tensor) => tensor.device().is_cpu().then_some(BaseWeight::Dense(tensor)),
             Weight::Quantized(quantized) => Some(BaseWeight::Quantized(quantized.view())),
             Weight::DeviceQuantized(_) => None,
         }

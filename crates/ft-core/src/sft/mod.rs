@@ -63,7 +63,7 @@ impl Objective for CausalLm {
                 cross_entropy::streamed(h, pieces, &batch.targets, &options, step_stats)
             })?,
             HeadWeight::Whole(w) => {
-                cross_entropy::forward_backward(h, w.as_dense()?, &batch.targets, &options, step_stats)?
+                cross_entropy::forward_backward(h, w.dense()?, &batch.targets, &options, step_stats)?
             }
         };
         Ok(LossGradients {

@@ -120,7 +120,7 @@ impl ResidentWeights {
             let form = match &weight {
                 Weight::Quantized(c) => Some((c.format(), c.dequantized_dtype())),
                 Weight::DeviceQuantized(c) => Some((c.format(), c.dequantized_dtype())),
-                Weight::Dense(_) | Weight::Prepacked(_) => None,
+                Weight::Dense(_) => None,
             };
             quantized.extend(form.map(|form| (p.name.clone(), form)));
             made.entry(p.group).or_default().insert(p.name.clone(), weight);

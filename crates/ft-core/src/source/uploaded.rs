@@ -150,7 +150,6 @@ impl UploadedWeights {
             let part = match (on_device.get(&name), &weight) {
                 (Some(tensor), _) => Transfer::OnDevice(tensor.clone()),
                 (None, Weight::Dense(tensor)) => Transfer::InFlight(send(tensor)?),
-                (None, Weight::Prepacked(w)) => Transfer::InFlight(send(w.tensor())?),
                 (None, Weight::DeviceQuantized(codes)) => {
                     let sent = codes.tensors().into_iter().map(send).collect::<Result<_>>()?;
                     let codes = codes.clone();

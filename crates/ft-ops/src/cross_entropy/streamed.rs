@@ -4,7 +4,7 @@
 
 use super::{CrossEntropyOptions, CrossEntropyOutput, LossSums, PIECE, check, cpu};
 use crate::cpu::storage::{expect_dims, floats, tensor};
-use crate::prepacked::DenseWeight;
+use crate::linear;
 use crate::step_stats::StepStats;
 use candle_core::Tensor;
 use ft_base::{Error, Result};
@@ -128,7 +128,7 @@ fn rows(
             Ok(state)
         })?;
         head.each(|first, part| {
-            DenseWeight::from(part).with_rows("a part of the head", |part| {
+            linear::with_rows(part, "a part of the head", |part| {
                 state.survey(part, first);
                 Ok(())
             })
@@ -138,7 +138,7 @@ fn rows(
         }
         if let Some(dh) = &mut dh {
             head.each(|first, part| {
-                DenseWeight::from(part).with_rows("a part of the head", |part| {
+                linear::with_rows(part, "a part of the head", |part| {
                     state.turn(part, first, options.scale as f32);
                     Ok(())
                 })

@@ -46,7 +46,7 @@ pub use backend::CpuBackend;
 pub(crate) use backend::VectorIsa;
 pub(crate) use fused_lora::{FusedLora, product_with};
 pub use gemv::{MANY_ROUNDED_ROWS, MANY_ROWS};
-pub(crate) use rows::{PrepackedPart, PrepackedWeight, WeightRows};
+pub(crate) use rows::WeightRows;
 
 use super::SharedSlice;
 use super::storage::StoredElements;
@@ -95,8 +95,6 @@ pub(crate) struct Matrix<'a> {
     pub stride: usize,
     /// True if the elements of a vector are contiguous.
     pub k_contiguous: bool,
-    /// A prepacked copy of the operand.
-    pub prepacked: Option<PrepackedPart<'a>>,
 }
 
 impl<'a> Matrix<'a> {
@@ -106,7 +104,6 @@ impl<'a> Matrix<'a> {
             values: values.into(),
             stride: k,
             k_contiguous: true,
-            prepacked: None,
         }
     }
 
@@ -116,7 +113,6 @@ impl<'a> Matrix<'a> {
             values: values.into(),
             stride: count,
             k_contiguous: false,
-            prepacked: None,
         }
     }
 

@@ -29,13 +29,6 @@ impl GrowingBuffer {
         address
     }
 
-    /// Returns a buffer of `bytes` bytes that the program's allocator places among its large blocks.
-    pub(super) fn of(bytes: usize) -> Self {
-        let mut buffer = Self::default();
-        buffer.renew(bytes, 4096);
-        buffer
-    }
-
     fn renew(&mut self, bytes: usize, align: usize) -> *mut u8 {
         let Ok(layout) = Layout::from_size_align(bytes.next_multiple_of(4096).max(4096), align) else {
             handle_alloc_error(Layout::new::<u8>())
@@ -47,11 +40,6 @@ impl GrowingBuffer {
         }
         self.memory = Some((address, layout));
         address
-    }
-
-    /// Returns the address of the last allocation; null if there is none.
-    pub(super) fn address(&self) -> *const u8 {
-        self.memory.map_or(std::ptr::null(), |(address, _)| address)
     }
 
     fn free(&mut self) {

@@ -8,8 +8,7 @@
 //! A fused LoRA product (`fused_lora.rs`) first multiplies the packed A with its `down`. Then its rank is appended after
 //! the last chunk of both operands. Its matrices and u are rounded to bf16 here, as the operands of the product are.
 //!
-//! A weight that does not change can be stored prepacked (`panels.rs`): then only A is packed. Dot products read a bf16 weight
-//! where it lies (`unpacked.rs`), with the same bits.
+//! Dot products read a bf16 weight where it lies (`unpacked.rs`), with the same bits.
 
 mod block;
 mod buffer;
@@ -17,7 +16,6 @@ pub(super) mod avx512_bf16;
 mod emulate;
 pub(super) mod task_gemm;
 mod pack;
-pub(super) mod panels;
 #[cfg(test)]
 mod tests;
 pub(super) mod tile_kernels;
@@ -118,15 +116,11 @@ pub(super) fn emulate() -> bool {
 pub(super) fn run(job: &ProductJob, backend: CpuBackend) {
     let (m, n, k) = job.sizes;
     let fused_steps = job.fused_lora.map_or(0, |r| r.rank.div_ceil(32));
-    let prepacked = job
-        .b
-        .prepacked
-        .and_then(|prepacked| prepacked.lock((n, k), fused_steps));
-    if prepacked.is_none() && backend == CpuBackend::Avx512Bf16 && unpacked::fits(job) {
+    if backend == CpuBackend::Avx512Bf16 && unpacked::fits(job) {
         return unpacked::run(job);
     }
     // A weight is packed by the tasks, panel by panel, or not at all. Its rows are operand A if they are contiguous in k: then packing is a copy.
-    let by_tasks = prepacked.is_none() && backend == CpuBackend::Amx && !matches!(job.b.values, Operand::F32(_));
+    let by_tasks = backend == CpuBackend::Amx && !matches!(job.b.values, Operand::F32(_));
     let transposed = by_tasks && job.b.k_contiguous;
     let (rows_format, columns_format) = if transposed {
         (PackFormat::B, PackFormat::A)
@@ -186,14 +180,6 @@ pub(super) fn run(job: &ProductJob, backend: CpuBackend) {
                 pack_extra(&u, (0, m), fused_lora.rank, depth, rows_format, a);
             }
             let add = filled || k_part > 0;
-            if let Some(prepacked) = &prepacked {
-                let b = prepacked.view_at(k0);
-                if let Some(fused_lora) = fused {
-                    pack_extra(&fused_lora.up, (0, n), fused_lora.rank, depth, PackFormat::B, b);
-                }
-                multiply(backend, job, a, columns_of(Columns::Packed(b), 0, n), depth, add);
-                continue;
-            }
             if by_tasks {
                 let columns = Columns::Weight {
                     weight: &job.b,
@@ -254,15 +240,13 @@ impl Depth {
     }
 }
 
-/// A packed operand, or the part of it from a panel and a chunk on; many tasks read it.
+/// A packed operand; many tasks read it.
 #[derive(Clone, Copy)]
 struct PackedView {
     memory: *const u8,
     /// Panels of the whole operand.
     panels: usize,
     depth: Depth,
-    first_panel: usize,
-    first_chunk: usize,
 }
 // SAFETY: only read between packing and the end of the product.
 unsafe impl Send for PackedView {}
@@ -270,10 +254,10 @@ unsafe impl Send for PackedView {}
 unsafe impl Sync for PackedView {}
 
 impl PackedView {
-    /// Returns the address of chunk `chunk` of panel `panel`, counted from the start of this part.
+    /// Returns the address of chunk `chunk` of panel `panel`.
     fn at(self, panel: usize, chunk: usize) -> *const u8 {
-        let chunk = self.depth.chunk(self.first_chunk + chunk);
-        let step = chunk.first * self.panels + (self.first_panel + panel) * chunk.room;
+        let chunk = self.depth.chunk(chunk);
+        let step = chunk.first * self.panels + panel * chunk.room;
         self.memory.wrapping_add(step * STEP)
     }
 }
@@ -290,8 +274,6 @@ fn pack_operand(
         memory: buffer.at_least(panels * (depth.steps + depth.extra) * STEP),
         panels,
         depth,
-        first_panel: 0,
-        first_chunk: 0,
     };
     pack_all(m, block, format, to);
     to

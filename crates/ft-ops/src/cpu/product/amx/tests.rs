@@ -3,8 +3,7 @@
 use super::super::super::SharedSlice;
 use super::super::super::storage::StoredElements;
 use super::super::{
-    CInit, CpuBackend, FusedLora, Matrix, Operand, PrepackedWeight, ProductJob, Rounding, WeightRows, product_on,
-    product_with, testable,
+    CInit, CpuBackend, FusedLora, Matrix, Operand, ProductJob, Rounding, product_on, product_with, testable,
 };
 use super::unpacked_tiles::MOST_ROWS;
 use crate::oracle::{flat, random};
@@ -349,115 +348,4 @@ fn few_rows_on(backend: CpuBackend) {
             assert!(run(m) == want[..m * n], "{m} x {n} x {k}, rank {rank}");
         }
     }
-}
-
-/// A prepacked weight `[O, I]`, whole or from a given row on, with and without fused LoRA, gives the same bits. Two
-/// rows of chunks, so that a part begins and ends inside.
-#[test]
-fn packed_before_is_packed_now() {
-    backends().into_iter().for_each(packed_on);
-}
-
-fn packed_on(backend: CpuBackend) {
-    let tokens = 40;
-    for (outputs, inputs, rank) in [(70, 50, 0), (64, 1100, 16), (2100, 96, 33), (1025, 2049, 64)] {
-        let w = rounded(&flat(&random((outputs, inputs), 1)));
-        let plain = WeightRows::new(Operand::Bf16(&w), inputs);
-        let packed = PrepackedWeight::new(plain, (outputs, inputs), true, rank).unwrap();
-        let prepacked = plain.with(Some(&packed));
-        let operand = |width: usize, seed: u64| flat(&random((tokens, width), seed));
-        let mut parts = vec![(0, outputs)];
-        if outputs > 1024 {
-            parts.extend([(0, 1024), (1024, outputs - 1024)]);
-        }
-        for (first, count) in parts {
-            let forms = [
-                (
-                    plain.part(first, count).forward(),
-                    prepacked.part(first, count).forward(),
-                    inputs,
-                    count,
-                ),
-                (
-                    plain.part(first, count).backward(),
-                    prepacked.part(first, count).backward(),
-                    count,
-                    inputs,
-                ),
-            ];
-            for (plain, prepacked, k, n) in forms {
-                let x = operand(k, 2);
-                let run = |b: Matrix| {
-                    let mut c = vec![0.5; tokens * n];
-                    let a = Matrix::k_inner(StoredElements::F32(&x), k);
-                    product_on(backend, (tokens, n, k), &mut c, CInit::C, a, b, Rounding::Bf16);
-                    c
-                };
-                assert!(
-                    prepacked.prepacked.unwrap().lock((n, k), 0).is_some(),
-                    "{outputs} {inputs} {first} {count}"
-                );
-                assert_eq!(run(prepacked), run(plain), "{outputs} {inputs} {first} {count}");
-                if rank == 0 || count < outputs {
-                    continue;
-                }
-                let (down, up) = (flat(&random((rank, k), 3)), flat(&random((n, rank), 4)));
-                let ride = |b: Matrix| {
-                    let (mut c, mut u) = (vec![0.5; tokens * n], vec![f32::NAN; tokens * rank]);
-                    let fused_lora = FusedLora {
-                        rank,
-                        down: Matrix::k_inner(StoredElements::F32(&down), k),
-                        up: Matrix::k_inner(StoredElements::F32(&up), rank),
-                        scale: 0.5,
-                        u: &mut u,
-                    };
-                    let operands = (Matrix::k_inner(StoredElements::F32(&x), k), b);
-                    product_with(
-                        backend,
-                        (tokens, n, k),
-                        &mut c,
-                        CInit::C,
-                        operands,
-                        Rounding::Bf16,
-                        fused_lora,
-                    );
-                    (c, u)
-                };
-                assert!(prepacked.prepacked.unwrap().lock((n, k), rank.div_ceil(32)).is_some());
-                assert!(ride(prepacked) == ride(plain), "{outputs} {inputs} rank {rank}");
-                // LoRA data of an earlier product does not change a product without LoRA.
-                assert_eq!(run(prepacked), run(plain));
-            }
-        }
-    }
-}
-
-/// Parts that do not begin or end with panels and chunks, a larger rank than the reserved space, and panels that
-/// another product uses.
-#[test]
-fn what_cannot_be_used_is_packed_anew() {
-    if !CpuBackend::Avx512.available() {
-        return;
-    }
-    let (outputs, inputs) = (2100, 96);
-    let w = rounded(&flat(&random((outputs, inputs), 1)));
-    let rows = WeightRows::new(Operand::Bf16(&w), inputs);
-    let packed = PrepackedWeight::new(rows, (outputs, inputs), true, 16).unwrap();
-    let rows = rows.with(Some(&packed));
-    let holds = |b: Matrix, sizes, fused_steps| b.prepacked.unwrap().lock(sizes, fused_steps).is_some();
-    assert!(holds(rows.forward(), (outputs, inputs), 1) && !holds(rows.forward(), (outputs, inputs), 2));
-    assert!(holds(rows.part(64, 96).forward(), (96, inputs), 0));
-    for (first, count) in [(1, 64), (64, 65)] {
-        assert!(!holds(rows.part(first, count).forward(), (count, inputs), 0));
-    }
-    assert!(holds(rows.part(1024, 1024).backward(), (inputs, 1024), 0));
-    // The last chunk is not part of it, so no rank can be appended.
-    assert!(!holds(rows.part(0, 1024).backward(), (inputs, 1024), 1));
-    assert!(!holds(rows.part(32, 1024).backward(), (inputs, 1024), 0));
-    let another = rows.forward().prepacked.unwrap().lock((outputs, inputs), 0);
-    assert!(another.is_some() && !holds(rows.forward(), (outputs, inputs), 0));
-    drop(another);
-    assert!(holds(rows.forward(), (outputs, inputs), 0));
-    let packed = PrepackedWeight::new(WeightRows::new(Operand::F32(&[0.0; 4]), 2), (2, 2), true, 0);
-    assert!(packed.is_none(), "f32 weights never go to the tile unit");
 }

@@ -161,7 +161,7 @@ fn deltas(c: &mut Criterion) {
             })
         });
         group.bench_function("forward fused", |b| {
-            b.iter(|| low_rank::forward(&x, BaseWeight::Dense((&w).into()), None, low).expect("y"))
+            b.iter(|| low_rank::forward(&x, BaseWeight::Dense(&w), None, low).expect("y"))
         });
         group.bench_function("backward without LoRA", |b| {
             b.iter(|| linear::backward_input(&dy, &w).expect("dx"))
@@ -175,7 +175,7 @@ fn deltas(c: &mut Criterion) {
             })
         });
         group.bench_function("backward fused", |b| {
-            b.iter(|| low_rank::backward(&dy, BaseWeight::Dense((&w).into()), None, low).expect("dx"))
+            b.iter(|| low_rank::backward(&dy, BaseWeight::Dense(&w), None, low).expect("dx"))
         });
         group.finish();
     }

@@ -4,7 +4,7 @@ use super::{AdapterCosts, Plan, PlanInputs, PlanModel, layer_graphs};
 use crate::base::{Error, Result};
 use crate::engine::{GradientStorage, StepStrategy};
 use crate::generate;
-use crate::model::{Adapters, Spec, tokens};
+use crate::model::{Adapters, Spec};
 use crate::ops::cross_entropy::PIECE;
 use crate::ops::quantized::Products;
 use crate::peft::Adapter;
@@ -25,7 +25,6 @@ use crate::setup::teacher::TeacherSpec;
 use crate::setup::{self, StoredWeights};
 use crate::source::Placement;
 use crate::source::StoragePolicy;
-use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 

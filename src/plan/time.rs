@@ -22,8 +22,8 @@ const PACKED_TOKENS: f64 = 75.0;
 /// Dot products of bf16 pairs pack no weight. They read it from memory, which takes as long as a product of this many
 /// tokens (0.2 ns an element at 10 GB/s of a thread; 2 operations at 0.2 TFLOP/s are 0.01 ns).
 const READ_TOKENS_DOTS: f64 = 20.0;
-/// With tiles (AMX) tasks pack a weight in the cache: a quarter of the samples of the tiles themselves at 512 tokens
-/// (docs/lab-book.md, 2026-11-29).
+/// With tiles (AMX) tasks pack a weight in the cache: estimated as a quarter of a product with 512 tokens. (A profile has 44 % tiles
+/// and 16 % packing, of activations too: docs/benchmarks-cpu.md. At most 64 tokens pack nothing, but no choice depends on it.)
 const PACKED_TOKENS_TILES: f64 = 128.0;
 /// Operations per second of one thread, and of one thread with a tile unit.
 const THREAD_RATE: f64 = 50e9;

@@ -1,7 +1,6 @@
 //! Settings that must not change the result of training.
 
 use crate::bench::{Bench, number, said};
-use ft::ops::CpuBackend;
 
 fn close(a: f64, b: f64, what: &str) {
     assert!((a - b).abs() <= 1e-5 * b.abs(), "{what}: {a} and {b}");

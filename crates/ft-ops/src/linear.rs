@@ -119,7 +119,7 @@ pub fn can_join(x: &Tensor, ws: [&Tensor; 2]) -> bool {
 /// As `forward`.
 pub fn forward_two(x: &Tensor, ws: [&Tensor; 2], biases: Option<[&Tensor; 2]>) -> Result<[Tensor; 2]> {
     let (_, inputs) = dims2(x, "x of a linear")?;
-    let outputs = outputs_of(ws[0].into(), inputs)?;
+    let outputs = outputs_of(ws[0], inputs)?;
     for bias in biases.iter().flatten() {
         expect_dims(bias, "the bias of a linear", &[outputs])?;
     }
@@ -138,7 +138,7 @@ pub fn forward_two(x: &Tensor, ws: [&Tensor; 2], biases: Option<[&Tensor; 2]>) -
 /// As `forward_add`.
 pub fn forward_add_two(ys: [&Tensor; 2], x: &Tensor, ws: [&Tensor; 2]) -> Result<()> {
     let (rows, inputs) = dims2(x, "x of a linear")?;
-    let outputs = outputs_of(ws[0].into(), inputs)?;
+    let outputs = outputs_of(ws[0], inputs)?;
     expect_dims(ws[1], WEIGHT, &[outputs, inputs])?;
     for y in ys {
         expect_dims(y, "y of a linear", &[rows, outputs])?;

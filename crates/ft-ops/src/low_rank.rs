@@ -223,11 +223,11 @@ mod tests {
                 let dtype = if view.bf16 { DType::BF16 } else { DType::F32 };
                 let w = tensor(dequantized, (o, i)).unwrap().to_dtype(dtype).unwrap();
                 let (y, u) = forward(&x, BaseWeight::Quantized(view), None, low).unwrap();
-                let (want, want_u) = forward(&x, BaseWeight::Dense((&w).into()), None, low).unwrap();
+                let (want, want_u) = forward(&x, BaseWeight::Dense(&w), None, low).unwrap();
                 assert_close(&y, &want, 1e-5);
                 assert_close(&u, &want_u, 1e-5);
                 let (dx, du) = backward(&dy, BaseWeight::Quantized(view), None, low).unwrap();
-                let (want, want_du) = backward(&dy, BaseWeight::Dense((&w).into()), None, low).unwrap();
+                let (want, want_du) = backward(&dy, BaseWeight::Dense(&w), None, low).unwrap();
                 assert_close(&dx, &want, 1e-5);
                 assert_close(&du, &want_du, 1e-5);
             }
@@ -246,8 +246,8 @@ mod tests {
                 b: &b,
                 scale: 2.0,
             };
-            let (y, u) = forward(&x, BaseWeight::Dense((&w).into()), None, low).unwrap();
-            let (dx, du) = backward(&dy, BaseWeight::Dense((&w).into()), None, low).unwrap();
+            let (y, u) = forward(&x, BaseWeight::Dense(&w), None, low).unwrap();
+            let (dx, du) = backward(&dy, BaseWeight::Dense(&w), None, low).unwrap();
             vec![y, u, dx, du]
         });
     }
@@ -272,7 +272,7 @@ mod tests {
                     b: &narrow_b,
                     scale: 0.7,
                 };
-                let (y, u) = forward(&x, BaseWeight::Dense((&w).into()), Some(&bias), low).unwrap();
+                let (y, u) = forward(&x, BaseWeight::Dense(&w), Some(&bias), low).unwrap();
                 let want = linear::forward(&x, &w, Some(&bias)).unwrap();
                 assert_close(&u, &parts.down(&narrow(&x)).unwrap(), 1e-5);
                 parts.up_add(&want, &narrow(&u)).unwrap();
@@ -287,7 +287,7 @@ mod tests {
                         }
                         None => linear::backward_input(&dy, &w).unwrap(),
                     };
-                    let (dx, du) = backward(&dy, BaseWeight::Dense((&w).into()), start.as_ref(), low).unwrap();
+                    let (dx, du) = backward(&dy, BaseWeight::Dense(&w), start.as_ref(), low).unwrap();
                     assert_close(&du, &parts.up_backward(&narrow(&dy)).unwrap(), 1e-5);
                     parts.down_backward_add(&want, &narrow(&du)).unwrap();
                     assert_close(&dx, &want, 1e-5);

@@ -28,8 +28,8 @@ pub(crate) struct QuantizationTable {
     pub(crate) values: [f32; 256],
     /// `middles[i]` is the midpoint of `values[i]` and `values[i + 1]`.
     pub(crate) middles: [f32; 256],
-    /// Lower bound of the table index for a number in this bucket: positive numbers, then negative ones. Vector code reads four bytes
-    /// for each index.
+    /// Lower bound of the table index for a number in this bucket: positive numbers, then negative ones. Three more
+    /// bytes follow, because vector code reads four bytes at each index.
     pub(super) from: [u8; 2 * BUCKETS + 3],
     pub(super) signed: bool,
 }
@@ -107,7 +107,7 @@ impl QuantizationTable {
         assert!(codes.len() == values.len());
         #[cfg(target_arch = "x86_64")]
         if CpuBackend::current().vector_isa() == Some(VectorIsa::Avx512) {
-            // SAFETY: the instructions were detected.
+            // SAFETY: the instructions were detected; the lengths were compared above.
             return unsafe { code_avx512::quantize(self, values, codes) };
         }
         self.quantize_plainly(values, codes)
@@ -141,7 +141,7 @@ impl QuantizationTable {
         assert!(codes.len() == values.len());
         #[cfg(target_arch = "x86_64")]
         if CpuBackend::current().vector_isa() == Some(VectorIsa::Avx512) {
-            // SAFETY: the instructions were detected.
+            // SAFETY: the instructions were detected; the lengths were compared above.
             return unsafe { code_avx512::dequantize(self, codes, most, values) };
         }
         for (x, code) in values.iter_mut().zip(codes) {

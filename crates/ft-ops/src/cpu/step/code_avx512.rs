@@ -63,7 +63,7 @@ pub(super) unsafe fn quantize(table: &QuantizationTable, values: &[f32], codes: 
 
 /// As `QuantizationTable::dequantize`.
 /// # Safety
-/// As `quantize`.
+/// The CPU must have AVX-512 (F, BW, DQ, VL); `values` has the length of `codes`.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 pub(super) unsafe fn dequantize(table: &QuantizationTable, codes: &[u8], most: f32, values: &mut [f32]) {
     let n = codes.len();

@@ -28,8 +28,8 @@ pub(in crate::cpu::product) const SCRATCH: usize =
 pub(super) enum Columns<'a> {
     /// Packed, with at least the steps of the product.
     Packed(PackedView),
-    /// A weight of which each task packs a few panels at a time, just before it multiplies them with all its rows. A task with few
-    /// rows reads it where it lies (`unpacked_tiles.rs`).
+    /// A weight of which each task packs a few panels at a time, just before it multiplies them with all its rows. If C has few
+    /// rows, a bf16 weight that is contiguous in k is read where it lies (`unpacked_tiles.rs`).
     Weight {
         weight: &'a Matrix<'a>,
         /// The part of k.

@@ -2,8 +2,8 @@
 //!
 //! Tasks own blocks of C (`block.rs`). Activations are packed completely and in parallel, as [chunk of k][panel of 32][step]; memory
 //! is bounded, so a product with larger operands is computed in parts. On AMX a weight is packed by the tasks, a few panels at a
-//! time, into the L2 cache: so its packed form never goes to memory, and it is read once for each 512 rows. With a few rows of C,
-//! a bf16 weight of x·Wᵀ is read where it lies (`unpacked_tiles.rs`).
+//! time, into the L2 cache: so its packed form never goes to memory, and it is read once for each 512 rows. With at most 64 rows of
+//! C, a bf16 weight of x·Wᵀ is read where it lies (`unpacked_tiles.rs`).
 //!
 //! A fused LoRA product (`fused_lora.rs`) first multiplies the packed A with its `down`. Then its rank is appended after
 //! the last chunk of both operands. Its matrices and u are rounded to bf16 here, as the operands of the product are.
@@ -119,7 +119,8 @@ pub(super) fn run(job: &ProductJob, backend: CpuBackend) {
     if backend == CpuBackend::Avx512Bf16 && unpacked::fits(job) {
         return unpacked::run(job);
     }
-    // A weight is packed by the tasks, panel by panel, or not at all. Its rows are operand A if they are contiguous in k: then packing is a copy.
+    // A weight is packed by the tasks, panel by panel, or read where it lies. If it is contiguous in k, its rows are operand A: then
+    // packing is a copy.
     let by_tasks = backend == CpuBackend::Amx && !matches!(job.b.values, Operand::F32(_));
     let transposed = by_tasks && job.b.k_contiguous;
     let (rows_format, columns_format) = if transposed {

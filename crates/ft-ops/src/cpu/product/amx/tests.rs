@@ -5,7 +5,7 @@ use super::super::super::storage::StoredElements;
 use super::super::{
     CInit, CpuBackend, FusedLora, Matrix, Operand, ProductJob, Rounding, product_on, product_with, testable,
 };
-use super::unpacked_tiles::MOST_ROWS;
+use super::unpacked_tiles::{MOST_ROWS, elements};
 use crate::oracle::{flat, random};
 use half::bf16;
 
@@ -94,8 +94,8 @@ fn tiles_agree_with_plain_loops() {
     }
 }
 
-/// Checks u and C of a fused LoRA product, rounded as the operands are; the last operand is too large to be packed
-/// at once.
+/// Checks u and C of a fused LoRA product, rounded as the operands are. The activations of the last two are too large to be packed
+/// at once; the weight of the last one is read where it lies (on AMX), in two parts of k.
 #[test]
 fn a_rider_is_a_few_steps_more() {
     backends().into_iter().for_each(fuses);
@@ -301,6 +301,15 @@ fn threads_on(backend: CpuBackend) {
 #[test]
 fn a_few_rows_have_the_bits_of_many() {
     backends().into_iter().for_each(few_rows_on);
+}
+
+#[test]
+fn only_few_rows_of_bf16_are_read_where_they_lie() {
+    let (wide, narrow) = ([0f32; 64], [bf16::ZERO; 64]);
+    let inner = Matrix::k_inner(Operand::Bf16(&narrow), 8);
+    assert!(elements(&inner, MOST_ROWS).is_some() && elements(&inner, MOST_ROWS + 1).is_none());
+    assert!(elements(&Matrix::k_outer(Operand::Bf16(&narrow), 8), 5).is_none());
+    assert!(elements(&Matrix::k_inner(Operand::F32(&wide), 8), 5).is_none());
 }
 
 fn few_rows_on(backend: CpuBackend) {

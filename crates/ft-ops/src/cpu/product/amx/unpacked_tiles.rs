@@ -2,7 +2,8 @@
 //! memory is the limit, and packing a weight takes longer than the products. The sums have the bits of the packed product.
 //! (`unpacked.rs` does the same with dot products.)
 //!
-//! The hint `t1` would be wrong here: a weight in a file rarely begins on a cache line, so neighboring tiles share their lines.
+//! Tiles of the weight are loaded without the hint `t1`, which does not keep lines in the L1 cache. A weight in a file rarely begins
+//! on a cache line, so two neighboring tiles share each line, and with `t1` it would be fetched twice.
 
 use super::super::{Matrix, Operand};
 use super::tile_kernels::{STEP, TILE};
@@ -65,8 +66,9 @@ macro_rules! step {
     };
 }
 
+/// `$zero`, `$store`: text that clears and stores the sums of the second 16 rows of C. The others: see `step`.
 macro_rules! kernel {
-    ($(#[$doc:meta])* $name:ident, $load:literal, $first:literal, $second:literal, $zero:literal, $store:literal) => {
+    ($(#[$doc:meta])* $name:ident, $load:literal, $first_product:literal, $second_product:literal, $zero:literal, $store:literal) => {
         $(#[$doc])*
         /// # Safety
         /// AMX must be available and configured; every address of the call must be readable or writable as its field
@@ -83,7 +85,7 @@ macro_rules! kernel {
                     "jz 3f",
                     ".p2align 5",
                     "2:",
-                    step!("{weight}", "{second}", "{weight_row}", $load, $first, $second),
+                    step!("{weight}", "{second}", "{weight_row}", $load, $first_product, $second_product),
                     "add {weight}, 64",
                     "add {second}, 64",
                     "dec {steps}",
@@ -94,7 +96,7 @@ macro_rules! kernel {
                     "jz 5f",
                     "mov {weight}, [{call} + {packed_at}]",
                     "4:",
-                    step!("{weight}", "{weight} + 1024", "{tile_row}", $load, $first, $second),
+                    step!("{weight}", "{weight} + 1024", "{tile_row}", $load, $first_product, $second_product),
                     "add {weight}, 2048",
                     "dec {steps}",
                     "jnz 4b",

@@ -35,7 +35,7 @@ pub use memory_plan::{MemoryPlan, PlanDevice, ProcessState};
 pub use model::{AdapterCosts, PlanModel};
 pub use run_plan::RunPlan;
 pub use table::{Plan, PlanLine};
-pub use time::{seconds, seconds_of};
+pub use time::seconds_of;
 pub use weights::most_renewed;
 
 use crate::base::ledger::{Allocation, Ledger, MemoryKind};

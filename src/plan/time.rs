@@ -7,7 +7,6 @@ use super::candidates::candidates;
 use super::model::PlanModel;
 use super::{PlanInputs, experts, gpu_time};
 use crate::engine::{ActiveSet, GradientStorage};
-use crate::model::Spec;
 use crate::model::pieces::pieces;
 use crate::ops::CpuBackend;
 use crate::recipe::{Dtype, Recipe};
@@ -23,7 +22,7 @@ const PACKED_TOKENS: f64 = 75.0;
 /// tokens (0.2 ns an element at 10 GB/s of a thread; 2 operations at 0.2 TFLOP/s are 0.01 ns).
 const READ_TOKENS_DOTS: f64 = 20.0;
 /// With tiles (AMX) tasks pack a weight in the cache: estimated as a quarter of a product with 512 tokens. (A profile has 44 % tiles
-/// and 16 % packing, of activations too: docs/benchmarks-cpu.md. At most 64 tokens pack nothing, but no choice depends on it.)
+/// and 16 % packing, of activations too: docs/benchmarks-cpu.md. x·Wᵀ of at most 64 tokens does not pack the weight, but no choice depends on it.)
 const PACKED_TOKENS_TILES: f64 = 128.0;
 /// Operations per second of one thread, and of one thread with a tile unit.
 const THREAD_RATE: f64 = 50e9;
@@ -40,16 +39,8 @@ pub(super) fn overlapping(work: f64, read: f64) -> f64 {
     work.max(read) + NOT_HIDDEN * work.min(read)
 }
 
-/// Seconds of one optimizer step of the slowest active set on a typical CPU, or on the GPU of `inputs`.
-pub fn seconds(spec: &Spec, recipe: &Recipe, inputs: &PlanInputs) -> f64 {
-    seconds_of(
-        &PlanModel::new(spec, &inputs.strategy.storage, &inputs.adapters),
-        recipe,
-        inputs,
-    )
-}
-
-/// As `seconds`, for a model that was inspected before with the storage and the adapters of `inputs`.
+/// Seconds of one optimizer step of the slowest active set on a typical CPU, or on the GPU of `inputs`. `model` was inspected with the
+/// storage and the adapters of `inputs`.
 pub fn seconds_of(model: &PlanModel, recipe: &Recipe, inputs: &PlanInputs) -> f64 {
     // Of equal sets the lowest one is the slowest; `candidates` always contains it.
     let sets = candidates(model, inputs, ElementBytes::default())
@@ -101,8 +92,8 @@ fn cpu_seconds(model: &PlanModel, recipe: &Recipe, inputs: &PlanInputs, active: 
     let streamed = inputs.head_chunk(spec, active).is_some();
     let wanted = model.sum(active, |p| if active.wants(&p.name) { p.elements() as u64 } else { 0 });
     let trained = 2.0 * n * wanted as f64;
-    // The loss uses a chunked head twice.
     let through = layer * (layers as f64 + recomputed + above);
+    // Forward and backward; the forward pass of the loss uses a chunked head twice.
     let loss = head * if streamed { 3.0 } else { 2.0 };
     let work = through + loss + trained;
     let rate = if tiles { TILES_RATE } else { THREAD_RATE };

@@ -206,7 +206,7 @@ fn shape_plan(bench: &Bench, name: &str, budget: &str, more: &[&str]) -> std::pr
     let model = format!("model.path=shape:{name}");
     let base = ["plan", "--recipe", "s.toml", &model, "--budget", budget, "--json"];
     let mut command = bench.command(&[&base[..], more].concat());
-    // The estimate of seconds depends on the CPU.
+    // The plan and its estimate of seconds depend on the CPU.
     command.env("FT_CPU", "portable").output().unwrap()
 }
 

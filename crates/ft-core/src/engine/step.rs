@@ -166,7 +166,7 @@ pub struct StepReport {
 
 impl Engine {
     /// Prepares `model` for training steps as `strategy` says, with the default `TrainConfig`: gradients are clipped to a
-    /// global norm of 1. `first`: the active parameters of the first step.
+    /// global norm of 1. `first`: the active parameters of the first step; used with ranks only.
     ///
     /// # Errors
     /// The copy streams of the device cannot be created.

@@ -26,7 +26,7 @@ pub(in crate::cpu::product) const SCRATCH: usize =
 /// Operand B of a product.
 #[derive(Clone, Copy)]
 pub(super) enum Columns<'a> {
-    /// Packed, with at least the steps of the product.
+    /// Packed, with the steps of the product.
     Packed(PackedView),
     /// A weight of which each task packs a few panels at a time, just before it multiplies them with all its rows. If C has few
     /// rows, a bf16 weight that is contiguous in k is read where it lies (`unpacked_tiles.rs`).

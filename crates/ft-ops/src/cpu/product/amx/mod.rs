@@ -8,7 +8,7 @@
 //! A fused LoRA product (`fused_lora.rs`) first multiplies the packed A with its `down`. Then its rank is appended after
 //! the last chunk of both operands. Its matrices and u are rounded to bf16 here, as the operands of the product are.
 //!
-//! Dot products read a bf16 weight where it lies (`unpacked.rs`), with the same bits.
+//! Dot products read a bf16 weight where it lies if k is even (`unpacked.rs`), with the bits of packed products.
 
 mod block;
 mod buffer;

@@ -153,6 +153,20 @@ pub(crate) fn widen(x: half::bf16) -> f32 {
     f32::from_bits((x.to_bits() as u32) << 16)
 }
 
+/// The mask of the first `n` of 16 elements.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+pub(crate) fn mask16(n: usize) -> u16 {
+    if n >= 16 { u16::MAX } else { (1 << n) - 1 }
+}
+
+/// The mask of the first `n` of 32 elements.
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+#[inline(always)]
+pub(crate) fn mask32(n: usize) -> u32 {
+    if n >= 32 { u32::MAX } else { (1 << n) - 1 }
+}
+
 /// How far ahead a weight of few rows is prefetched, in bytes. The hardware prefetcher stops at each page of 4 KiB
 /// (docs/lab-book.md, 2026-11-28).
 #[cfg(target_arch = "x86_64")]

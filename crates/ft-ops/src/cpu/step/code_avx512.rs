@@ -1,16 +1,11 @@
 //! Quantization of a block of moments with AVX-512: 16 look-ups in the tables at a time, with the bits of the plain code.
 
+use super::super::math::mask16;
 use super::code::{BUCKETS, CUT, LOWEST, QuantizationTable};
 use std::arch::x86_64::*;
 
 /// Number of f32 in a vector register.
 const VECTOR: usize = 16;
-
-/// The mask of the lanes that exist from element `at` on.
-fn mask(at: usize, n: usize) -> __mmask16 {
-    let left = (n - at).min(VECTOR);
-    ((1u32 << left) - 1) as u16
-}
 
 /// As `QuantizationTable::quantize`.
 /// # Safety
@@ -20,7 +15,7 @@ pub(super) unsafe fn quantize(table: &QuantizationTable, values: &[f32], codes: 
     let n = values.len();
     let load = |at: usize| {
         // SAFETY: the mask keeps to the values.
-        unsafe { _mm512_maskz_loadu_ps(mask(at, n), values[at..].as_ptr()) }
+        unsafe { _mm512_maskz_loadu_ps(mask16(n - at), values[at..].as_ptr()) }
     };
     let mut most = _mm512_setzero_ps();
     for at in (0..n).step_by(VECTOR) {
@@ -56,7 +51,7 @@ pub(super) unsafe fn quantize(table: &QuantizationTable, values: &[f32], codes: 
             code = _mm512_mask_max_epi32(code, positive, code, _mm512_set1_epi32(1));
         }
         // SAFETY: the mask keeps to the codes.
-        unsafe { _mm512_mask_cvtepi32_storeu_epi8(codes[at..].as_mut_ptr().cast(), mask(at, n), code) }
+        unsafe { _mm512_mask_cvtepi32_storeu_epi8(codes[at..].as_mut_ptr().cast(), mask16(n - at), code) }
     }
     most
 }
@@ -68,7 +63,7 @@ pub(super) unsafe fn quantize(table: &QuantizationTable, values: &[f32], codes: 
 pub(super) unsafe fn dequantize(table: &QuantizationTable, codes: &[u8], most: f32, values: &mut [f32]) {
     let n = codes.len();
     for at in (0..n).step_by(VECTOR) {
-        let mask = mask(at, n);
+        let mask = mask16(n - at);
         // SAFETY: the mask keeps to codes and values; a code is below 256.
         unsafe {
             let code = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(mask, codes[at..].as_ptr().cast()));

@@ -1,8 +1,9 @@
 //! A block of C: one task multiplies panels of rows with panels of columns, tile by tile.
 
+use super::super::super::math::mask16;
 use super::super::grid::part;
 use super::super::{CpuBackend, Matrix, OperandBlock, ProductJob};
-use super::pack::{self, PackFormat, mask16, transpose};
+use super::pack::{self, PackFormat, transpose};
 use super::tile_kernels::{STEP, TILE, TileCall, WRITING};
 use super::unpacked_tiles::{self, UnpackedTileCall, multiply_16, multiply_32};
 use super::{Depth, PackedView, configure, multiply_tile, release};

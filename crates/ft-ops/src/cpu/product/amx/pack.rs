@@ -6,6 +6,7 @@
 //! block is transposed.
 
 use super::super::super::dequantize::dequantize;
+use super::super::super::math::{mask16, mask32};
 use super::super::{Matrix, Operand, OperandBlock, VectorIsa};
 use super::tile_kernels::STEP;
 use half::bf16;
@@ -228,14 +229,6 @@ unsafe fn steps<T: Element>(from: *const T, m: &Matrix, block: OperandBlock, for
             }
         }
     }
-}
-
-fn mask32(n: usize) -> u32 {
-    if n >= 32 { u32::MAX } else { (1 << n) - 1 }
-}
-
-pub(super) fn mask16(n: usize) -> u16 {
-    if n >= 16 { u16::MAX } else { (1 << n) - 1 }
 }
 
 trait Element: Copy {

@@ -5,6 +5,7 @@
 //! in registers, and a pair of dy is broadcast. An element of C is summed in the order of the packed products: chunk by chunk of
 //! k, in a chunk pair by pair. So the results are bit-equal to theirs.
 
+use super::super::super::math::{mask16, mask32};
 use super::super::grid::{part, parts_of_rows};
 use super::super::{CInit, Matrix, Operand, OperandBlock, ProductJob, SharedSlice};
 use super::avx512_bf16::words;
@@ -90,14 +91,6 @@ unsafe fn round(from: &[f32], to: &mut [bf16]) {
             );
         }
     }
-}
-
-fn mask16(n: usize) -> u16 {
-    if n >= 16 { u16::MAX } else { (1 << n) - 1 }
-}
-
-fn mask32(n: usize) -> u32 {
-    if n >= 32 { u32::MAX } else { (1 << n) - 1 }
 }
 
 /// True if this path can compute `job`: B is a bf16 weight, and k is even.

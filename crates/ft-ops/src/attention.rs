@@ -16,7 +16,7 @@ use ft_base::{Error, Result};
 
 /// Sums over keys are made in chunks of this many keys, from the first key of a document. If keys before a window are
 /// left out up to a multiple of it, the sums have the same bits.
-pub const KEY_CHUNK: usize = super::cpu::product::task_gemm::KC;
+pub const KEY_CHUNK: usize = cpu::KEYS;
 
 /// Parameters of an attention layer.
 #[derive(Debug, Clone)]
@@ -101,12 +101,9 @@ pub fn scratch(spec: &AttentionSpec, longest: usize) -> usize {
         spec.window
             .map_or(longest, |w| longest.min(w + queries + gemm.k_unit()))
     };
-    attention_backward::scratch(
-        gemm,
-        spec.head_dim,
-        seen(cpu::BLOCKS * cpu::QUERIES),
-        seen(cpu::QUERIES),
-    )
+    let (keys, heads) = (seen(cpu::BLOCKS * cpu::QUERIES), spec.heads / spec.kv_heads.max(1));
+    let backward = attention_backward::scratch(gemm, spec.head_dim, keys, heads);
+    backward.max(cpu::scratch(gemm, spec.head_dim, keys, heads))
 }
 
 /// Returns the number of partial sums of dk and of dv that the backward pass on the CPU keeps for each key head.

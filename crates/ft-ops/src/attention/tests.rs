@@ -123,6 +123,15 @@ fn cases() -> Vec<(AttentionSpec, Vec<usize>)> {
             },
             vec![0, 20, 620],
         ),
+        // Several parts of the keys; more query heads than visit a part together.
+        (spec(9, 1, 16), vec![0, 1100]),
+        (
+            AttentionSpec {
+                window: Some(600),
+                ..spec(2, 1, 32)
+            },
+            vec![0, 9, 1300],
+        ),
     ]
 }
 
@@ -273,6 +282,33 @@ fn bit_equal_on_any_number_of_threads() {
                 .unwrap();
                 vec![o, lse, dq, dk, dv]
             });
+        }
+    }
+}
+
+#[test]
+fn a_query_has_the_same_bits_in_any_block() {
+    let n = 1200;
+    for window in [None, Some(30), Some(700)] {
+        let spec = AttentionSpec {
+            window,
+            ..spec(2, 1, 32)
+        };
+        let (q, k, v) = (random((n, 64), 1), random((n, 32), 2), random((n, 32), 3));
+        for (backend, bf16) in backends() {
+            let spec = AttentionSpec { bf16, ..spec.clone() };
+            let run = |from: usize| {
+                let rows = q.narrow(0, from, n - from).unwrap();
+                let (o, lse) = forward_on(backend, &rows, &k, &v, &spec, &[0, n - from], &[0, n]).unwrap();
+                [o, lse].map(|t| flat(&t.narrow(0, t.dim(0).unwrap() - 90, 90).unwrap()))
+            };
+            let whole = run(0);
+            for from in [1, 63, 500, n - 90] {
+                assert!(
+                    run(from) == whole,
+                    "{backend:?}, bf16 {bf16}, window {window:?}, from {from}"
+                );
+            }
         }
     }
 }

@@ -1,17 +1,27 @@
 //! Attention forward on slices. One task computes a few blocks of queries of a document for the query heads of one
 //! key head, so that keys and values are packed once for all of them.
+//!
+//! The keys of a block are visited in parts, so that the scores stay in the L2 cache. Each query has a running maximum and sum of its
+//! softmax; if the maximum grows, what was summed before is scaled (Milakov and Gimelshein, arXiv:1805.02867; Dao et al.,
+//! FlashAttention, arXiv:2205.14135, algorithm 1).
 
 use super::math::{LANES, exp, fma, max_lanes, sum_lanes, tanh, vectorized};
-use super::product::task_gemm::{OperandSide, OutputTile, TaskGemm, cache_friendly_stride};
+use super::product::task_gemm::{KC, OperandSide, OutputTile, PackedOperand, TaskGemm, cache_friendly_stride};
 use super::product::{CpuBackend, Matrix};
 use super::{LINE, SharedSlice, with_scratch};
 use crate::attention::AttentionSpec;
 use rayon::prelude::*;
+use std::ops::Range;
 
 /// Queries per block.
 pub(crate) const QUERIES: usize = 64;
 /// Largest number of query blocks that share packed keys.
 pub(crate) const BLOCKS: usize = 8;
+/// Keys of a part.
+pub(crate) const KEYS: usize = 1024;
+const _: () = assert!(KEYS.is_multiple_of(KC));
+/// Largest number of query heads that visit a part of the keys one after the other.
+pub(crate) const HEADS: usize = 8;
 /// Smallest number of tasks per thread, if the work can be cut into so many.
 const TASKS: usize = 4;
 
@@ -24,8 +34,17 @@ pub(crate) struct QueryBlock {
     /// First key counted over all documents, and number of keys.
     pub key: usize,
     pub keys: usize,
+    /// Position of the first key in the document.
+    low: usize,
     /// Position of the first query among the keys of the block.
     pub place: usize,
+}
+
+/// Some of the keys of a block: the first one, and how many.
+#[derive(Clone, Copy)]
+pub(crate) struct KeyPart {
+    pub first: usize,
+    pub keys: usize,
 }
 
 impl QueryBlock {
@@ -41,14 +60,30 @@ impl QueryBlock {
             queries,
             key: document.key + low,
             keys: place + queries - low,
+            low,
             place: place - low,
         }
     }
 
-    /// Returns the keys that query `i` of the block attends to, as a range inside the block.
-    pub(crate) fn visible(&self, i: usize, window: Option<usize>) -> std::ops::Range<usize> {
+    /// Returns the parts of the keys. They begin at multiples of `KEYS` of the document, so that the sums of a query do not depend
+    /// on its block.
+    pub(crate) fn key_parts(self) -> impl Iterator<Item = KeyPart> {
+        let mut first = 0;
+        std::iter::from_fn(move || {
+            let end = (self.low + first + 1).next_multiple_of(KEYS) - self.low;
+            let keys = end.min(self.keys) - first;
+            let part = KeyPart { first, keys };
+            first += keys;
+            (keys > 0).then_some(part)
+        })
+    }
+
+    /// Returns the keys of a part that query `i` of the block attends to, as a range inside the part.
+    pub(crate) fn visible(&self, i: usize, window: Option<usize>, part: KeyPart) -> Range<usize> {
         let end = self.place + i + 1;
-        window.map_or(0, |w| end.saturating_sub(w))..end
+        let start = window.map_or(0, |w| end.saturating_sub(w));
+        let inside = |key: usize| key.saturating_sub(part.first).min(part.keys);
+        inside(start)..inside(end)
     }
 }
 
@@ -103,7 +138,7 @@ impl<'a> Cutter<'a> {
 struct AttentionTask {
     document: DocumentRange,
     kv_head: usize,
-    heads: std::ops::Range<usize>,
+    heads: Range<usize>,
     first: usize,
     blocks: usize,
 }
@@ -172,6 +207,53 @@ pub(crate) fn forward(
         .for_each(|task| run(job, &task, o, lse));
 }
 
+/// Returns the scratch elements of a task with `heads` query heads, whose blocks attend to `keys` keys.
+pub(crate) fn scratch(gemm: TaskGemm, e: usize, keys: usize, heads: usize) -> usize {
+    lens(gemm, e, keys, heads).iter().sum()
+}
+
+/// Returns the elements of the packed keys and values, the packed queries of all heads, a part of the scores, and the same packed.
+fn lens(gemm: TaskGemm, e: usize, keys: usize, heads: usize) -> [usize; 5] {
+    let part = keys.min(KEYS);
+    [
+        gemm.packed_len(OperandSide::B, keys, e),
+        gemm.packed_len(OperandSide::B, e, keys),
+        heads.min(HEADS) * gemm.packed_len(OperandSide::A, QUERIES, e),
+        QUERIES * cache_friendly_stride(part),
+        gemm.packed_len(OperandSide::ScratchA, QUERIES, part),
+    ]
+}
+
+/// A block of queries of one task.
+struct BlockTask<'a> {
+    spec: &'a AttentionSpec,
+    gemm: TaskGemm,
+    block: QueryBlock,
+    o: SharedSlice,
+}
+
+/// A query head of a block.
+struct QueryHead<'a> {
+    head: usize,
+    q: PackedOperand<'a>,
+    softmax: [RunningSoftmax; QUERIES],
+}
+
+/// The softmax of a query over the keys so far.
+#[derive(Clone, Copy)]
+struct RunningSoftmax {
+    max: f32,
+    sum: f32,
+}
+
+/// The packed keys and values of a part.
+#[derive(Clone, Copy)]
+struct PackedPart<'a> {
+    part: KeyPart,
+    k: PackedOperand<'a>,
+    v: PackedOperand<'a>,
+}
+
 fn run(job: &ForwardJob<'_>, task: &AttentionTask, o: SharedSlice, lse: SharedSlice) {
     let ForwardJob { backend, spec, q, k, v } = *job;
     let e = spec.head_dim;
@@ -179,74 +261,123 @@ fn run(job: &ForwardJob<'_>, task: &AttentionTask, o: SharedSlice, lse: SharedSl
     let gemm = TaskGemm::new(backend, spec.rounding());
     let blocks = task.document.run(task.first, task.blocks, spec.window, gemm.k_unit());
     let (low, keys) = keys_of(blocks.clone());
-    let longest = blocks.clone().map(|b| b.keys).max().unwrap_or(0);
-    let lens = [
-        gemm.packed_len(OperandSide::B, keys, e),
-        gemm.packed_len(OperandSide::B, e, keys),
-        gemm.packed_len(OperandSide::A, QUERIES, e),
-        gemm.packed_len(OperandSide::ScratchA, QUERIES, longest),
-        QUERIES * cache_friendly_stride(longest),
-    ];
+    let lens = lens(gemm, e, keys, task.heads.len());
     with_scratch(lens.iter().sum(), |scratch| {
         let mut scratch = Cutter(scratch);
-        let [packed_k, packed_v, packed_q, packed_p, scores] = lens.map(|len| scratch.take(len));
+        let [packed_k, packed_v, packed_q, scores, packed] = lens.map(|len| scratch.take(len));
         let at = low * k_width + task.kv_head * e;
         let k = gemm.pack_operand(OperandSide::B, Matrix::k_inner(&k[at..], k_width), (keys, e), packed_k);
         let v = gemm.pack_operand(OperandSide::B, Matrix::k_outer(&v[at..], k_width), (e, keys), packed_v);
-        for b in blocks {
-            let stride = cache_friendly_stride(b.keys);
-            for head in task.heads.clone() {
-                let at = b.query * q_width + head * e;
-                let rows = Matrix::k_inner(&q[at..], q_width);
-                let q = gemm.pack_operand(OperandSide::A, rows, (b.queries, e), packed_q);
-                let to = OutputTile {
-                    c: SharedSlice::new(scores),
-                    at: 0,
-                    stride,
-                    add: false,
-                };
-                // SAFETY: the scores belong to this task alone.
-                unsafe { gemm.multiply((b.queries, b.keys, e), to, &q, &k.part(b.key - low, 0)) };
-                let mut inverse = [0f32; QUERIES];
-                for (i, row) in scores.chunks_exact_mut(stride).enumerate().take(b.queries) {
-                    let seen = b.visible(i, spec.window);
-                    row[..seen.start].fill(0.0);
-                    row[seen.end..b.keys].fill(0.0);
-                    let (max, sum) = softmax(&mut row[seen], spec.scale, spec.softcap.unwrap_or(0.0));
-                    inverse[i] = 1.0 / sum;
-                    // SAFETY: this element belongs to this task alone.
-                    unsafe { *lse.at((b.query + i) * spec.heads + head) = max + sum.ln() };
+        for block in blocks {
+            let block_task = BlockTask { spec, gemm, block, o };
+            for first in task.heads.clone().step_by(HEADS) {
+                let mut to = Cutter(&mut *packed_q);
+                let mut heads: Vec<QueryHead> = (first..task.heads.end.min(first + HEADS))
+                    .map(|head| {
+                        let rows = Matrix::k_inner(&q[block_task.at(head, 0)..], q_width);
+                        let to = to.take(gemm.packed_len(OperandSide::A, block.queries, e));
+                        let start = RunningSoftmax {
+                            max: f32::NEG_INFINITY,
+                            sum: 0.0,
+                        };
+                        QueryHead {
+                            head,
+                            q: gemm.pack_operand(OperandSide::A, rows, (block.queries, e), to),
+                            softmax: [start; QUERIES],
+                        }
+                    })
+                    .collect();
+                for part in block.key_parts() {
+                    let at = block.key - low + part.first;
+                    let (k, v) = (k.part(at, 0), v.part(0, at));
+                    let keys = PackedPart { part, k, v };
+                    for head in &mut heads {
+                        block_task.add_part(head, &keys, &mut *scores, &mut *packed);
+                    }
                 }
-                let p = Matrix::k_inner(&*scores, stride);
-                let p = gemm.pack_operand(OperandSide::ScratchA, p, (b.queries, b.keys), packed_p);
-                let to = OutputTile {
-                    c: o,
-                    at,
-                    stride: q_width,
-                    add: false,
-                };
-                // SAFETY: these rows of this head belong to this task alone.
-                unsafe { gemm.multiply((b.queries, e, b.keys), to, &p, &v.part(0, b.key - low)) };
-                for (i, inverse) in inverse[..b.queries].iter().enumerate() {
-                    // SAFETY: as above.
-                    let row = unsafe { o.part(at + i * q_width, e) };
-                    row.iter_mut().for_each(|o| *o *= inverse);
-                }
+                heads.iter().for_each(|head| block_task.finish(head, lse));
             }
         }
     });
 }
 
-/// Scales scores (and caps them if `cap` is not 0), replaces them by `e^(score - max)`, and returns max and the sum.
+impl BlockTask<'_> {
+    /// Returns the index of the first element of query `i` in q and o.
+    fn at(&self, head: usize, i: usize) -> usize {
+        ((self.block.query + i) * self.spec.heads + head) * self.spec.head_dim
+    }
+
+    /// Multiplies the values of query `i` in o.
+    fn scale(&self, head: usize, i: usize, factor: f32) {
+        // SAFETY: these elements belong to this task alone.
+        let row = unsafe { self.o.part(self.at(head, i), self.spec.head_dim) };
+        row.iter_mut().for_each(|o| *o *= factor);
+    }
+
+    /// Adds a part of the keys to o, whose values are then multiples of `e^-max`.
+    fn add_part(&self, head: &mut QueryHead, keys: &PackedPart, scores: &mut [f32], packed: &mut [f32]) {
+        let BlockTask { spec, gemm, block, o } = *self;
+        let (part, e) = (keys.part, spec.head_dim);
+        let stride = cache_friendly_stride(part.keys);
+        let to = OutputTile {
+            c: SharedSlice::new(scores),
+            at: 0,
+            stride,
+            add: false,
+        };
+        // SAFETY: the scores belong to this task alone.
+        unsafe { gemm.multiply((block.queries, part.keys, e), to, &head.q, &keys.k) };
+        for (i, row) in scores.chunks_exact_mut(stride).enumerate().take(block.queries) {
+            let seen = block.visible(i, spec.window, part);
+            row[..seen.start].fill(0.0);
+            row[seen.end..part.keys].fill(0.0);
+            if seen.is_empty() {
+                continue;
+            }
+            let before = head.softmax[i];
+            let (max, sum) = softmax(&mut row[seen], spec.scale, spec.softcap.unwrap_or(0.0), before.max);
+            head.softmax[i] = RunningSoftmax { max, sum };
+            if before.sum != 0.0 {
+                let factor = (before.max - max).exp();
+                head.softmax[i].sum += before.sum * factor;
+                if factor != 1.0 {
+                    self.scale(head.head, i, factor);
+                }
+            }
+        }
+        let p = Matrix::k_inner(&*scores, stride);
+        let p = gemm.pack_operand(OperandSide::ScratchA, p, (block.queries, part.keys), packed);
+        let to = OutputTile {
+            c: o,
+            at: self.at(head.head, 0),
+            stride: spec.heads * e,
+            add: part.first > 0,
+        };
+        // SAFETY: these rows of this head belong to this task alone.
+        unsafe { gemm.multiply((block.queries, e, part.keys), to, &p, &keys.v) };
+    }
+
+    /// Divides o by the sums of the softmax.
+    fn finish(&self, head: &QueryHead, lse: SharedSlice) {
+        for (i, softmax) in head.softmax[..self.block.queries].iter().enumerate() {
+            self.scale(head.head, i, 1.0 / softmax.sum);
+            // SAFETY: this element belongs to this task alone.
+            unsafe { *lse.at((self.block.query + i) * self.spec.heads + head.head) = softmax.max + softmax.sum.ln() };
+        }
+    }
+}
+
+/// Scales scores (and caps them if `cap` is not 0), replaces them by `e^(score - max)`, and returns max, which is at least `least`,
+/// and the sum.
 #[inline(always)]
-pub(super) fn softmax_body<const FMA: bool>(row: &mut [f32], scale: f32, cap: f32) -> (f32, f32) {
+pub(super) fn softmax_body<const FMA: bool>(row: &mut [f32], scale: f32, cap: f32, least: f32) -> (f32, f32) {
     if cap != 0.0 {
         for x in row.iter_mut() {
             *x = cap * tanh::<FMA>(*x * scale / cap);
         }
     }
     let scale = if cap != 0.0 { 1.0 } else { scale };
-    let mut lanes = [f32::NEG_INFINITY; LANES];
+    let mut lanes = [least; LANES];
     let (blocks, rest) = row.as_chunks::<LANES>();
     for block in blocks {
         for i in 0..LANES {
@@ -270,4 +401,4 @@ pub(super) fn softmax_body<const FMA: bool>(row: &mut [f32], scale: f32, cap: f3
     }
     (max, sum_lanes(&lanes))
 }
-vectorized!(fn softmax(row: &mut [f32], scale: f32, cap: f32) -> (f32, f32) = softmax_body);
+vectorized!(fn softmax(row: &mut [f32], scale: f32, cap: f32, least: f32) -> (f32, f32) = softmax_body);

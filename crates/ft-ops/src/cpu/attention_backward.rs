@@ -1,6 +1,6 @@
 //! Attention backward on slices: one task per document and key head, or per part of its query heads.
 
-use super::attention::{BLOCKS, Cutter, DocumentRange, QUERIES, QueryBlock, keys_of};
+use super::attention::{BLOCKS, Cutter, DocumentRange, HEADS, KEYS, KeyPart, QUERIES, QueryBlock, keys_of};
 use super::math::{add_slice, dot, exp, fma, tanh, vectorized};
 use super::product::task_gemm::{OperandSide, OutputTile, PACK_UNIT, PackedOperand, TaskGemm, cache_friendly_stride};
 use super::product::{CpuBackend, Matrix};
@@ -96,26 +96,33 @@ struct BackwardJob<'a> {
     out: GradientSlices,
 }
 
-/// The heads of a block: a query head, and the part of a key head to which it belongs.
-#[derive(Clone, Copy)]
-struct QueryHead {
+/// A query head of a block, packed.
+struct QueryHead<'a> {
     head: usize,
-    part: usize,
+    /// q and dout, for the scores and the gradients of the probabilities.
+    rows: [PackedOperand<'a>; 2],
+    /// q and dout, for dk and dv.
+    columns: [PackedOperand<'a>; 2],
+    /// Sum of probability times gradient of each query.
+    delta: [f32; QUERIES],
 }
 
-impl BackwardJob<'_> {
+/// p, ds, and one of them packed, of a part of the keys.
+type ScoreBuffers<'a> = [&'a mut [f32]; 3];
+
+impl<'a> BackwardJob<'a> {
     /// Runs a few blocks, for the query heads of one part of a key head.
     fn run(&self, blocks: impl Iterator<Item = QueryBlock> + Clone, part: usize) {
         let BackwardJob { gemm, saved, spec, out } = *self;
         let e = spec.head_dim;
         let k_width = spec.kv_heads * e;
         let (low, keys) = keys_of(blocks.clone());
-        let longest = blocks.clone().map(|b| b.keys).max().unwrap_or(0);
-        let lens = key_lens(gemm, e, keys);
-        with_scratch(scratch(gemm, e, keys, longest), |scratch| {
+        let heads = spec.heads / spec.kv_heads / out.parts;
+        with_scratch(scratch(gemm, e, keys, heads), |scratch| {
             let mut scratch = Cutter(scratch);
+            let [scores, dq, values] = key_lens(gemm, e, keys).map(|len| scratch.take(len));
+            let mut buffers = part_lens(gemm, keys).map(|len| scratch.take(len));
             let at = low * k_width + part / out.parts * e;
-            let [scores, dq, values] = lens.map(|len| scratch.take(len));
             let k_inner = |values| Matrix::k_inner(values, k_width);
             let keys = PackedKeys {
                 low,
@@ -123,29 +130,68 @@ impl BackwardJob<'_> {
                 dq: gemm.pack_operand(OperandSide::B, Matrix::k_outer(&saved.k[at..], k_width), (e, keys), dq),
                 values: gemm.pack_operand(OperandSide::B, k_inner(&saved.v[at..]), (keys, e), values),
             };
-            let heads = spec.heads / spec.kv_heads / out.parts;
-            for head in part * heads..(part + 1) * heads {
-                for b in blocks.clone() {
-                    self.block(b, QueryHead { head, part }, &keys, &mut *scratch.0);
+            let end = (part + 1) * heads;
+            for b in blocks {
+                for first in (part * heads..end).step_by(HEADS) {
+                    let mut to = Cutter(&mut *scratch.0);
+                    let packed: Vec<_> = (first..end.min(first + HEADS))
+                        .map(|head| self.pack_head(&b, head, &mut to))
+                        .collect();
+                    for keys_of_part in b.key_parts() {
+                        for head in &packed {
+                            self.add_part((&b, keys_of_part), (head, part), &keys, &mut buffers);
+                        }
+                    }
                 }
             }
         });
     }
 
-    fn block(&self, b: QueryBlock, QueryHead { head, part }: QueryHead, keys: &PackedKeys<'_>, scratch: &mut [f32]) {
+    /// Returns the index of the first element of query `i` in q, o and their gradients.
+    fn at(&self, b: &QueryBlock, head: usize, i: usize) -> usize {
+        ((b.query + i) * self.spec.heads + head) * self.spec.head_dim
+    }
+
+    fn pack_head<'b>(&self, b: &QueryBlock, head: usize, to: &mut Cutter<'b>) -> QueryHead<'b>
+    where
+        'a: 'b,
+    {
+        let BackwardJob { gemm, saved, spec, .. } = *self;
+        let (e, at, width) = (spec.head_dim, self.at(b, head, 0), spec.heads * spec.head_dim);
+        let from = [&saved.q[at..], &saved.dout[at..]];
+        let rows = from.map(|from| {
+            let to = to.take(gemm.packed_len(OperandSide::A, b.queries, e));
+            gemm.pack_operand(OperandSide::A, Matrix::k_inner(from, width), (b.queries, e), to)
+        });
+        let columns = from.map(|from| {
+            let to = to.take(gemm.packed_len(OperandSide::B, e, b.queries));
+            gemm.pack_operand(OperandSide::B, Matrix::k_outer(from, width), (e, b.queries), to)
+        });
+        let mut delta = [0f32; QUERIES];
+        for (i, delta) in delta.iter_mut().enumerate().take(b.queries) {
+            let at = self.at(b, head, i);
+            *delta = dot_rows(&saved.dout[at..][..e], &saved.o[at..][..e]);
+        }
+        QueryHead {
+            head,
+            rows,
+            columns,
+            delta,
+        }
+    }
+
+    /// Adds the gradients of the pairs of a block and a part of its keys; `head` has the index of the part of its key head.
+    fn add_part(
+        &self,
+        (b, part): (&QueryBlock, KeyPart),
+        (head, head_part): (&QueryHead, usize),
+        keys: &PackedKeys<'_>,
+        [p, ds, packed]: &mut ScoreBuffers<'_>,
+    ) {
         let BackwardJob { gemm, saved, spec, out } = *self;
         let (heads, e) = (spec.heads, spec.head_dim);
-        let q_width = heads * e;
-        let part_width = spec.kv_heads * e * out.parts;
-        let at_q = b.query * q_width + head * e;
-        let at_part = b.key * part_width + part * e;
-        let (first, stride) = (b.key - keys.low, cache_friendly_stride(b.keys));
-        let mut scratch = Cutter(scratch);
-        let [rows, columns, p, ds, packed] = block_lens(gemm, e, b.keys).map(|len| scratch.take(len));
-        // Computes `scores [queries, keys]` = rows of a head · packed keys.
-        let mut score = |scores: &mut [f32], from: &[f32], keys: PackedOperand| {
-            let from = Matrix::k_inner(&from[at_q..], q_width);
-            let a = gemm.pack_operand(OperandSide::A, from, (b.queries, e), rows);
+        let (first, stride) = (b.key + part.first - keys.low, cache_friendly_stride(part.keys));
+        let score = |scores: &mut [f32], rows: &PackedOperand, keys: PackedOperand| {
             let to = OutputTile {
                 c: SharedSlice::new(scores),
                 at: 0,
@@ -153,60 +199,64 @@ impl BackwardJob<'_> {
                 add: false,
             };
             // SAFETY: the scores belong to this task alone.
-            unsafe { gemm.multiply((b.queries, b.keys, e), to, &a, &keys) }
+            unsafe { gemm.multiply((b.queries, part.keys, e), to, rows, &keys) }
         };
-        score(p, saved.q, keys.scores.part(first, 0));
-        score(ds, saved.dout, keys.values.part(first, 0));
+        score(p, &head.rows[0], keys.scores.part(first, 0));
+        score(ds, &head.rows[1], keys.values.part(first, 0));
         let pairs = p.chunks_exact_mut(stride).zip(ds.chunks_exact_mut(stride));
         for (i, (p, ds)) in pairs.enumerate().take(b.queries) {
-            let seen = b.visible(i, spec.window);
+            let seen = b.visible(i, spec.window, part);
             for row in [&mut *p, &mut *ds] {
                 row[..seen.start].fill(0.0);
-                row[seen.end..b.keys].fill(0.0);
+                row[seen.end..part.keys].fill(0.0);
             }
-            let at = at_q + i * q_width;
-            let delta = dot_rows(&saved.dout[at..][..e], &saved.o[at..][..e]);
-            let lse = saved.lse[(b.query + i) * heads + head];
+            let lse = saved.lse[(b.query + i) * heads + head.head];
             let cap = spec.softcap.unwrap_or(0.0);
-            softmax_backward(&mut p[seen.clone()], &mut ds[seen], lse, delta, spec.scale, cap);
+            softmax_backward(&mut p[seen.clone()], &mut ds[seen], lse, head.delta[i], spec.scale, cap);
         }
         let a = gemm.pack_operand(
             OperandSide::ScratchA,
-            Matrix::k_inner(&*ds, stride),
-            (b.queries, b.keys),
-            &mut *packed,
+            Matrix::k_inner(&**ds, stride),
+            (b.queries, part.keys),
+            packed,
         );
         let to = OutputTile {
             c: out.dq,
-            at: at_q,
-            stride: q_width,
-            add: false,
+            at: self.at(b, head.head, 0),
+            stride: heads * e,
+            add: part.first > 0,
         };
         // SAFETY: these rows of this head belong to this task alone.
-        unsafe { gemm.multiply((b.queries, e, b.keys), to, &a, &keys.dq.part(0, first)) };
+        unsafe { gemm.multiply((b.queries, e, part.keys), to, &a, &keys.dq.part(0, first)) };
+        let width = spec.kv_heads * e * out.parts;
         // Computes `dst [keys, E] += scores [queries, keys]ᵀ · rows of a head`.
-        let mut add = |dst: SharedSlice, scores: &[f32], from: &[f32]| {
-            let from = Matrix::k_outer(&from[at_q..], q_width);
-            let rows = gemm.pack_operand(OperandSide::B, from, (e, b.queries), columns);
-            let transposed = Matrix::k_outer(scores, stride);
-            let a = gemm.pack_operand(OperandSide::ScratchA, transposed, (b.keys, b.queries), &mut *packed);
+        let mut add = |dst: SharedSlice, scores: &[f32], columns: &PackedOperand| {
+            let a = gemm.pack_operand(
+                OperandSide::ScratchA,
+                Matrix::k_outer(scores, stride),
+                (part.keys, b.queries),
+                packed,
+            );
             let to = OutputTile {
                 c: dst,
-                at: at_part,
-                stride: part_width,
+                at: (b.key + part.first) * width + head_part * e,
+                stride: width,
                 add: true,
             };
             // SAFETY: the columns of this part belong to this task alone.
-            unsafe { gemm.multiply((b.keys, e, b.queries), to, &a, &rows) };
+            unsafe { gemm.multiply((part.keys, e, b.queries), to, &a, columns) };
         };
-        add(out.dk, ds, saved.q);
-        add(out.dv, p, saved.dout);
+        add(out.dk, ds, &head.columns[0]);
+        add(out.dv, p, &head.columns[1]);
     }
 }
 
-/// Returns the scratch elements of a task: its run of blocks attends to `keys` keys, each block to at most `longest`.
-pub(crate) fn scratch(gemm: TaskGemm, e: usize, keys: usize, longest: usize) -> usize {
-    key_lens(gemm, e, keys).iter().sum::<usize>() + block_lens(gemm, e, longest).iter().sum::<usize>()
+/// Returns the scratch elements of a task with `heads` query heads, whose blocks attend to `keys` keys.
+pub(crate) fn scratch(gemm: TaskGemm, e: usize, keys: usize, heads: usize) -> usize {
+    let [rows, columns] = [(OperandSide::A, QUERIES, e), (OperandSide::B, e, QUERIES)]
+        .map(|(side, vectors, k)| gemm.packed_len(side, vectors, k));
+    let [keys, parts] = [key_lens(gemm, e, keys), part_lens(gemm, keys)].map(|lens| lens.iter().sum::<usize>());
+    keys + parts + 2 * heads.min(HEADS) * (rows + columns)
 }
 
 /// Returns the elements of the packed keys and values, in the order of `PackedKeys`.
@@ -214,17 +264,12 @@ fn key_lens(gemm: TaskGemm, e: usize, keys: usize) -> [usize; 3] {
     [(keys, e), (e, keys), (keys, e)].map(|(vectors, k)| gemm.packed_len(OperandSide::B, vectors, k))
 }
 
-/// Returns the elements of a block with up to `keys` keys: the rows of q and dout as A and as B, p, ds, and p or ds
-/// packed.
-fn block_lens(gemm: TaskGemm, e: usize, keys: usize) -> [usize; 5] {
-    [
-        gemm.packed_len(OperandSide::A, QUERIES, e),
-        gemm.packed_len(OperandSide::B, e, QUERIES),
-        QUERIES * cache_friendly_stride(keys),
-        QUERIES * cache_friendly_stride(keys),
-        gemm.packed_len(OperandSide::ScratchA, QUERIES, keys)
-            .max(gemm.packed_len(OperandSide::ScratchA, keys, QUERIES)),
-    ]
+/// Returns the elements of `ScoreBuffers`, for parts of up to `keys` keys.
+fn part_lens(gemm: TaskGemm, keys: usize) -> [usize; 3] {
+    let keys = keys.min(KEYS);
+    let scores = QUERIES * cache_friendly_stride(keys);
+    let packed = [(QUERIES, keys), (keys, QUERIES)].map(|(m, k)| gemm.packed_len(OperandSide::ScratchA, m, k));
+    [scores, scores, packed[0].max(packed[1])]
 }
 
 /// Sums the parts of each key head, in order: `[N, K, parts, E]` to `[N, K, E]`.

@@ -112,7 +112,16 @@ pub(crate) fn sum_lanes(lanes: &[f32; LANES]) -> f32 {
 /// Returns the largest lane. Not inlined, as `sum_lanes`.
 #[inline(never)]
 pub(crate) fn max_lanes(lanes: &[f32; LANES]) -> f32 {
-    lanes.iter().copied().fold(f32::NEG_INFINITY, f32::max)
+    let mut lanes = *lanes;
+    let mut width = LANES / 2;
+    while width > 0 {
+        for i in 0..width {
+            let other = lanes[i + width];
+            lanes[i] = if other > lanes[i] { other } else { lanes[i] };
+        }
+        width /= 2;
+    }
+    lanes[0]
 }
 
 /// Returns the end of a row with zeros behind it. To add them, or their products, changes no lane: a sum that begins with 0 is

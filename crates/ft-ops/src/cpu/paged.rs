@@ -110,7 +110,12 @@ fn run_body<const FMA: bool>(
         let start = spec.window.map_or(0, |w| end.saturating_sub(w));
         scores[..start].fill(0.0);
         scores[end..].fill(0.0);
-        let (max, sum) = softmax_body::<FMA>(&mut scores[start..end], 1.0, spec.softcap.unwrap_or(0.0));
+        let (max, sum) = softmax_body::<FMA>(
+            &mut scores[start..end],
+            1.0,
+            spec.softcap.unwrap_or(0.0),
+            f32::NEG_INFINITY,
+        );
         inverse[row] = 1.0 / sum;
         if rounds {
             scores[start..end].iter_mut().for_each(|p| *p = nearest_bf16(*p));

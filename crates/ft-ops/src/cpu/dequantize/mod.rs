@@ -2,6 +2,8 @@
 //! product; a 4-bit value is a lookup in a table of 16, which is computed once for the elements that share a scale.
 
 #[cfg(target_arch = "x86_64")]
+pub(crate) mod bf16;
+#[cfg(target_arch = "x86_64")]
 pub(crate) mod dots;
 #[cfg(target_arch = "x86_64")]
 mod dots_avx2;

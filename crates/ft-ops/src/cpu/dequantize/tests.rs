@@ -259,6 +259,43 @@ fn every_instruction_set_decodes_by_the_definition() {
     }
 }
 
+/// Rounded once, also where `dequantize` does not round.
+#[test]
+#[cfg(target_arch = "x86_64")]
+fn steps_of_bf16_are_the_rounded_values() {
+    use super::bf16;
+    if !CpuBackend::Avx512Bf16.available() {
+        eprintln!("no AVX512-BF16 here");
+        return;
+    }
+    for (rows, columns) in [(3, 256), (5, 160), (2, 96), (1, 32), (2, 77)] {
+        let random = Random::new(rows, columns);
+        let mut fitting = 0;
+        for (which, view) in random.views().iter().enumerate().filter(|(_, view)| bf16::fits(view)) {
+            fitting += 1;
+            for row in 0..rows {
+                for start in (0..columns).step_by(bf16::STEP) {
+                    for end in (start + bf16::STEP..=columns).step_by(bf16::STEP) {
+                        let mut to = vec![half::bf16::NAN; end - start];
+                        // SAFETY: the instructions were detected.
+                        unsafe { bf16::dequantize(view, (row, start), (1, 64), &mut to) };
+                        for (i, x) in to.iter().enumerate() {
+                            let want = half::bf16::from_f32(by_hand(view, row, start + i));
+                            assert!(
+                                x == &want,
+                                "view {which} [{rows}, {columns}] at {row}, {}: {x} {want}",
+                                start + i
+                            );
+                        }
+                    }
+                }
+            }
+        }
+        // int8, int4, NF4 and FP4, and both forms of absmax, for weights of a bf16 model and of an f32 model.
+        assert_eq!(fitting, if columns.is_multiple_of(bf16::STEP) { 14 } else { 0 });
+    }
+}
+
 #[test]
 fn views_that_do_not_fit_are_seen() {
     let random = Random::new(4, 64);

@@ -106,7 +106,7 @@ pub(crate) fn product_with(
         }),
     };
     let empty = m == 0 || n == 0 || k == 0 || rank == 0;
-    let few = gemv::fits(&job, backend.vector_isa(), backend.rounds(rounding));
+    let few = gemv::fits(&job, backend.for_rounding(rounding));
     if backend != CpuBackend::Portable && !empty && rank <= MAX_RANK && !few {
         return run(backend, &job, rounding);
     }

@@ -9,7 +9,7 @@ use super::super::math::{LANES, dot, dot_bf16, dot_lanes, round_to_bf16, sum_lan
 #[cfg(target_arch = "x86_64")]
 use super::few_rows;
 use super::integer::{self, RoundedRows};
-use super::{CInit, Matrix, Operand, ProductJob, VectorIsa};
+use super::{CInit, CpuBackend, Matrix, Operand, ProductJob, VectorIsa};
 use crate::quantized::QMatrixView;
 use half::bf16;
 use rayon::prelude::*;
@@ -25,21 +25,27 @@ pub const MANY_ROWS: usize = QUANTIZED_ROWS + 1;
 const _: () = assert!(BF16_ROWS <= QUANTIZED_ROWS);
 /// The same for weights that allow rounded rows.
 pub const MANY_ROUNDED_ROWS: usize = integer::MOST_ROWS + 1;
+/// The same with AMX: more rows are faster with a dequantized weight (docs/benchmarks-cpu.md).
+const AMX_ROUNDED_ROWS: usize = 16;
 /// Columns of C per task.
 const BLOCK: usize = 32;
 /// Elements that are dequantized at a time: a multiple of `LANES`.
 const PIECE: usize = 512;
 
-/// True if this path can compute `job`. `rounds`: operands are rounded to bf16. The few rows of A are rounded in
+/// True if this path can compute `job` and is the fastest one. If `backend` rounds operands to bf16, the few rows of A are rounded in
 /// advance; an f32 B is rounded only where it is packed, so it does not fit.
-pub(super) fn fits(job: &ProductJob, isa: Option<VectorIsa>, rounds: bool) -> bool {
+pub(super) fn fits(job: &ProductJob, backend: CpuBackend) -> bool {
+    let (isa, rounds) = (backend.vector_isa(), backend.packs_bf16());
     if rounds && matches!(job.b.values, Operand::F32(_)) {
         return false;
     }
     let f32_rows = job.a.k_contiguous && matches!(job.a.values, Operand::F32(_));
     let m = job.sizes.0;
     let (few, start) = match &job.b.values {
-        Operand::Quantized(view) => (m <= QUANTIZED_ROWS || integer::fits(view, m), true),
+        Operand::Quantized(view) => {
+            let rounded = backend != CpuBackend::Amx || m <= AMX_ROUNDED_ROWS;
+            (m <= QUANTIZED_ROWS || rounded && integer::fits(view, m), true)
+        }
         values => {
             let most = if matches!(values, Operand::Bf16(_)) && isa == Some(VectorIsa::Avx512) && !rounds {
                 BF16_ROWS

@@ -77,6 +77,12 @@ impl<'a> From<&'a [f32]> for Operand<'a> {
     }
 }
 
+impl<'a> From<&'a [bf16]> for Operand<'a> {
+    fn from(values: &'a [bf16]) -> Self {
+        Operand::Bf16(values)
+    }
+}
+
 impl Operand<'_> {
     fn len(&self) -> usize {
         match self {
@@ -252,7 +258,7 @@ fn product_on(
 fn run(backend: CpuBackend, job: &ProductJob, rounding: Rounding) {
     let backend = backend.for_rounding(rounding);
     let (isa, rounds) = (backend.vector_isa(), backend.packs_bf16());
-    if gemv::fits(job, isa, rounds) {
+    if gemv::fits(job, backend) {
         return gemv::run(job, isa, rounds);
     }
     #[cfg(all(target_arch = "x86_64", target_os = "linux"))]

@@ -5,7 +5,7 @@
 //! [vector][pair]. From any other source two rows are joined to [pair][vector]. If the other order is needed, the
 //! block is transposed.
 
-use super::super::super::dequantize::dequantize;
+use super::super::super::dequantize::{bf16 as to_bf16, dequantize};
 use super::super::super::math::{mask16, mask32};
 use super::super::{Matrix, Operand, OperandBlock, VectorIsa};
 use super::tile_kernels::STEP;
@@ -41,25 +41,52 @@ pub(super) unsafe fn panel(m: &Matrix, block: OperandBlock, format: PackFormat, 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
 unsafe fn quantized(m: &Matrix, block: OperandBlock, format: PackFormat, to: impl Fn(usize) -> *mut u8) {
     let Operand::Quantized(view) = &m.values else { return };
+    // Columns of the weight, and the rows and columns after which `dequantized_by` comes to the next ones.
+    let (start, len, ahead) = if m.k_contiguous {
+        (block.k0, block.k, (0, MOST_VECTORS))
+    } else {
+        (block.first, block.count, (ROWS_AHEAD, 0))
+    };
+    // SAFETY: promised by the caller; `fits` detected AVX512-BF16.
+    unsafe {
+        if to_bf16::fits(view) && start.is_multiple_of(to_bf16::STEP) && len.is_multiple_of(to_bf16::STEP) {
+            dequantized_by(m, block, format, to, |row: usize, start: usize, to: &mut [bf16]| {
+                to_bf16::dequantize(view, (row, start), ahead, to)
+            })
+        } else {
+            dequantized_by(m, block, format, to, |row: usize, start: usize, to: &mut [f32]| {
+                dequantize(Some(VectorIsa::Avx512), view, row, start, to)
+            })
+        }
+    }
+}
+
+/// As `quantized`; `dequantize` has a row and the first column.
+/// # Safety
+/// As `panel`, for every panel.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+unsafe fn dequantized_by<T: Copy + Default>(
+    m: &Matrix,
+    block: OperandBlock,
+    format: PackFormat,
+    to: impl Fn(usize) -> *mut u8,
+    dequantize: impl Fn(usize, usize, &mut [T]),
+) where
+    for<'a> Operand<'a>: From<&'a [T]>,
+{
     let OperandBlock { first, count, k0, k } = block;
-    // 32 KB: this many steps of one panel, or one step of all panels.
-    let mut dequantized = [0f32; 32 * MOST_VECTORS];
+    // This many steps of one panel, or one step of all panels: at most 32 KB.
+    let mut dequantized = [T::default(); 32 * MOST_VECTORS];
+    let panels = || (0..count).step_by(32).map(|start| (start, 32.min(count - start)));
     if m.k_contiguous {
-        for (panel, start) in (0..count).step_by(32).enumerate() {
-            let vectors = 32.min(count - start);
+        for (panel_index, (start, vectors)) in panels().enumerate() {
             for (i, at) in (0..k).step_by(MOST_VECTORS).enumerate() {
                 let len = MOST_VECTORS.min(k - at);
                 for (vector, row) in dequantized.chunks_exact_mut(MOST_VECTORS).enumerate().take(vectors) {
-                    dequantize(
-                        Some(VectorIsa::Avx512),
-                        view,
-                        first + start + vector,
-                        k0 + at,
-                        &mut row[..len],
-                    );
+                    dequantize(first + start + vector, k0 + at, &mut row[..len]);
                 }
-                let part = Matrix::k_inner(Operand::F32(&dequantized), MOST_VECTORS);
-                let address = to(panel).wrapping_add(i * (MOST_VECTORS / 32) * STEP);
+                let part = Matrix::k_inner(&dequantized[..], MOST_VECTORS);
+                let address = to(panel_index).wrapping_add(i * (MOST_VECTORS / 32) * STEP);
                 let block = OperandBlock {
                     first: 0,
                     count: vectors,
@@ -67,7 +94,7 @@ unsafe fn quantized(m: &Matrix, block: OperandBlock, format: PackFormat, to: imp
                     k: len,
                 };
                 // SAFETY: promised by the caller; the vectors lie in `dequantized`.
-                unsafe { wide_steps(dequantized.as_ptr(), &part, block, format, address) }
+                unsafe { panel(&part, block, format, address) }
             }
         }
         return;
@@ -75,19 +102,26 @@ unsafe fn quantized(m: &Matrix, block: OperandBlock, format: PackFormat, to: imp
     for (step, at) in (0..k).step_by(32).enumerate() {
         let len = 32.min(k - at);
         for (p, row) in dequantized.chunks_exact_mut(MOST_VECTORS).enumerate().take(len) {
-            dequantize(Some(VectorIsa::Avx512), view, k0 + at + p, first, &mut row[..count]);
+            dequantize(k0 + at + p, first, &mut row[..count]);
         }
-        let part = Matrix::k_outer(Operand::F32(&dequantized), MOST_VECTORS);
-        for (panel, start) in (0..count).step_by(32).enumerate() {
-            let block = OperandBlock {
-                first: start,
-                count: 32.min(count - start),
-                k0: 0,
-                k: len,
-            };
-            let address = to(panel).wrapping_add(step * STEP);
-            // SAFETY: as above.
-            unsafe { wide_steps(dequantized.as_ptr(), &part, block, format, address) }
+        let part = Matrix::k_outer(&dequantized[..], MOST_VECTORS);
+        let address = |i: usize| to(i).wrapping_add(step * STEP);
+        let block = |first, count| OperandBlock {
+            first,
+            count,
+            k0: 0,
+            k: len,
+        };
+        // SAFETY: as above.
+        unsafe {
+            match part.values {
+                Operand::Bf16(from) if format == PackFormat::B => {
+                    interleave(from.as_ptr(), MOST_VECTORS, block(0, count), address)
+                }
+                _ => panels()
+                    .enumerate()
+                    .for_each(|(i, (start, vectors))| panel(&part, block(start, vectors), format, address(i))),
+            }
         }
     }
 }

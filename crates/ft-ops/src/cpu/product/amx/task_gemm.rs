@@ -76,16 +76,20 @@ pub(crate) unsafe fn multiply(
                     multiply_tile_in_place(backend, a, b, steps, tile, rows, to.add);
                     continue;
                 }
+                // The sums begin with C, as those of whole tiles do.
+                let rows_of_c = || (0..rows).map(|i| to.c.part(at + i * to.stride, columns));
+                if to.add {
+                    for (c, sums) in rows_of_c().zip(edge.0.chunks_exact_mut(32)) {
+                        sums[..columns].copy_from_slice(c);
+                    }
+                }
                 let tile = TileOfC {
                     c: edge.0.as_mut_ptr(),
                     row: 32,
                 };
-                multiply_tile_in_place(backend, a, b, steps, tile, rows, false);
-                for (i, sums) in edge.0.chunks_exact(32).enumerate().take(rows) {
-                    let c = to.c.part(at + i * to.stride, columns);
-                    for (c, sum) in c.iter_mut().zip(sums) {
-                        *c = if to.add { *c + sum } else { *sum };
-                    }
+                multiply_tile_in_place(backend, a, b, steps, tile, rows, to.add);
+                for (c, sums) in rows_of_c().zip(edge.0.chunks_exact(32)) {
+                    c.copy_from_slice(&sums[..columns]);
                 }
             }
         }

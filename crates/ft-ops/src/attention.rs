@@ -1,5 +1,5 @@
 //! Causal attention over concatenated documents, with grouped queries, a sliding window and a softcap. Memory is
-//! linear in the length: scores exist for a block of queries only. Of the softmax only the log-sum-exp is saved,
+//! linear in the length: scores exist for a block of queries and a part of its keys only. Of the softmax only the log-sum-exp is saved,
 //! and the backward pass recomputes the probabilities.
 //!
 //! q `[Nq, H·E]`, k and v `[Nk, K·E]`, o `[Nq, H·E]`, lse `[Nq, H]`. Query head h uses key head h / (H / K). A

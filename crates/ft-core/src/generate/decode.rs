@@ -345,8 +345,8 @@ pub(super) enum PassKind {
 }
 
 /// Runs new tokens through the network. Returns logits `[wanted, V]` of the parts that request them, before the cap of the
-/// model; `None` if no part does. On the CPU the values of a row do not depend on the other rows as long as there are always
-/// many rows, or always few; with `same_bits`, padding rows ensure that there are always many.
+/// model; `None` if no part does. On the CPU the values of a row do not depend on the other rows as long as the products of all
+/// steps take the same kernels: always from `many_rows` rows on, which padding rows ensure with `same_bits`.
 pub(super) fn step(
     policy: &SampledModel,
     parts: &mut [NewTokens],

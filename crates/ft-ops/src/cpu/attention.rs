@@ -20,7 +20,7 @@ pub(crate) const BLOCKS: usize = 8;
 /// Keys of a part.
 pub(crate) const KEYS: usize = 1024;
 const _: () = assert!(KEYS.is_multiple_of(KC));
-/// Largest number of query heads that visit a part of the keys one after the other.
+/// Most query heads whose packed queries are kept, so that a part of the keys is read from the cache for all of them.
 pub(crate) const HEADS: usize = 8;
 /// Smallest number of tasks per thread, if the work can be cut into so many.
 const TASKS: usize = 4;
@@ -212,7 +212,7 @@ pub(crate) fn scratch(gemm: TaskGemm, e: usize, keys: usize, heads: usize) -> us
     lens(gemm, e, keys, heads).iter().sum()
 }
 
-/// Returns the elements of the packed keys and values, the packed queries of all heads, a part of the scores, and the same packed.
+/// Returns the elements of the packed keys and values, the packed queries of up to `HEADS` heads, the scores of a part, and these packed.
 fn lens(gemm: TaskGemm, e: usize, keys: usize, heads: usize) -> [usize; 5] {
     let part = keys.min(KEYS);
     [
@@ -314,7 +314,7 @@ impl BlockTask<'_> {
         row.iter_mut().for_each(|o| *o *= factor);
     }
 
-    /// Adds a part of the keys to o, whose values are then multiples of `e^-max`.
+    /// Adds the values of a part to o. Then o is the sum of `e^(score - max) · v` over the keys so far; `finish` divides it by `sum`.
     fn add_part(&self, head: &mut QueryHead, keys: &PackedPart, scores: &mut [f32], packed: &mut [f32]) {
         let BlockTask { spec, gemm, block, o } = *self;
         let (part, e) = (keys.part, spec.head_dim);
@@ -337,6 +337,7 @@ impl BlockTask<'_> {
             let before = head.softmax[i];
             let (max, sum) = softmax(&mut row[seen], spec.scale, spec.softcap.unwrap_or(0.0), before.max);
             head.softmax[i] = RunningSoftmax { max, sum };
+            // o has the values of earlier parts.
             if before.sum != 0.0 {
                 let factor = (before.max - max).exp();
                 head.softmax[i].sum += before.sum * factor;
@@ -387,16 +388,18 @@ pub(super) fn softmax_body<const FMA: bool>(row: &mut [f32], scale: f32, cap: f3
     }
     let rest = rest.iter().map(|x| x * scale);
     let max = rest.fold(max_lanes(&lanes), f32::max);
+    // Of scores that are all -inf the exponentials are 0.
+    let shift = if max == f32::NEG_INFINITY { 0.0 } else { max };
     let mut lanes = [0f32; LANES];
     let (blocks, rest) = row.as_chunks_mut::<LANES>();
     for block in blocks {
         for i in 0..LANES {
-            block[i] = exp::<FMA>(fma::<FMA>(block[i], scale, -max));
+            block[i] = exp::<FMA>(fma::<FMA>(block[i], scale, -shift));
             lanes[i] += block[i];
         }
     }
     for (i, x) in rest.iter_mut().enumerate() {
-        *x = exp::<FMA>(fma::<FMA>(*x, scale, -max));
+        *x = exp::<FMA>(fma::<FMA>(*x, scale, -shift));
         lanes[i] += *x;
     }
     (max, sum_lanes(&lanes))

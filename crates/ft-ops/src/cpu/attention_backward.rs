@@ -2,7 +2,7 @@
 
 use super::attention::{BLOCKS, Cutter, DocumentRange, HEADS, KEYS, KeyPart, QUERIES, QueryBlock, keys_of};
 use super::math::{add_slice, dot, exp, fma, tanh, vectorized};
-use super::product::task_gemm::{OperandSide, OutputTile, PACK_UNIT, PackedOperand, TaskGemm, cache_friendly_stride};
+use super::product::task_gemm::{OperandSide, OutputTile, PackedOperand, TaskGemm, cache_friendly_stride};
 use super::product::{CpuBackend, Matrix};
 use super::{SharedSlice, with_scratch};
 use crate::attention::{AttentionGradInputs, AttentionSpec};
@@ -58,7 +58,7 @@ pub(crate) fn backward(
     };
     tasks.into_par_iter().with_max_len(1).for_each(|(document, part)| {
         for first in (0..document.blocks()).step_by(BLOCKS) {
-            job.run(document.run(first, BLOCKS, spec.window, PACK_UNIT), part);
+            job.run(document.run(first, BLOCKS, spec.window, job.gemm.k_unit()), part);
         }
     });
     if parts > 1 {
@@ -180,7 +180,7 @@ impl<'a> BackwardJob<'a> {
         }
     }
 
-    /// Adds the gradients of the pairs of a block and a part of its keys; `head` has the index of the part of its key head.
+    /// Adds the gradients of a block and a part of its keys. `head`: a packed query head, and the part of dk and dv to which it adds.
     fn add_part(
         &self,
         (b, part): (&QueryBlock, KeyPart),
@@ -274,10 +274,10 @@ fn part_lens(gemm: TaskGemm, keys: usize) -> [usize; 3] {
 
 /// Sums the parts of each key head, in order: `[N, K, parts, E]` to `[N, K, E]`.
 fn join(partial: &[f32], parts: usize, e: usize) -> Vec<f32> {
-    const HEADS: usize = 64;
+    const TOGETHER: usize = 64;
     let mut sum = vec![0f32; partial.len() / parts];
-    sum.par_chunks_mut(HEADS * e)
-        .zip(partial.par_chunks(HEADS * parts * e))
+    sum.par_chunks_mut(TOGETHER * e)
+        .zip(partial.par_chunks(TOGETHER * parts * e))
         .for_each(|(sum, partial)| {
             let heads = sum.chunks_exact_mut(e).zip(partial.chunks_exact(parts * e));
             for (sum, partial) in heads {

@@ -5,9 +5,9 @@
 //! into steps or pages, nor on other documents. It is not bit-equal to `attend`, whose sums have another order.
 
 use super::{AttentionSpec, PAGE, Page, PageData, PagedDocument, check_documents, floats, tensor};
+use crate::attention::KEY_CHUNK;
 use crate::cpu::attention as cpu;
 use crate::cpu::product::CpuBackend;
-use crate::cpu::product::task_gemm::TaskGemm;
 use candle_core::Tensor;
 use ft_base::Result;
 use rayon::prelude::*;
@@ -32,8 +32,7 @@ impl<'a, 'b> AttendedTokens<'a, 'b> {
     fn new(document: &'a PagedDocument<'b>, spec: &AttentionSpec) -> Self {
         let tokens = document.tokens();
         let place = tokens - document.queries.len();
-        let unit = TaskGemm::new(CpuBackend::current(), spec.rounding()).k_unit();
-        let first = spec.window.map_or(0, |w| (place + 1).saturating_sub(w)) / unit * unit;
+        let first = spec.window.map_or(0, |w| (place + 1).saturating_sub(w)) / KEY_CHUNK * KEY_CHUNK;
         let first = if document.queries.is_empty() { tokens } else { first };
         Self {
             document,

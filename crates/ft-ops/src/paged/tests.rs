@@ -210,6 +210,42 @@ fn blocks_are_attention_on_tensors_however_a_prompt_is_cut() {
     }
 }
 
+/// A window that begins in another part of the keys in each step.
+#[test]
+fn a_long_prompt_with_a_window_may_be_cut_anywhere() {
+    if CpuBackend::current() == CpuBackend::Portable {
+        // The order of the sums of the `gemm` crate depends on the sizes.
+        return;
+    }
+    for bf16 in [false, true] {
+        let (n, spec) = (
+            1300,
+            AttentionSpec {
+                window: Some(700),
+                bf16,
+                ..specs()[0].clone()
+            },
+        );
+        let (q, (k, v)) = (random((n, spec.heads * spec.head_dim), 1), keys(&spec, n, 2));
+        let step = |from: usize, to: usize| {
+            let until = |t: &Tensor| t.narrow(0, 0, to).unwrap();
+            let pages = pages(&spec, KvDtype::F32, &until(&k), &until(&v), &[]);
+            let document = PagedDocument {
+                queries: 0..to - from,
+                pages: pages.iter().collect(),
+            };
+            flat(
+                &attend_in_blocks(&q.narrow(0, from, to - from).unwrap(), &[document], &spec)
+                    .unwrap()
+                    .0,
+            )
+        };
+        let cuts = [0, 1030, 1200, n];
+        let parts: Vec<f32> = cuts.windows(2).flat_map(|c| step(c[0], c[1])).collect();
+        assert!(parts == step(0, n), "bf16 {bf16}");
+    }
+}
+
 #[test]
 fn attention_sees_what_is_stored_and_what_is_no_number_stays_so() {
     // An f32 model: in a bf16 model, products could round again the values that are stored as f32.

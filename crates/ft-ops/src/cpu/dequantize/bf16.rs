@@ -1,6 +1,5 @@
 //! Dequantization of a part of a row to bf16, for the packed operands of bf16 products: 32 elements at a time, with AVX-512. The
-//! values are those of `dequantize`, rounded to the nearest bf16 as the processor rounds them (numbers too small to be normal become
-//! 0).
+//! values are those of `dequantize`, rounded to the nearest bf16 as the processor rounds them (f32 numbers below 2^-126 become 0).
 
 use crate::quantized::{BLOCK, QData, QMatrixView, scale_and_minimum};
 use half::bf16;
@@ -9,7 +8,7 @@ use std::arch::x86_64::*;
 /// Elements that are dequantized at a time.
 pub(crate) const STEP: usize = 32;
 
-/// True if `dequantize` supports this weight on this CPU: then in all its rows each step has one scale.
+/// True if `dequantize` supports this weight, and the CPU if it has AVX-512 (F, BW, VL): no step of `STEP` columns has two scales.
 pub(crate) fn fits(view: &QMatrixView<'_>) -> bool {
     let whole = match view.codes {
         QData::Int8 { group, .. } | QData::Int4 { group, .. } => group >= view.columns || group.is_multiple_of(STEP),
@@ -20,7 +19,7 @@ pub(crate) fn fits(view: &QMatrixView<'_>) -> bool {
 }
 
 /// Dequantizes columns `start..start + to.len()` of row `row`, and prefetches the codes that are `ahead` rows and columns after
-/// them. Panics outside the weight, and unless both ends are multiples of `STEP`.
+/// them. For a weight that `fits`. Panics outside the weight, and unless both ends are multiples of `STEP`.
 /// # Safety
 /// The CPU must have AVX-512 (F, BW, VL, BF16).
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
@@ -30,6 +29,7 @@ pub(crate) unsafe fn dequantize(
     ahead: (usize, usize),
     to: &mut [bf16],
 ) {
+    debug_assert!(view.fits() && fits(view));
     assert!(row < view.rows && start <= view.columns && to.len() <= view.columns - start);
     let (to, rest) = to.as_chunks_mut::<STEP>();
     assert!(rest.is_empty() && start.is_multiple_of(STEP));
@@ -66,7 +66,7 @@ pub(crate) unsafe fn dequantize(
                 let (scale, minimum) = scale_and_minimum(*word);
                 // The product of 4 and 8 bits is exact: with or without FMA, the sum is the same.
                 let values = _mm512_add_ps(_mm512_mul_ps(numbers, _mm512_set1_ps(scale)), _mm512_set1_ps(minimum));
-                let table = twice(values);
+                let table = rounded_twice(values);
                 move |codes: &[u8; STEP / 2]| {
                     prefetch(codes, ahead.0 * stride + ahead.1 / 2);
                     look_up(codes, table)
@@ -81,7 +81,7 @@ pub(crate) unsafe fn dequantize(
             for (i, (codes, to)) in codes.iter().zip(to).enumerate() {
                 let at = first + i * STEP;
                 if i == 0 || at.is_multiple_of(BLOCK) {
-                    table = twice(_mm512_mul_ps(levels, _mm512_set1_ps(absmax.get(at / BLOCK))));
+                    table = rounded_twice(_mm512_mul_ps(levels, _mm512_set1_ps(absmax.get(at / BLOCK))));
                 }
                 prefetch(codes, (ahead.0 * view.columns + ahead.1) / 2);
                 store(to, look_up(codes, table));
@@ -152,7 +152,7 @@ fn int8(codes: &[u8; STEP], scale: __m512) -> __m512i {
 /// Rounds a table of 16, and repeats it: so bit 4 of an index does not count.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-fn twice(table: __m512) -> __m512i {
+fn rounded_twice(table: __m512) -> __m512i {
     // SAFETY: both types are 512 bits.
     unsafe { std::mem::transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(table, table)) }
 }

@@ -1,7 +1,7 @@
 //! Dequantization of a part of a row to f32. Every instruction set gives the same bits: an int8 value is one
 //! product; a 4-bit value is a lookup in a table of 16, which is computed once for the elements that share a scale.
 
-#[cfg(target_arch = "x86_64")]
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 pub(crate) mod bf16;
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod dots;

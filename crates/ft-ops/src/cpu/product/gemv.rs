@@ -25,8 +25,8 @@ pub const MANY_ROWS: usize = QUANTIZED_ROWS + 1;
 const _: () = assert!(BF16_ROWS <= QUANTIZED_ROWS);
 /// The same for weights that allow rounded rows.
 pub const MANY_ROUNDED_ROWS: usize = integer::MOST_ROWS + 1;
-/// The same with AMX: more rows are faster with a dequantized weight (docs/benchmarks-cpu.md).
-const AMX_ROUNDED_ROWS: usize = 16;
+/// Most rounded rows on AMX: with more, a dequantized weight on tiles is faster (docs/benchmarks-cpu.md).
+pub(super) const AMX_ROUNDED_ROWS: usize = 16;
 /// Columns of C per task.
 const BLOCK: usize = 32;
 /// Elements that are dequantized at a time: a multiple of `LANES`.

@@ -41,7 +41,7 @@ pub(super) unsafe fn panel(m: &Matrix, block: OperandBlock, format: PackFormat, 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
 unsafe fn quantized(m: &Matrix, block: OperandBlock, format: PackFormat, to: impl Fn(usize) -> *mut u8) {
     let Operand::Quantized(view) = &m.values else { return };
-    // Columns of the weight, and the rows and columns after which `dequantized_by` comes to the next ones.
+    // The first column of the weight and how many, and what `dequantized_by` reads later: so many rows and columns ahead.
     let (start, len, ahead) = if m.k_contiguous {
         (block.k0, block.k, (0, MOST_VECTORS))
     } else {
@@ -61,7 +61,7 @@ unsafe fn quantized(m: &Matrix, block: OperandBlock, format: PackFormat, to: imp
     }
 }
 
-/// As `quantized`; `dequantize` has a row and the first column.
+/// As `quantized`; `fill` dequantizes a row of the weight from a column on.
 /// # Safety
 /// As `panel`, for every panel.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
@@ -70,20 +70,20 @@ unsafe fn dequantized_by<T: Copy + Default>(
     block: OperandBlock,
     format: PackFormat,
     to: impl Fn(usize) -> *mut u8,
-    dequantize: impl Fn(usize, usize, &mut [T]),
+    fill: impl Fn(usize, usize, &mut [T]),
 ) where
     for<'a> Operand<'a>: From<&'a [T]>,
 {
     let OperandBlock { first, count, k0, k } = block;
     // This many steps of one panel, or one step of all panels: at most 32 KB.
     let mut dequantized = [T::default(); 32 * MOST_VECTORS];
-    let panels = || (0..count).step_by(32).map(|start| (start, 32.min(count - start)));
+    let parts_of_panels = || (0..count).step_by(32).map(|start| (start, 32.min(count - start)));
     if m.k_contiguous {
-        for (panel_index, (start, vectors)) in panels().enumerate() {
+        for (panel_index, (start, vectors)) in parts_of_panels().enumerate() {
             for (i, at) in (0..k).step_by(MOST_VECTORS).enumerate() {
                 let len = MOST_VECTORS.min(k - at);
                 for (vector, row) in dequantized.chunks_exact_mut(MOST_VECTORS).enumerate().take(vectors) {
-                    dequantize(first + start + vector, k0 + at, &mut row[..len]);
+                    fill(first + start + vector, k0 + at, &mut row[..len]);
                 }
                 let part = Matrix::k_inner(&dequantized[..], MOST_VECTORS);
                 let address = to(panel_index).wrapping_add(i * (MOST_VECTORS / 32) * STEP);
@@ -102,11 +102,11 @@ unsafe fn dequantized_by<T: Copy + Default>(
     for (step, at) in (0..k).step_by(32).enumerate() {
         let len = 32.min(k - at);
         for (p, row) in dequantized.chunks_exact_mut(MOST_VECTORS).enumerate().take(len) {
-            dequantize(k0 + at + p, first, &mut row[..count]);
+            fill(k0 + at + p, first, &mut row[..count]);
         }
         let part = Matrix::k_outer(&dequantized[..], MOST_VECTORS);
         let address = |i: usize| to(i).wrapping_add(step * STEP);
-        let block = |first, count| OperandBlock {
+        let block_of = |first, count| OperandBlock {
             first,
             count,
             k0: 0,
@@ -116,11 +116,11 @@ unsafe fn dequantized_by<T: Copy + Default>(
         unsafe {
             match part.values {
                 Operand::Bf16(from) if format == PackFormat::B => {
-                    interleave(from.as_ptr(), MOST_VECTORS, block(0, count), address)
+                    interleave(from.as_ptr(), MOST_VECTORS, block_of(0, count), address)
                 }
-                _ => panels()
+                _ => parts_of_panels()
                     .enumerate()
-                    .for_each(|(i, (start, vectors))| panel(&part, block(start, vectors), format, address(i))),
+                    .for_each(|(i, (start, vectors))| panel(&part, block_of(start, vectors), format, address(i))),
             }
         }
     }

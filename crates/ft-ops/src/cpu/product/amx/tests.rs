@@ -170,7 +170,14 @@ fn codes_give_the_bits_of_the_dequantized_values() {
 
 fn codes_on(backend: CpuBackend) {
     // More vectors and steps than are dequantized at a time.
-    for (tokens, o, i) in [(40, 70, 545), (33, 300, 1100), (20, 1100, 90)] {
+    for (tokens, o, i) in [
+        (40, 70, 545),
+        (33, 300, 1100),
+        (20, 1100, 90),
+        (40, 70, 544),
+        (33, 300, 1120),
+        (20, 1100, 96),
+    ] {
         let codes = crate::cpu::dequantize::tests::Random::new(o, i);
         for view in codes.views().into_iter().filter(|v| v.bf16) {
             let mut dense = vec![0f32; o * i];

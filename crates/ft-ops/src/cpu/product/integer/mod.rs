@@ -27,7 +27,7 @@ const FLUSH: usize = 256;
 const _: () = assert!(FLUSH * (STEP / SUM_LANES) * 128 * LARGEST as usize <= i32::MAX as usize);
 const _: () = assert!(FLUSH * (STEP / SUM_LANES) * 2 * 15 * LARGEST as usize <= i32::MAX as usize);
 
-/// Most rows of a product: the most that were measured (docs/benchmarks-cpu.md).
+/// Most rows of a product: the most that were measured (docs/benchmarks-cpu.md). On AMX `gemv` takes fewer.
 pub(super) const MOST_ROWS: usize = 64;
 /// The same for int4, whose groups cost more.
 const INT4_ROWS: usize = 8;

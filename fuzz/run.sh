@@ -7,6 +7,8 @@ root=$(dirname "$here")
 target=${CARGO_TARGET_DIR:-$here/target}
 host=$(rustc -vV | sed -n 's/^host: //p')
 data=${FT_FUZZ_DATA:-$here}
+# Seconds on the clock: more where the fuzzer has the lowest priority, or is paused.
+timeout=${FT_FUZZ_TIMEOUT:-30}
 program=$target/$host/release/parse
 # The program reads files of the repository.
 export FT_FUZZ_ROOT=$root
@@ -67,7 +69,7 @@ seed() {
 one() {
     local name=$1 seconds=$2
     mkdir -p "$data/corpus/$name" "$data/artifacts/$name"
-    FT_FUZZ=$name "$program" "$data/corpus/$name" -max_total_time="$seconds" -timeout=30 -rss_limit_mb=2048 \
+    FT_FUZZ=$name "$program" "$data/corpus/$name" -max_total_time="$seconds" -timeout="$timeout" -rss_limit_mb=2048 \
         -malloc_limit_mb=1024 -max_len=65536 -print_final_stats=1 -artifact_prefix="$data/artifacts/$name/" &
     local process=$! code=0
     wait "$process" || code=$?
@@ -89,7 +91,7 @@ first() {
     # `head` would end before `sort`, which is a fault here.
     input=$(find "$data/corpus/$name" -type f | sort | sed -n 1p)
     [ -n "$input" ] || { echo "$name has no inputs: $0 seed" >&2; exit 1; }
-    FT_FUZZ=$name "$program" "$input" -timeout=30 -artifact_prefix=/dev/shm/ft-fuzz-first- >"$data/$name.log" 2>&1 &
+    FT_FUZZ=$name "$program" "$input" -timeout="$timeout" -artifact_prefix=/dev/shm/ft-fuzz-first- >"$data/$name.log" 2>&1 &
     local process=$!
     wait "$process" || code=$?
     rm -rf /dev/shm/ft-fuzz-first-* "/dev/shm/ft-fuzz-$process"

@@ -54,3 +54,4 @@ mod shipped;
 mod tiers;
 mod tokens;
 mod tune_lr;
+mod turn;

@@ -1,10 +1,11 @@
 //! Kills, failing writes and losses of power at numbered file operations of a run: the first files, saves, block
-//! switches, rotation, evaluations, the export, and resumes. The tests of `cargo test` take some of the operations;
-//! the ignored ones take all.
+//! switches, rotation, evaluations, the export, and resumes. The tests of `cargo test` take some of the operations of
+//! some methods, and fewer of another method in turn; the ignored ones take all.
 
 use crate::bench::{Bench, files, said};
 use crate::disk::{Disk, Fault, Loss, Operation, counted, on_disk, recorded};
 use crate::same::{METHODS, assert_same, assert_same_final, assert_same_lines};
+use crate::turn::in_turn;
 use ft::base::rng::{Rng, Stream};
 use ft::base::staging;
 use std::fs;
@@ -138,6 +139,10 @@ impl Cases {
     }
 }
 
+fn all_methods() -> Vec<&'static str> {
+    METHODS.iter().map(|m| m.0).chain(["grpo"]).collect()
+}
+
 /// The methods of a test by hand; `FT_TEST_METHODS=lora,full` are others.
 fn by_hand(methods: &[&'static str]) -> Vec<String> {
     match std::env::var("FT_TEST_METHODS") {
@@ -210,13 +215,16 @@ fn kills_at_file_operations_lose_nothing() {
         .map(|m| kills(m, 20))
         .sum();
     assert!(all == 0 || all >= 50, "{all} kills");
+    kills(in_turn(&all_methods()), 50);
 }
 
 #[test]
 #[ignore = "by hand: minutes"]
 fn kills_at_every_file_operation_lose_nothing() {
-    let names: Vec<&str> = METHODS.iter().map(|m| m.0).chain(["grpo"]).collect();
-    println!("{} kills", by_hand(&names).iter().map(|m| kills(m, 1)).sum::<usize>());
+    println!(
+        "{} kills",
+        by_hand(&all_methods()).iter().map(|m| kills(m, 1)).sum::<usize>()
+    );
 }
 
 /// Errors at every `every`-th operation, once or from there on.
@@ -274,6 +282,7 @@ fn errors(method: &str, every: usize) -> usize {
 fn writes_that_fail_are_told_and_lose_nothing() {
     let all: usize = ["block", "lora"].iter().map(|m| errors(m, 15)).sum();
     assert!(all == 0 || all >= 20, "{all} faults");
+    errors(in_turn(&all_methods()), 50);
 }
 
 #[test]
@@ -398,6 +407,7 @@ fn losses(method: &str, every: usize) -> usize {
 fn a_loss_of_power_keeps_the_last_saved_state() {
     let all: usize = ["block from the disk", "lora"].iter().map(|m| losses(m, 12)).sum();
     assert!(all == 0 || all >= 25, "{all} states");
+    losses(in_turn(&all_methods()), 50);
 }
 
 #[test]
@@ -490,12 +500,12 @@ fn a_broken_export_is_whole_or_not_there() {
         .map(|(method, every)| broken_exports(method, *every))
         .sum();
     assert!(all == 0 || all >= 10, "{all} faults");
+    broken_exports(in_turn(&all_methods()), 20);
 }
 
 #[test]
 #[ignore = "by hand: minutes"]
 fn an_export_broken_at_every_operation_is_whole_or_not_there() {
-    let names: Vec<&str> = METHODS.iter().map(|m| m.0).chain(["grpo"]).collect();
-    let all = by_hand(&names);
+    let all = by_hand(&all_methods());
     println!("{} faults", all.iter().map(|m| broken_exports(m, 1)).sum::<usize>());
 }

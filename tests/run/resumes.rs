@@ -4,6 +4,7 @@
 use crate::bench::{Bench, said};
 use crate::disk::{Fault, Operation, on_disk, recorded};
 use crate::same::assert_same;
+use crate::turn::turn;
 use ft::base::rng::{Rng, Stream};
 use std::collections::BTreeSet;
 use std::fs;
@@ -235,7 +236,8 @@ fn case(case: &Case) -> Result<bool, String> {
     Ok(true)
 }
 
-fn run(cases: &[Case]) {
+/// At most `refused_at_most` of the combinations are refused.
+fn run(cases: &[Case], refused_at_most: usize) {
     if on_disk(&Bench::new(), &mut std::process::Command::new("true"), Fault::Count, 0).is_none() {
         return;
     }
@@ -266,7 +268,7 @@ fn run(cases: &[Case]) {
     );
     assert!(wrong.is_empty(), "{} are wrong:\n{}", wrong.len(), wrong.join("\n"));
     assert!(
-        refused.len() * 10 <= cases.len(),
+        refused.len() <= refused_at_most,
         "too many are refused:\n{}",
         refused.join("\n")
     );
@@ -275,7 +277,8 @@ fn run(cases: &[Case]) {
 /// Rows R4, R5: all that exists of each two values of the axes are together in one of these cases.
 #[test]
 fn every_pair_of_the_matrix_resumes_to_the_same_bits() {
-    run(&covering());
+    let cases = covering();
+    run(&cases, cases.len() / 10);
 }
 
 /// Row R5.
@@ -283,7 +286,18 @@ fn every_pair_of_the_matrix_resumes_to_the_same_bits() {
 #[test]
 fn an_evaluation_made_up_for_sees_the_block_before_its_switch() {
     // sft, block, window of 2, no packing, device, nf4, evaluation
-    run(&[[0, 1, 1, 0, 0, 2, 4]]);
+    run(&[[0, 1, 1, 0, 0, 2, 4]], 0);
+}
+
+/// A few cases of the whole matrix, others in each turn.
+#[test]
+fn cases_in_turn_resume_to_the_same_bits() {
+    const CASES: usize = 8;
+    let all = all();
+    // Neighbours differ in one value only.
+    let apart = all.len() / CASES;
+    let cases: Vec<Case> = (0..CASES).map(|i| all[(i * apart + turn()) % all.len()]).collect();
+    run(&cases, CASES - 1);
 }
 
 /// `FT_TEST_PART=3/8` takes every eighth case from the third on.
@@ -298,7 +312,7 @@ fn every_resume_has_the_same_bits() {
         .step_by(step.parse().unwrap())
         .collect();
     println!("{} cases", cases.len());
-    run(&cases);
+    run(&cases, cases.len() / 10);
 }
 
 /// The newest complete checkpoint in `run`, and the step from which each resume went on.
@@ -385,16 +399,33 @@ fn killed_at_random(case: &Case, seed: u64, most: usize) -> Result<usize, String
     }
 }
 
+/// A few of the cases of the test by hand below, others in each turn.
+#[test]
+fn kills_at_random_moments_of_pairs_in_turn_lose_nothing() {
+    let cases = killed_cases();
+    for i in 0..3 {
+        let n = (3 * turn() + i) % cases.len();
+        if let Err(e) = killed_at_random(&cases[n], n as u64, 2) {
+            panic!("{:?}: {e}", settings(&cases[n]));
+        }
+    }
+}
+
+/// The cases of `covering`; the moment of a stop is drawn by `killed_at_random`.
+fn killed_cases() -> Vec<Case> {
+    let mut cases = covering();
+    cases.iter_mut().for_each(|case| case[6] = 0);
+    cases.sort();
+    cases.dedup();
+    cases
+}
+
 /// Row C1: the cases of `covering` together have all stages, methods, tiers and storages in every pair. `FT_TEST_KILLS=15` kills each so often.
 #[test]
 #[ignore = "by hand: minutes"]
 fn kills_at_random_moments_of_every_pair_lose_nothing() {
     let most = std::env::var("FT_TEST_KILLS").map_or(12, |n| n.parse().unwrap());
-    let mut cases = covering();
-    // The moment of a stop is drawn here.
-    cases.iter_mut().for_each(|case| case[6] = 0);
-    cases.sort();
-    cases.dedup();
+    let cases = killed_cases();
     let (mut kills, mut refused, mut wrong) = (0, 0, Vec::new());
     for (n, case) in cases.iter().enumerate() {
         match killed_at_random(case, n as u64, most) {

@@ -16,7 +16,7 @@ use ft_base::{Error, Result};
 
 /// Sums over keys are made in chunks of this many keys, from the first key of a document. If keys before a window are
 /// left out up to a multiple of it, the sums have the same bits.
-pub const KEY_CHUNK: usize = cpu::KEYS;
+pub const KEY_CHUNK: usize = cpu::KEY_CHUNK;
 
 /// Parameters of an attention layer.
 #[derive(Debug, Clone)]
@@ -116,10 +116,10 @@ pub fn backward_parts(heads: usize, kv_heads: usize, documents: usize) -> usize 
 pub fn gpu_backward_parts(heads: usize, kv_heads: usize, tokens: usize) -> usize {
     /// Blocks of the largest GPU at a time, and keys of a block.
     const SLOTS: f64 = 320.0;
-    const KEYS: f64 = 64.0;
+    const BLOCK_KEYS: f64 = 64.0;
     // The heaviest block visits the longest document, h tokens, all of them together h²/128 and the other tokens; its
     // share is largest for h = sqrt(128 N). See `VisitedRows::parts`.
-    let share = 1.0 / (2.0 * (tokens as f64 / (2.0 * KEYS)).sqrt() - 1.0).max(1.0);
+    let share = 1.0 / (2.0 * (tokens as f64 / (2.0 * BLOCK_KEYS)).sqrt() - 1.0).max(1.0);
     let group = heads / kv_heads.max(1);
     let parts = (1..=group).find(|p| group.is_multiple_of(*p) && SLOTS * share <= (kv_heads * p) as f64);
     parts.unwrap_or(group)

@@ -9,7 +9,7 @@ use candle_core::{DType, Tensor};
 use ft_base::Result;
 
 pub use super::cpu::product::memory::{ProductSizes, can_fuse, free_packed_operands, gemm_bytes};
-pub use super::cpu::product::{MANY_ROUNDED_ROWS, MANY_ROWS};
+pub use super::cpu::product::{MANY_ROWS, many_rounded_rows};
 
 /// Computes `x·wᵀ + bias`, `[N, O]` f32, from `x [N, I]` f32, `w [O, I]` f32 or bf16, `bias [O]` f32 or bf16.
 ///

@@ -140,7 +140,7 @@ impl<'a> From<&'a QuantizedCopy> for SampledModel<'a> {
             network: &copy.network,
             head: copy.head.as_ref(),
             many_rows: if copy.rounds_rows() {
-                linear::MANY_ROUNDED_ROWS
+                linear::many_rounded_rows()
             } else {
                 linear::MANY_ROWS
             },

@@ -40,7 +40,7 @@ fn distances(dtype: Dtype, format: Format) -> [f32; 2] {
     let (_, weight) = layer.weight(NAME).unwrap();
     let values = Tensor::from_vec(weight.rows(0, 64).unwrap(), (64, 128), &Device::Cpu).unwrap();
     let dense = Weight::from(values.to_dtype(exact.source.in_memory(NAME).unwrap().dtype()).unwrap());
-    [1, linear::MANY_ROUNDED_ROWS].map(|rows| {
+    [1, linear::many_rounded_rows()].map(|rows| {
         let x = random((rows, 128), 1);
         let [got, want] = [&weight, &dense].map(|w| {
             w.forward(&x, None)
@@ -69,7 +69,7 @@ fn only_copies_of_bf16_weights_round_a_few_rows() {
 #[test]
 fn copies_give_the_same_bits_in_any_company() {
     for (dtype, many) in [
-        (Dtype::Bf16, linear::MANY_ROUNDED_ROWS),
+        (Dtype::Bf16, linear::many_rounded_rows()),
         (Dtype::F32, linear::MANY_ROWS),
     ] {
         let exact = wide(dtype);

@@ -17,10 +17,10 @@ use std::ops::Range;
 pub(crate) const QUERIES: usize = 64;
 /// Largest number of query blocks that share packed keys.
 pub(crate) const BLOCKS: usize = 8;
-/// Keys of a part.
-pub(crate) const KEYS: usize = 1024;
-const _: () = assert!(KEYS.is_multiple_of(KC));
-/// Most query heads whose packed queries are kept, so that a part of the keys is read from the cache for all of them.
+/// Keys of a chunk.
+pub(crate) const KEY_CHUNK: usize = 1024;
+const _: () = assert!(KEY_CHUNK.is_multiple_of(KC));
+/// Most query heads whose packed queries are kept, so that a chunk of the keys is read from the cache for all of them.
 pub(crate) const HEADS: usize = 8;
 /// Smallest number of tasks per thread, if the work can be cut into so many.
 const TASKS: usize = 4;
@@ -42,7 +42,7 @@ pub(crate) struct QueryBlock {
 
 /// Some of the keys of a block: the first one, and how many.
 #[derive(Clone, Copy)]
-pub(crate) struct KeyPart {
+pub(crate) struct KeyChunk {
     pub first: usize,
     pub keys: usize,
 }
@@ -65,24 +65,24 @@ impl QueryBlock {
         }
     }
 
-    /// Returns the parts of the keys. They begin at multiples of `KEYS` of the document, so that the sums of a query do not depend
+    /// Returns the chunks of the keys. They begin at multiples of `KEY_CHUNK` of the document, so that the sums of a query do not depend
     /// on its block.
-    pub(crate) fn key_parts(self) -> impl Iterator<Item = KeyPart> {
+    pub(crate) fn key_chunks(self) -> impl Iterator<Item = KeyChunk> {
         let mut first = 0;
         std::iter::from_fn(move || {
-            let end = (self.low + first + 1).next_multiple_of(KEYS) - self.low;
+            let end = (self.low + first + 1).next_multiple_of(KEY_CHUNK) - self.low;
             let keys = end.min(self.keys) - first;
-            let part = KeyPart { first, keys };
+            let chunk = KeyChunk { first, keys };
             first += keys;
-            (keys > 0).then_some(part)
+            (keys > 0).then_some(chunk)
         })
     }
 
-    /// Returns the keys of a part that query `i` of the block attends to, as a range inside the part.
-    pub(crate) fn visible(&self, i: usize, window: Option<usize>, part: KeyPart) -> Range<usize> {
+    /// Returns the keys of a chunk that query `i` of the block attends to, as a range inside the chunk.
+    pub(crate) fn visible(&self, i: usize, window: Option<usize>, chunk: KeyChunk) -> Range<usize> {
         let end = self.place + i + 1;
         let start = window.map_or(0, |w| end.saturating_sub(w));
-        let inside = |key: usize| key.saturating_sub(part.first).min(part.keys);
+        let inside = |key: usize| key.saturating_sub(chunk.first).min(chunk.keys);
         inside(start)..inside(end)
     }
 }
@@ -212,15 +212,15 @@ pub(crate) fn scratch(gemm: TaskGemm, e: usize, keys: usize, heads: usize) -> us
     lens(gemm, e, keys, heads).iter().sum()
 }
 
-/// Returns the elements of the packed keys and values, the packed queries of up to `HEADS` heads, the scores of a part, and these packed.
+/// Returns the elements of the packed keys and values, the packed queries of up to `HEADS` heads, the scores of a chunk, and these packed.
 fn lens(gemm: TaskGemm, e: usize, keys: usize, heads: usize) -> [usize; 5] {
-    let part = keys.min(KEYS);
+    let chunk = keys.min(KEY_CHUNK);
     [
         gemm.packed_len(OperandSide::B, keys, e),
         gemm.packed_len(OperandSide::B, e, keys),
         heads.min(HEADS) * gemm.packed_len(OperandSide::A, QUERIES, e),
-        QUERIES * cache_friendly_stride(part),
-        gemm.packed_len(OperandSide::ScratchA, QUERIES, part),
+        QUERIES * cache_friendly_stride(chunk),
+        gemm.packed_len(OperandSide::ScratchA, QUERIES, chunk),
     ]
 }
 
@@ -246,10 +246,10 @@ struct RunningSoftmax {
     sum: f32,
 }
 
-/// The packed keys and values of a part.
+/// The packed keys and values of a chunk.
 #[derive(Clone, Copy)]
-struct PackedPart<'a> {
-    part: KeyPart,
+struct PackedChunk<'a> {
+    chunk: KeyChunk,
     k: PackedOperand<'a>,
     v: PackedOperand<'a>,
 }
@@ -287,12 +287,12 @@ fn run(job: &ForwardJob<'_>, task: &AttentionTask, o: SharedSlice, lse: SharedSl
                         }
                     })
                     .collect();
-                for part in block.key_parts() {
-                    let at = block.key - low + part.first;
+                for chunk in block.key_chunks() {
+                    let at = block.key - low + chunk.first;
                     let (k, v) = (k.part(at, 0), v.part(0, at));
-                    let keys = PackedPart { part, k, v };
+                    let keys = PackedChunk { chunk, k, v };
                     for head in &mut heads {
-                        block_task.add_part(head, &keys, &mut *scores, &mut *packed);
+                        block_task.add_chunk(head, &keys, &mut *scores, &mut *packed);
                     }
                 }
                 heads.iter().for_each(|head| block_task.finish(head, lse));
@@ -314,11 +314,11 @@ impl BlockTask<'_> {
         row.iter_mut().for_each(|o| *o *= factor);
     }
 
-    /// Adds the values of a part to o. Then o is the sum of `e^(score - max) · v` over the keys so far; `finish` divides it by `sum`.
-    fn add_part(&self, head: &mut QueryHead, keys: &PackedPart, scores: &mut [f32], packed: &mut [f32]) {
+    /// Adds the values of a chunk to o. Then o is the sum of `e^(score - max) · v` over the keys so far; `finish` divides it by `sum`.
+    fn add_chunk(&self, head: &mut QueryHead, keys: &PackedChunk, scores: &mut [f32], packed: &mut [f32]) {
         let BlockTask { spec, gemm, block, o } = *self;
-        let (part, e) = (keys.part, spec.head_dim);
-        let stride = cache_friendly_stride(part.keys);
+        let (chunk, e) = (keys.chunk, spec.head_dim);
+        let stride = cache_friendly_stride(chunk.keys);
         let to = OutputTile {
             c: SharedSlice::new(scores),
             at: 0,
@@ -326,11 +326,11 @@ impl BlockTask<'_> {
             add: false,
         };
         // SAFETY: the scores belong to this task alone.
-        unsafe { gemm.multiply((block.queries, part.keys, e), to, &head.q, &keys.k) };
+        unsafe { gemm.multiply((block.queries, chunk.keys, e), to, &head.q, &keys.k) };
         for (i, row) in scores.chunks_exact_mut(stride).enumerate().take(block.queries) {
-            let seen = block.visible(i, spec.window, part);
+            let seen = block.visible(i, spec.window, chunk);
             row[..seen.start].fill(0.0);
-            row[seen.end..part.keys].fill(0.0);
+            row[seen.end..chunk.keys].fill(0.0);
             if seen.is_empty() {
                 continue;
             }
@@ -347,15 +347,15 @@ impl BlockTask<'_> {
             }
         }
         let p = Matrix::k_inner(&*scores, stride);
-        let p = gemm.pack_operand(OperandSide::ScratchA, p, (block.queries, part.keys), packed);
+        let p = gemm.pack_operand(OperandSide::ScratchA, p, (block.queries, chunk.keys), packed);
         let to = OutputTile {
             c: o,
             at: self.at(head.head, 0),
             stride: spec.heads * e,
-            add: part.first > 0,
+            add: chunk.first > 0,
         };
         // SAFETY: these rows of this head belong to this task alone.
-        unsafe { gemm.multiply((block.queries, e, part.keys), to, &p, &keys.v) };
+        unsafe { gemm.multiply((block.queries, e, chunk.keys), to, &p, &keys.v) };
     }
 
     /// Divides o by the sums of the softmax.

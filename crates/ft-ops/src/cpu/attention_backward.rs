@@ -1,6 +1,6 @@
 //! Attention backward on slices: one task per document and key head, or per part of its query heads.
 
-use super::attention::{BLOCKS, Cutter, DocumentRange, HEADS, KEYS, KeyPart, QUERIES, QueryBlock, keys_of};
+use super::attention::{BLOCKS, Cutter, DocumentRange, HEADS, KEY_CHUNK, KeyChunk, QUERIES, QueryBlock, keys_of};
 use super::math::{add_slice, dot, exp, fma, tanh, vectorized};
 use super::product::task_gemm::{OperandSide, OutputTile, PackedOperand, TaskGemm, cache_friendly_stride};
 use super::product::{CpuBackend, Matrix};
@@ -107,7 +107,7 @@ struct QueryHead<'a> {
     delta: [f32; QUERIES],
 }
 
-/// p, ds, and one of them packed, of a part of the keys.
+/// p, ds, and one of them packed, of a chunk of the keys.
 type ScoreBuffers<'a> = [&'a mut [f32]; 3];
 
 impl<'a> BackwardJob<'a> {
@@ -121,7 +121,7 @@ impl<'a> BackwardJob<'a> {
         with_scratch(scratch(gemm, e, keys, heads), |scratch| {
             let mut scratch = Cutter(scratch);
             let [scores, dq, values] = key_lens(gemm, e, keys).map(|len| scratch.take(len));
-            let mut buffers = part_lens(gemm, keys).map(|len| scratch.take(len));
+            let mut buffers = chunk_lens(gemm, keys).map(|len| scratch.take(len));
             let at = low * k_width + part / out.parts * e;
             let k_inner = |values| Matrix::k_inner(values, k_width);
             let keys = PackedKeys {
@@ -137,9 +137,9 @@ impl<'a> BackwardJob<'a> {
                     let packed: Vec<_> = (first..end.min(first + HEADS))
                         .map(|head| self.pack_head(&b, head, &mut to))
                         .collect();
-                    for keys_of_part in b.key_parts() {
+                    for chunk in b.key_chunks() {
                         for head in &packed {
-                            self.add_part((&b, keys_of_part), (head, part), &keys, &mut buffers);
+                            self.add_chunk((&b, chunk), (head, part), &keys, &mut buffers);
                         }
                     }
                 }
@@ -180,17 +180,17 @@ impl<'a> BackwardJob<'a> {
         }
     }
 
-    /// Adds the gradients of a block and a part of its keys. `head`: a packed query head, and the part of dk and dv to which it adds.
-    fn add_part(
+    /// Adds the gradients of a block and a chunk of its keys. `head`: a packed query head, and the part of dk and dv to which it adds.
+    fn add_chunk(
         &self,
-        (b, part): (&QueryBlock, KeyPart),
-        (head, head_part): (&QueryHead, usize),
+        (b, chunk): (&QueryBlock, KeyChunk),
+        (head, part): (&QueryHead, usize),
         keys: &PackedKeys<'_>,
         [p, ds, packed]: &mut ScoreBuffers<'_>,
     ) {
         let BackwardJob { gemm, saved, spec, out } = *self;
         let (heads, e) = (spec.heads, spec.head_dim);
-        let (first, stride) = (b.key + part.first - keys.low, cache_friendly_stride(part.keys));
+        let (first, stride) = (b.key + chunk.first - keys.low, cache_friendly_stride(chunk.keys));
         let score = |scores: &mut [f32], rows: &PackedOperand, keys: PackedOperand| {
             let to = OutputTile {
                 c: SharedSlice::new(scores),
@@ -199,16 +199,16 @@ impl<'a> BackwardJob<'a> {
                 add: false,
             };
             // SAFETY: the scores belong to this task alone.
-            unsafe { gemm.multiply((b.queries, part.keys, e), to, rows, &keys) }
+            unsafe { gemm.multiply((b.queries, chunk.keys, e), to, rows, &keys) }
         };
         score(p, &head.rows[0], keys.scores.part(first, 0));
         score(ds, &head.rows[1], keys.values.part(first, 0));
         let pairs = p.chunks_exact_mut(stride).zip(ds.chunks_exact_mut(stride));
         for (i, (p, ds)) in pairs.enumerate().take(b.queries) {
-            let seen = b.visible(i, spec.window, part);
+            let seen = b.visible(i, spec.window, chunk);
             for row in [&mut *p, &mut *ds] {
                 row[..seen.start].fill(0.0);
-                row[seen.end..part.keys].fill(0.0);
+                row[seen.end..chunk.keys].fill(0.0);
             }
             let lse = saved.lse[(b.query + i) * heads + head.head];
             let cap = spec.softcap.unwrap_or(0.0);
@@ -217,34 +217,34 @@ impl<'a> BackwardJob<'a> {
         let a = gemm.pack_operand(
             OperandSide::ScratchA,
             Matrix::k_inner(&**ds, stride),
-            (b.queries, part.keys),
+            (b.queries, chunk.keys),
             packed,
         );
         let to = OutputTile {
             c: out.dq,
             at: self.at(b, head.head, 0),
             stride: heads * e,
-            add: part.first > 0,
+            add: chunk.first > 0,
         };
         // SAFETY: these rows of this head belong to this task alone.
-        unsafe { gemm.multiply((b.queries, e, part.keys), to, &a, &keys.dq.part(0, first)) };
+        unsafe { gemm.multiply((b.queries, e, chunk.keys), to, &a, &keys.dq.part(0, first)) };
         let width = spec.kv_heads * e * out.parts;
         // Computes `dst [keys, E] += scores [queries, keys]ᵀ · rows of a head`.
         let mut add = |dst: SharedSlice, scores: &[f32], columns: &PackedOperand| {
             let a = gemm.pack_operand(
                 OperandSide::ScratchA,
                 Matrix::k_outer(scores, stride),
-                (part.keys, b.queries),
+                (chunk.keys, b.queries),
                 packed,
             );
             let to = OutputTile {
                 c: dst,
-                at: (b.key + part.first) * width + head_part * e,
+                at: (b.key + chunk.first) * width + part * e,
                 stride: width,
                 add: true,
             };
             // SAFETY: the columns of this part belong to this task alone.
-            unsafe { gemm.multiply((part.keys, e, b.queries), to, &a, columns) };
+            unsafe { gemm.multiply((chunk.keys, e, b.queries), to, &a, columns) };
         };
         add(out.dk, ds, &head.columns[0]);
         add(out.dv, p, &head.columns[1]);
@@ -255,8 +255,8 @@ impl<'a> BackwardJob<'a> {
 pub(crate) fn scratch(gemm: TaskGemm, e: usize, keys: usize, heads: usize) -> usize {
     let [rows, columns] = [(OperandSide::A, QUERIES, e), (OperandSide::B, e, QUERIES)]
         .map(|(side, vectors, k)| gemm.packed_len(side, vectors, k));
-    let [keys, parts] = [key_lens(gemm, e, keys), part_lens(gemm, keys)].map(|lens| lens.iter().sum::<usize>());
-    keys + parts + 2 * heads.min(HEADS) * (rows + columns)
+    let [keys, chunk] = [key_lens(gemm, e, keys), chunk_lens(gemm, keys)].map(|lens| lens.iter().sum::<usize>());
+    keys + chunk + 2 * heads.min(HEADS) * (rows + columns)
 }
 
 /// Returns the elements of the packed keys and values, in the order of `PackedKeys`.
@@ -264,9 +264,9 @@ fn key_lens(gemm: TaskGemm, e: usize, keys: usize) -> [usize; 3] {
     [(keys, e), (e, keys), (keys, e)].map(|(vectors, k)| gemm.packed_len(OperandSide::B, vectors, k))
 }
 
-/// Returns the elements of `ScoreBuffers`, for parts of up to `keys` keys.
-fn part_lens(gemm: TaskGemm, keys: usize) -> [usize; 3] {
-    let keys = keys.min(KEYS);
+/// Returns the elements of `ScoreBuffers`, for chunks of up to `keys` keys.
+fn chunk_lens(gemm: TaskGemm, keys: usize) -> [usize; 3] {
+    let keys = keys.min(KEY_CHUNK);
     let scores = QUERIES * cache_friendly_stride(keys);
     let packed = [(QUERIES, keys), (keys, QUERIES)].map(|(m, k)| gemm.packed_len(OperandSide::ScratchA, m, k));
     [scores, scores, packed[0].max(packed[1])]

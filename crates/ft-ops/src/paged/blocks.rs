@@ -13,11 +13,11 @@ use ft_base::Result;
 use rayon::prelude::*;
 
 /// Keys that are copied at a time, if a document does not have more.
-const KEYS: usize = 2048;
+const COPIED_KEYS: usize = 2048;
 
 /// Returns the bytes that `attend_in_blocks` takes beside its results for documents of at most `longest` tokens, `keys` in all.
 pub fn block_bytes(kv_heads: usize, head_dim: usize, longest: usize, keys: usize) -> u64 {
-    8 * (kv_heads * head_dim * keys.min(longest.max(KEYS))) as u64
+    8 * (kv_heads * head_dim * keys.min(longest.max(COPIED_KEYS))) as u64
 }
 
 /// A document and the part of its tokens that its queries attend to.
@@ -70,7 +70,7 @@ pub fn attend_in_blocks(q: &Tensor, documents: &[PagedDocument], spec: &Attentio
             let mut count = first.count;
             let more = rest[1..].iter().take_while(|seen| {
                 count += seen.count;
-                count <= KEYS
+                count <= COPIED_KEYS
             });
             let (group, others) = rest.split_at(1 + more.count());
             rest = others;

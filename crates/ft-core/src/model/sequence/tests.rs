@@ -49,7 +49,9 @@ fn attention_has_the_bits_of_one_rank_and_its_gradients() {
     };
     // The ends of documents are between, at and outside of the cuts; rows of 130 tokens are several blocks.
     let batches = [batch(&[5, 20, 1, 14]), batch(&[40, 130, 70]), batch(&[4])];
-    let cases = [
+    // Several chunks of keys (`KEY_CHUNK`), and windows that begin in one of them.
+    let long = [batch(&[40, 2400])];
+    let short = [
         (spec(4, 2, None), 2, SequenceBy::Heads),
         (spec(4, 2, Some(33)), 4, SequenceBy::Heads),
         // A key head serves query heads of two ranks, together with others.
@@ -59,8 +61,14 @@ fn attention_has_the_bits_of_one_rank_and_its_gradients() {
         (spec(3, 1, Some(33)), 4, SequenceBy::Auto),
         (spec(3, 3, None), 4, SequenceBy::Auto),
     ];
-    for (spec, ranks, by) in cases {
-        for batch in &batches {
+    let long_cases = [
+        (spec(2, 1, Some(700)), 4, SequenceBy::Keys),
+        (spec(2, 1, None), 4, SequenceBy::Keys),
+        (spec(2, 2, Some(700)), 2, SequenceBy::Heads),
+    ];
+    let short = short.into_iter().map(|case| (case, &batches[..]));
+    for ((spec, ranks, by), batches) in short.chain(long_cases.map(|case| (case, &long[..]))) {
+        for batch in batches {
             let (n, wide, narrow) = (batch.len(), spec.heads * 8, spec.kv_heads * 8);
             let (q, k, v) = (random(n, wide, 1), random(n, narrow, 2), random(n, narrow, 3));
             let d = random(n, wide, 4);

@@ -23,14 +23,15 @@ const QUANTIZED_ROWS: usize = 8;
 /// A product with at least so many rows never takes this path, unless the weight allows rounded rows.
 pub const MANY_ROWS: usize = QUANTIZED_ROWS + 1;
 const _: () = assert!(BF16_ROWS <= QUANTIZED_ROWS);
-/// The same for weights that allow rounded rows.
-pub const MANY_ROUNDED_ROWS: usize = integer::MOST_ROWS + 1;
-/// Most rounded rows on AMX: with more, a dequantized weight on tiles is faster (docs/benchmarks-cpu.md).
-pub(super) const AMX_ROUNDED_ROWS: usize = 16;
 /// Columns of C per task.
 const BLOCK: usize = 32;
 /// Elements that are dequantized at a time: a multiple of `LANES`.
 const PIECE: usize = 512;
+
+/// As `MANY_ROWS`, with the backend in use, for bf16 weights whose copies allow rounded rows.
+pub fn many_rounded_rows() -> usize {
+    integer::most_rows_of_any(CpuBackend::current()).max(QUANTIZED_ROWS) + 1
+}
 
 /// True if this path can compute `job` and is the fastest one. If `backend` rounds operands to bf16, the few rows of A are rounded in
 /// advance; an f32 B is rounded only where it is packed, so it does not fit.
@@ -43,8 +44,8 @@ pub(super) fn fits(job: &ProductJob, backend: CpuBackend) -> bool {
     let m = job.sizes.0;
     let (few, start) = match &job.b.values {
         Operand::Quantized(view) => {
-            let rounded = backend != CpuBackend::Amx || m <= AMX_ROUNDED_ROWS;
-            (m <= QUANTIZED_ROWS || rounded && integer::fits(view, m), true)
+            let most = integer::most_rows(view, backend);
+            (m <= most.unwrap_or(QUANTIZED_ROWS), true)
         }
         values => {
             let most = if matches!(values, Operand::Bf16(_)) && isa == Some(VectorIsa::Avx512) && !rounds {
@@ -58,22 +59,30 @@ pub(super) fn fits(job: &ProductJob, backend: CpuBackend) -> bool {
     few && f32_rows && job.b.k_contiguous && start
 }
 
-pub(super) fn run(job: &ProductJob, isa: Option<VectorIsa>, rounds: bool) {
-    let (m, n, k) = job.sizes;
+pub(super) fn run(job: &ProductJob, backend: CpuBackend) {
+    let (m, _, k) = job.sizes;
+    let isa = backend.vector_isa();
     let Operand::F32(a) = job.a.values else { return };
     if let Operand::Quantized(view) = &job.b.values
-        && integer::fits(view, m)
+        && integer::most_rows(view, backend).is_some_and(|most| m <= most)
     {
         return in_integers(job, isa, a, view);
     }
-    if rounds {
+    if backend.packs_bf16() {
         let mut rows = vec![0f32; m * k];
         for (i, to) in rows.chunks_exact_mut(k).enumerate() {
             round_to_bf16(to, &a[i * job.a.stride..][..k]);
         }
         let a = Matrix::k_inner(Operand::F32(&rows), k);
-        return run(&ProductJob { a, ..*job }, isa, false);
+        return in_f32(&ProductJob { a, ..*job }, isa);
     }
+    in_f32(job, isa);
+}
+
+/// As `run`, with products of f32.
+fn in_f32(job: &ProductJob, isa: Option<VectorIsa>) {
+    let (m, n, k) = job.sizes;
+    let Operand::F32(a) = job.a.values else { return };
     #[cfg(target_arch = "x86_64")]
     if let (Operand::Bf16(weight), Some(isa), 2..) = (job.b.values, isa, m) {
         return few_rows(job, isa, a, weight);

@@ -45,7 +45,7 @@ mod amx;
 pub use backend::CpuBackend;
 pub(crate) use backend::VectorIsa;
 pub(crate) use fused_lora::{FusedLora, product_with};
-pub use gemv::{MANY_ROUNDED_ROWS, MANY_ROWS};
+pub use gemv::{MANY_ROWS, many_rounded_rows};
 pub(crate) use rows::WeightRows;
 
 use super::SharedSlice;
@@ -257,15 +257,14 @@ fn product_on(
 /// Runs a job whose operands were checked; none of its sizes is 0.
 fn run(backend: CpuBackend, job: &ProductJob, rounding: Rounding) {
     let backend = backend.for_rounding(rounding);
-    let (isa, rounds) = (backend.vector_isa(), backend.packs_bf16());
     if gemv::fits(job, backend) {
-        return gemv::run(job, isa, rounds);
+        return gemv::run(job, backend);
     }
     #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-    if rounds {
+    if backend.packs_bf16() {
         return amx::run(job, backend);
     }
-    match isa {
+    match backend.vector_isa() {
         #[cfg(target_arch = "x86_64")]
         Some(isa) => blocks::run(job, isa),
         _ => portable::run(job),

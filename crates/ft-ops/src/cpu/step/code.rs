@@ -20,6 +20,8 @@ const FINE: usize = 128;
 pub(super) const BUCKETS: usize = EXPONENTS * FINE;
 /// Bits of an f32 that are dropped to get a bucket.
 pub(super) const CUT: u32 = 23 - FINE.ilog2();
+/// Those bits, which place a number inside its bucket.
+pub(super) const INSIDE: u32 = (1 << CUT) - 1;
 /// The bucket index of 2^-25.
 pub(super) const LOWEST: u32 = (127 - 25) * FINE as u32;
 
@@ -27,10 +29,11 @@ pub(super) const LOWEST: u32 = (127 - 25) * FINE as u32;
 pub(crate) struct QuantizationTable {
     pub(crate) values: [f32; 256],
     /// `middles[i]` is the midpoint of `values[i]` and `values[i + 1]`.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))] // the GPU searches it
     pub(crate) middles: [f32; 256],
-    /// Lower bound of the table index for a number in this bucket: positive numbers, then negative ones. Three more
-    /// bytes follow, because vector code reads four bytes at each index.
-    pub(super) from: [u8; 2 * BUCKETS + 3],
+    /// For the numbers in a bucket, positive ones and then negative ones: in the lowest 8 bits the smallest table index, above
+    /// them the place in the bucket (`place`) from which on, exclusive, the index is one more.
+    pub(super) buckets: [u32; 2 * BUCKETS],
     pub(super) signed: bool,
 }
 
@@ -40,6 +43,21 @@ pub(crate) static UNSIGNED: LazyLock<QuantizationTable> = LazyLock::new(|| Quant
 /// Returns the lower edge of a bucket.
 fn edge(bucket: usize) -> f32 {
     f32::from_bits((LOWEST + bucket as u32) << CUT)
+}
+
+/// Returns the index of the bucket of `x`.
+#[inline(always)]
+fn bucket(x: f32) -> usize {
+    let bits = x.to_bits();
+    let size = ((bits & 0x7FFF_FFFF) >> CUT).saturating_sub(LOWEST);
+    (bits >> 31) as usize * BUCKETS + size.min(BUCKETS as u32 - 1) as usize
+}
+
+/// Returns the place of `x` inside its bucket: larger for larger numbers, also if they are negative.
+#[inline(always)]
+fn place(x: f32) -> u32 {
+    let bits = x.to_bits();
+    (bits ^ ((bits as i32) >> 31) as u32) & INSIDE
 }
 
 impl QuantizationTable {
@@ -75,17 +93,24 @@ impl QuantizationTable {
         for i in 0..255 {
             middles[i] = (values[i] + values[i + 1]) / 2.0;
         }
-        let below = |x: f32| middles[..255].iter().filter(|m| **m < x).count() as u8;
-        let mut from = [0u8; 2 * BUCKETS + 3];
-        for bucket in 0..BUCKETS {
-            // The first bucket also contains all smaller numbers.
-            from[bucket] = below(if bucket == 0 { 0.0 } else { edge(bucket) });
-            from[BUCKETS + bucket] = below(-edge(bucket + 1));
+        // All middles that are smaller than each number of the bucket, and the one inside it, if there is one.
+        let bucket_of = |lowest: f32, smaller: &dyn Fn(f32) -> bool| {
+            let code = middles[..255].iter().filter(|m| smaller(**m)).count();
+            let inside = middles[code].is_finite() && bucket(middles[code]) == bucket(lowest);
+            let place = if inside { place(middles[code]) } else { INSIDE };
+            place << 8 | code as u32
+        };
+        let mut buckets = [0u32; 2 * BUCKETS];
+        for index in 0..BUCKETS {
+            // The first bucket also contains all smaller numbers, so no middle may be inside.
+            let low = if index == 0 { 0.0 } else { edge(index) };
+            buckets[index] = bucket_of(edge(index), &|m| m < low);
+            buckets[BUCKETS + index] = bucket_of(-edge(index), &|m| m <= -edge(index + 1));
         }
         Self {
             values,
             middles,
-            from,
+            buckets,
             signed,
         }
     }
@@ -93,13 +118,9 @@ impl QuantizationTable {
     /// Returns the index of the table value nearest to `x`, which is in -1..=1; ties go down.
     #[inline(always)]
     pub(crate) fn nearest(&self, x: f32) -> u8 {
-        let bits = x.to_bits();
-        let bucket = ((bits & 0x7FFF_FFFF) >> CUT)
-            .saturating_sub(LOWEST)
-            .min(BUCKETS as u32 - 1);
-        let code = self.from[(bits >> 31) as usize * BUCKETS + bucket as usize];
+        let word = self.buckets[bucket(x)];
         // Branch-free: on moments a branch would be unpredictable.
-        code + u8::from(self.middles[code as usize] < x)
+        word as u8 + u8::from(place(x) > word >> 8)
     }
 
     /// Quantizes one block; returns its absmax.

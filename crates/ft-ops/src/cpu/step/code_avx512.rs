@@ -1,7 +1,7 @@
 //! Quantization of a block of moments with AVX-512: 16 look-ups in the tables at a time, with the bits of the plain code.
 
 use super::super::math::mask16;
-use super::code::{BUCKETS, CUT, LOWEST, QuantizationTable};
+use super::code::{BUCKETS, CUT, INSIDE, LOWEST, QuantizationTable};
 use std::arch::x86_64::*;
 
 /// Number of f32 in a vector register.
@@ -37,13 +37,12 @@ pub(super) unsafe fn quantize(table: &QuantizationTable, values: &[f32], codes: 
         // As `saturating_sub`: never negative.
         let bucket = _mm512_min_epu32(_mm512_sub_epi32(_mm512_max_epu32(size, lowest), lowest), last);
         let bucket = _mm512_mask_add_epi32(bucket, _mm512_movepi32_mask(bits), bucket, negative);
-        // SAFETY: the index is below `2 * BUCKETS`, and three more bytes follow; a code is below 256.
-        let (code, middle) = unsafe {
-            let words = _mm512_i32gather_epi32::<1>(bucket, table.from.as_ptr().cast());
-            let code = _mm512_and_si512(words, _mm512_set1_epi32(0xFF));
-            (code, _mm512_i32gather_ps::<4>(code, table.middles.as_ptr()))
-        };
-        let above = _mm512_cmp_ps_mask::<_CMP_LT_OQ>(middle, part);
+        // SAFETY: the index is below `2 * BUCKETS`.
+        let word = unsafe { _mm512_i32gather_epi32::<4>(bucket, table.buckets.as_ptr().cast()) };
+        let place = _mm512_xor_si512(bits, _mm512_srai_epi32::<31>(bits));
+        let place = _mm512_and_si512(place, _mm512_set1_epi32(INSIDE as i32));
+        let above = _mm512_cmpgt_epi32_mask(place, _mm512_srli_epi32::<8>(word));
+        let code = _mm512_and_si512(word, _mm512_set1_epi32(0xFF));
         let mut code = _mm512_mask_add_epi32(code, above, code, _mm512_set1_epi32(1));
         if !table.signed {
             // What is not zero never becomes zero.

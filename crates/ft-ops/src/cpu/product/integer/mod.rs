@@ -12,7 +12,7 @@ mod tests;
 #[cfg(target_arch = "x86_64")]
 mod vnni;
 
-use super::VectorIsa;
+use super::{CpuBackend, VectorIsa};
 use crate::quantized::{QData, QMatrixView, scale_and_minimum};
 pub(super) use rows::RoundedRows;
 
@@ -27,27 +27,37 @@ const FLUSH: usize = 256;
 const _: () = assert!(FLUSH * (STEP / SUM_LANES) * 128 * LARGEST as usize <= i32::MAX as usize);
 const _: () = assert!(FLUSH * (STEP / SUM_LANES) * 2 * 15 * LARGEST as usize <= i32::MAX as usize);
 
-/// Most rows of a product: the most that were measured (docs/benchmarks-cpu.md). On AMX `gemv` takes fewer.
-pub(super) const MOST_ROWS: usize = 64;
-/// The same for int4, whose groups cost more.
+/// Most rows of a product with int8, and with int4, whose groups cost more: the most that were measured (docs/benchmarks-cpu.md).
+const MOST_ROWS: usize = 64;
 const INT4_ROWS: usize = 8;
+/// The same with int8 on AMX: with more rows, the dequantized weight on tiles is faster.
+const AMX_ROWS: usize = 16;
 
-/// True if `dots` supports `m` rows with this weight.
-pub(super) fn fits(view: &QMatrixView<'_>, m: usize) -> bool {
+/// Most rows with any weight.
+pub(super) fn most_rows_of_any(backend: CpuBackend) -> usize {
+    if backend == CpuBackend::Amx {
+        AMX_ROWS
+    } else {
+        MOST_ROWS
+    }
+}
+
+/// Most rows for which `backend` computes products with this weight in integers. None: it never does.
+pub(super) fn most_rows(view: &QMatrixView<'_>, backend: CpuBackend) -> Option<usize> {
     let (group, step, most) = match view.codes {
-        QData::Int8 { group, .. } => (group, Int8::COLUMNS, MOST_ROWS),
+        QData::Int8 { group, .. } => (group, Int8::COLUMNS, most_rows_of_any(backend)),
         QData::Int4 { group, .. } => (group, Int4::COLUMNS, INT4_ROWS),
-        _ => return false,
+        _ => return None,
     };
     let whole = |n: usize| n > 0 && n.is_multiple_of(step);
-    view.rounds_rows && m <= most && view.fits() && whole(view.columns) && whole(group.min(view.columns))
+    (view.rounds_rows && view.fits() && whole(view.columns) && whole(group.min(view.columns))).then_some(most)
 }
 
 /// The dot products of some rows of the weight, from `first` on, with each of the rows: `out` is `[rows of the weight, M]`.
-/// The CPU must have the instructions of `isa`.
+/// The CPU must have the instructions of `isa`. `most_rows` must not be None.
 pub(super) fn dots(isa: Option<VectorIsa>, view: &QMatrixView<'_>, first: usize, x: &RoundedRows, out: &mut [f32]) {
     let m = x.units.len();
-    assert!(m > 0 && fits(view, m) && x.fits(view));
+    assert!(m > 0 && most_rows(view, CpuBackend::Portable).is_some() && x.fits(view));
     assert!(out.len().is_multiple_of(m) && first + out.len() / m <= view.rows);
     let rows = Rows { view, first, x };
     #[cfg(target_arch = "x86_64")]

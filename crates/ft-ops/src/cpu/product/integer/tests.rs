@@ -1,9 +1,8 @@
 //! Products in integers: the same bits on every CPU, close to the products with the dequantized values.
 
 use super::super::super::dequantize::tests::Random;
-use super::super::gemv::AMX_ROUNDED_ROWS;
 use super::super::*;
-use super::{MOST_ROWS, fits};
+use super::{most_rows, most_rows_of_any};
 use crate::oracle::{flat, random};
 use crate::quantized::{QData, QMatrixView};
 
@@ -29,7 +28,14 @@ fn views(codes: &Random) -> Vec<QMatrixView<'_>> {
         rounds_rows: true,
         ..view
     });
-    all.filter(|view| fits(view, 8)).collect()
+    all.filter(|view| most_rows(view, CpuBackend::Portable).is_some())
+        .collect()
+}
+
+/// Most rows of a product in integers.
+fn most(backend: CpuBackend, view: &QMatrixView<'_>) -> usize {
+    let rounding = Matrix::k_inner(Operand::Quantized(*view), view.columns).rounding();
+    most_rows(view, backend.for_rounding(rounding)).unwrap()
 }
 
 #[test]
@@ -83,32 +89,27 @@ fn rounded_rows_give_the_same_bits_everywhere_and_nearly_the_exact_product() {
 fn a_row_has_the_same_bits_alone_and_among_others() {
     let codes = Random::new(40, 192);
     let x = flat(&random((7, 192), 1));
-    let more = flat(&random((MOST_ROWS, 192), 1));
+    let more = flat(&random((most_rows_of_any(CpuBackend::Portable) + 1, 192), 1));
     assert_eq!(views(&codes).len(), 8);
     for view in views(&codes) {
         let all = run(CpuBackend::Portable, view, &x, CInit::Zero);
         for (row, all) in all.chunks_exact(40).enumerate() {
             assert!(run(CpuBackend::Portable, view, &x[row * 192..][..192], CInit::Zero) == all);
         }
-        if !fits(&view, MOST_ROWS) {
-            continue;
-        }
         for backend in backends() {
-            let on_tiles = backend == CpuBackend::Amx && view.bf16;
-            let most = if on_tiles { AMX_ROUNDED_ROWS } else { MOST_ROWS };
+            let most = most(backend, &view);
             let all = run(backend, view, &more[..most * 192], CInit::Zero);
-            for row in [0, 5, most - 1] {
+            for row in [0, most / 2, most - 1] {
                 let alone = run(CpuBackend::Portable, view, &more[row * 192..][..192], CInit::Zero);
                 assert!(alone == all[row * 40..][..40], "{backend:?} {row}");
             }
-            if on_tiles {
-                let exact = QMatrixView {
-                    rounds_rows: false,
-                    ..view
-                };
-                let more = &more[..(most + 1) * 192];
-                assert!(run(backend, view, more, CInit::Zero) == run(backend, exact, more, CInit::Zero));
-            }
+            // One row more is a product with the dequantized weight.
+            let exact = QMatrixView {
+                rounds_rows: false,
+                ..view
+            };
+            let more = &more[..(most + 1) * 192];
+            assert!(run(backend, view, more, CInit::Zero) == run(backend, exact, more, CInit::Zero));
         }
     }
 }
@@ -229,7 +230,7 @@ fn shape_as_on_paper((rows, columns, groups, group): (usize, usize, usize, usize
         &scales,
         if nibbles { &words } else { &[] },
     );
-    assert!(fits(&view, m));
+    assert!(most_rows(&view, CpuBackend::Portable).is_some_and(|most| m <= most));
     // Whole numbers, the largest of which is rounded to itself: the result is exact.
     let x: Vec<f32> = (0..m * columns)
         .map(|i| {
@@ -291,7 +292,7 @@ fn long_groups_have_the_same_bits_everywhere() {
         let scales: Vec<f32> = (0..rows * groups).map(|i| 0.3 + i as f32).collect();
         let words = if nibbles { &words[..] } else { &[] };
         let view = weight((rows, columns, stride, group), &codes, &scales, words);
-        assert!(fits(&view, 1));
+        assert!(most_rows(&view, CpuBackend::Portable).is_some());
         let x = flat(&random((2, columns), 1));
         let portable = run(CpuBackend::Portable, view, &x, CInit::Zero);
         for backend in backends() {
@@ -346,12 +347,14 @@ fn only_few_rows_and_whole_steps_are_rounded() {
     let (codes, scales, words) = (vec![0x35u8; 4 * 96], [0.5; 64], [0x3F00_3F00; 64]);
     let int8 = |columns, group| weight((4, columns, 96, group), &codes, &scales, &[]);
     let int4 = |columns, group| weight((4, columns, 96, group), &codes, &[], &words);
-    assert!(fits(&int8(96, 96), MOST_ROWS) && !fits(&int8(96, 96), MOST_ROWS + 1));
-    assert!(fits(&int4(64, 64), 8) && !fits(&int4(64, 64), 9));
-    assert!(!fits(&int8(48, 48), 1) && !fits(&int8(96, 48), 1) && !fits(&int4(96, 96), 1) && !fits(&int4(64, 32), 1));
+    let most = |view| most_rows(&view, CpuBackend::Avx512);
+    assert_eq!([most(int8(96, 96)), most(int4(64, 64))], [Some(64), Some(8)]);
+    let none = [int8(48, 48), int8(96, 48), int4(96, 96), int4(64, 32)];
+    assert!(none.into_iter().all(|view| most(view).is_none()));
+    assert_eq!(most_rows(&int8(96, 96), CpuBackend::Amx), Some(16));
     let exact = QMatrixView {
         rounds_rows: false,
         ..int8(96, 96)
     };
-    assert!(!fits(&exact, 1));
+    assert!(most(exact).is_none());
 }

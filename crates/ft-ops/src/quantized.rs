@@ -24,6 +24,7 @@ pub(crate) use tensors::part_rows;
 pub use tensors::{QTensors, ScaleTensors, TILE, work_bytes};
 
 pub use super::cpu::dequantize::{FP4_TABLE, NF4_TABLE};
+pub use super::cpu::quantize::{DenseValues, all_below, to_bf16, to_int4, to_int8, to_nf4};
 
 /// Returns the nearest integer, ties to even, for `|x| < 2^22`. (`round_ties_even` is a function call if SSE4.1 is
 /// not guaranteed, and then loops are not vectorized.)

@@ -21,6 +21,23 @@ pub fn highest(scores: &[f32]) -> f32 {
     largest(scores)
 }
 
+/// Sums weights in f64, in a fixed order.
+pub fn sum(weights: &[f32]) -> f64 {
+    total(weights)
+}
+
+#[inline(always)]
+fn total_body<const FMA: bool>(weights: &[f32]) -> f64 {
+    let mut lanes = [0f64; 16];
+    for block in weights.chunks(16) {
+        for (lane, w) in lanes.iter_mut().zip(block) {
+            *lane += f64::from(*w);
+        }
+    }
+    lanes.iter().sum()
+}
+vectorized!(fn total(weights: &[f32]) -> f64 = total_body);
+
 const SIDE: usize = 32;
 
 #[inline(always)]
@@ -58,6 +75,8 @@ mod tests {
             let want = ((*x as f64 - top as f64) / 0.7).exp();
             assert!((*got as f64 - want).abs() <= 1e-5 * want, "{x} {got} {want}");
         }
+        let plain: f64 = got.iter().map(|w| f64::from(*w)).sum();
+        assert!((sum(&got) - plain).abs() <= 1e-12 * plain && sum(&[]) == 0.0);
         for n in [1, 33, 64] {
             for at in 0..n {
                 let mut bad = scores[..n].to_vec();

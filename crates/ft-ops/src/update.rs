@@ -146,6 +146,11 @@ pub fn scale_assign(t: &Tensor, factor: f32) -> Result<()> {
     with_slice_mut(t, |t| cpu::scale(t, factor))
 }
 
+/// Moves each value of `average` by `part` of its distance to that of `now`, as `torch.lerp`. Both have the same length.
+pub fn lerp(average: &mut [f32], now: &[f32], part: f32) {
+    cpu::lerp(average, now, part)
+}
+
 /// Computes `a + b`, both f32 (on a GPU each f32, bf16 or f16) of the same shape; the result has the type of a.
 ///
 /// # Errors
@@ -404,6 +409,16 @@ mod tests {
     use super::*;
     use crate::oracle::{assert_close, assert_same_on_any_threads, bf16_pair, flat, random};
     use candle_core::{DType, Device};
+
+    #[test]
+    fn a_mean_is_that_of_torch() {
+        // torch.lerp(tensor([1., -2.]), tensor([3., 6.]), weight)
+        for (part, want) in [(0.25f32, [1.5f32, 0.0]), (0.75, [2.5, 4.0]), (1.0, [3.0, 6.0])] {
+            let mut average = [1.0, -2.0];
+            lerp(&mut average, &[3.0, 6.0], part);
+            assert_eq!(average, want);
+        }
+    }
 
     #[test]
     fn adds_and_scales() {

@@ -14,12 +14,11 @@ use super::publish::{Publish, publish};
 use super::step::Engine;
 use crate::base::{Error, Result};
 use crate::comm::Patience;
-use crate::ops::step;
+use crate::ops::{step, update};
 use crate::optim::Optimizer;
 use crate::optim::config::Master;
 use crate::optim::part_view;
 use candle_core::{DType, Tensor};
-use rayon::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::sync::Arc;
@@ -32,9 +31,6 @@ pub struct EmaConfig {
     /// The decay grows with the updates.
     pub ramp: bool,
 }
-
-/// Elements that one task averages.
-const CHUNK: usize = 1 << 16;
 
 /// The averages of the trained weights.
 pub struct Ema {
@@ -66,21 +62,6 @@ impl EmaConfig {
             _ => self.decay,
         }
     }
-}
-
-/// As `torch.lerp`: from `average` to `now` by `part`.
-fn lerp(average: &mut [f32], now: &[f32], part: f32) {
-    let chunks = average.par_chunks_mut(CHUNK).zip(now.par_chunks(CHUNK));
-    chunks.for_each(|(average, now)| {
-        for (average, now) in average.iter_mut().zip(now) {
-            let away = now - *average;
-            *average = if part < 0.5 {
-                *average + part * away
-            } else {
-                now - away * (1.0 - part)
-            };
-        }
-    });
 }
 
 impl Ema {
@@ -146,7 +127,7 @@ impl Engine {
                 Some(average) if average.values.len() == now.len() => {
                     average.updates += 1;
                     let part = 1.0 - config.decay_of(average.updates);
-                    lerp(&mut average.values, &now, part as f32);
+                    update::lerp(&mut average.values, &now, part as f32);
                 }
                 Some(_) => return Err(Error::shape("the average of a weight has a different size").at(name)),
             }
@@ -314,15 +295,5 @@ mod tests {
         assert_eq!(decays, [0.0, 2.0 / 11.0, 0.25, 80.0 / 89.0, 0.9, 0.9]);
         let constant = EmaConfig { ramp: false, ..config };
         assert_eq!([1, 2, 3].map(|t| constant.decay_of(t)), [0.0, 0.9, 0.9]);
-    }
-
-    #[test]
-    fn a_mean_is_that_of_torch() {
-        // torch.lerp(tensor([1., -2.]), tensor([3., 6.]), weight)
-        for (part, want) in [(0.25f32, [1.5f32, 0.0]), (0.75, [2.5, 4.0]), (1.0, [3.0, 6.0])] {
-            let mut average = [1.0, -2.0];
-            lerp(&mut average, &[3.0, 6.0], part);
-            assert_eq!(average, want);
-        }
     }
 }

@@ -3,7 +3,7 @@
 use crate::base::rng::{Rng, Stream};
 use crate::base::{Error, Result};
 use crate::ops::sample::{self, SampledToken, SamplingRule};
-use crate::ops::softmax;
+use crate::ops::softmax::{self, sum};
 use candle_core::Tensor;
 
 /// The sampling parameters.
@@ -136,17 +136,6 @@ fn not_finite() -> Error {
     Error::non_finite("the model's output is not finite")
         .found("a logit that is not a number")
         .hint("check the weights, or load them as f32")
-}
-
-/// Sums in f64, in a fixed order.
-fn sum(weights: &[f32]) -> f64 {
-    let mut lanes = [0f64; 16];
-    for block in weights.chunks(16) {
-        for (lane, w) in lanes.iter_mut().zip(block) {
-            *lane += *w as f64;
-        }
-    }
-    lanes.iter().sum()
 }
 
 /// Returns the first index at which the cumulative weight exceeds `left`. If rounding prevents this, the last

@@ -58,14 +58,7 @@ impl ExactParam {
     /// The exact f32 values, `[elements]`.
     pub(super) fn values(&self) -> Result<Vec<f32>> {
         match &self.low {
-            Some(low) if self.weight.dtype() == DType::F16 => step::join(&self.weight, low),
-            Some(low) => {
-                let low = low.flatten_all()?.to_vec1::<i16>()?;
-                update::with_bf16(&self.weight, |high| {
-                    let pairs = high.par_iter().zip(&low);
-                    pairs.map(|(h, l)| master::join(*h, *l as u16)).collect()
-                })
-            }
+            Some(low) => step::join(&self.weight, low),
             None => update::to_f32_vec(&self.weight),
         }
     }

@@ -16,6 +16,7 @@ pub(crate) mod layer_norm;
 pub(crate) mod math;
 pub(crate) mod paged;
 pub(crate) mod product;
+pub(crate) mod quantize;
 pub(crate) mod rms_norm;
 pub(crate) mod rope;
 pub(crate) mod short_conv;

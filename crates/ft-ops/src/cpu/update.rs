@@ -18,6 +18,26 @@ pub(crate) fn scale(t: &mut [f32], factor: f32) {
         .for_each(|t| t.iter_mut().for_each(|x| *x *= factor));
 }
 
+pub(crate) fn lerp(average: &mut [f32], now: &[f32], part: f32) {
+    average
+        .par_chunks_mut(CHUNK)
+        .zip(now.par_chunks(CHUNK))
+        .for_each(|(average, now)| move_to(average, now, part));
+}
+
+#[inline(always)]
+fn move_to_body<const FMA: bool>(average: &mut [f32], now: &[f32], part: f32) {
+    for (average, now) in average.iter_mut().zip(now) {
+        let away = now - *average;
+        *average = if part < 0.5 {
+            *average + part * away
+        } else {
+            now - away * (1.0 - part)
+        };
+    }
+}
+vectorized!(fn move_to(average: &mut [f32], now: &[f32], part: f32) = move_to_body);
+
 /// Rows of `row.len()` elements.
 pub(crate) fn add_rows(t: &mut [f32], row: &[f32]) {
     t.par_chunks_mut(row.len().max(1)).for_each(|t| add_slice(t, row));

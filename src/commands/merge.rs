@@ -19,7 +19,7 @@ use crate::setup::{locate, vocabulary};
 use crate::source::{ParamInfo, resident, stored};
 use crate::train::stage::preference::pad_id;
 use candle_core::Tensor;
-use half::{bf16, f16};
+
 use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
 
@@ -240,15 +240,14 @@ struct RoundingErrors {
 
 impl RoundingErrors {
     fn add(&mut self, before: &[f32], after: &[f32], dtype: StoredDtype) {
-        for (&b, &a) in before.iter().zip(after) {
-            let stored = match dtype {
-                StoredDtype::Bf16 => bf16::from_f32(a).to_f32(),
-                StoredDtype::F16 => f16::from_f32(a).to_f32(),
-                _ => a,
-            };
-            self.lost += f64::from(stored - a).powi(2);
-            self.delta += f64::from(a - b).powi(2);
-        }
+        let dtype = match dtype {
+            StoredDtype::Bf16 => Dtype::Bf16,
+            StoredDtype::F16 => Dtype::F16,
+            _ => Dtype::F32,
+        };
+        let [lost, delta] = update::squares_of_rounding(before, after, dtype);
+        self.lost += lost;
+        self.delta += delta;
     }
 
     fn ratio(&self) -> f64 {

@@ -1,6 +1,7 @@
 //! Reads and in-place updates of tensors: gradients, accumulators, weights. All tensors are contiguous; sums have a
 //! fixed order. A tensor must not be changed while a slice of the same storage is held.
 
+use super::Dtype;
 use super::cpu::storage::{StoredElements, expect_dims, floats, tensor, values};
 use super::cpu::update as cpu;
 use candle_core::{CpuStorage, DType, Device, InplaceOp1, InplaceOp2, Layout, Shape, Storage, Tensor};
@@ -149,6 +150,12 @@ pub fn scale_assign(t: &Tensor, factor: f32) -> Result<()> {
 /// Moves each value of `average` by `part` of its distance to that of `now`, as `torch.lerp`. Both have the same length.
 pub fn lerp(average: &mut [f32], now: &[f32], part: f32) {
     cpu::lerp(average, now, part)
+}
+
+/// Returns the sum of the squares of what is lost if the values `after` are stored as `dtype`, and the sum of the squares of
+/// `after - before`. Both have the same length.
+pub fn squares_of_rounding(before: &[f32], after: &[f32], dtype: Dtype) -> [f64; 2] {
+    cpu::squares_of_rounding(before, after, dtype)
 }
 
 /// Computes `a + b`, both f32 (on a GPU each f32, bf16 or f16) of the same shape; the result has the type of a.
@@ -417,6 +424,28 @@ mod tests {
             let mut average = [1.0, -2.0];
             lerp(&mut average, &[3.0, 6.0], part);
             assert_eq!(average, want);
+        }
+    }
+
+    #[test]
+    fn what_rounding_loses_is_measured() {
+        let before: Vec<f32> = flat(&random((3, 9001), 5));
+        let after: Vec<f32> = before.iter().map(|x| 1.01 * x + 0.001).collect();
+        let half = |x: f32| bf16::from_f32(x).to_f32();
+        let short = |x: f32| f16::from_f32(x).to_f32();
+        for (dtype, stored) in [
+            (Dtype::F32, (|x| x) as fn(f32) -> f32),
+            (Dtype::Bf16, half),
+            (Dtype::F16, short),
+        ] {
+            let squares = |f: &dyn Fn(f32, f32) -> f32| {
+                let pairs = before.iter().zip(&after);
+                pairs.map(|(b, a)| f64::from(f(*b, *a)).powi(2)).sum::<f64>()
+            };
+            let want = [squares(&|_, a| stored(a) - a), squares(&|b, a| a - b)];
+            for (got, want) in squares_of_rounding(&before, &after, dtype).into_iter().zip(want) {
+                assert!((got - want).abs() <= 1e-12 * want, "{dtype:?} {got} {want}");
+            }
         }
     }
 

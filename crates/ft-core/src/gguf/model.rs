@@ -4,7 +4,7 @@ use super::names::{self, PlannedTensor, RowOrder, TensorPart};
 use super::{arch, keys};
 use crate::base::{Error, Result};
 use crate::formats::config::Config;
-use crate::formats::gguf::{self, BlockType, GgufReader, MetadataValue, TensorEntry};
+use crate::formats::gguf::{self, BlockType, EncodingErrors, GgufReader, MetadataValue, TensorEntry};
 use crate::formats::tokenizer::Tokenizer;
 use crate::formats::{ChatTemplate, Weights};
 use crate::model::{Spec, families};
@@ -130,23 +130,6 @@ pub struct WrittenModel {
     pub warnings: Vec<String>,
 }
 
-#[derive(Debug, Clone, Copy, Default)]
-struct FormatErrors {
-    squares: f64,
-    values: f64,
-    largest: f64,
-}
-
-impl FormatErrors {
-    fn and(self, other: Self) -> Self {
-        Self {
-            squares: self.squares + other.squares,
-            values: self.values + other.values,
-            largest: self.largest.max(other.largest),
-        }
-    }
-}
-
 /// A warning if matrices of a file with a K format have another one, because their rows are no multiple of its blocks.
 fn without_k_format(file_type: FileType, entries: &[TensorEntry]) -> Option<String> {
     if !matches!(file_type, FileType::Q6 | FileType::Q4Mix) {
@@ -233,7 +216,7 @@ pub fn model(file: &ModelFile<'_>, out: &Path) -> Result<WrittenModel> {
     entries.extend(planned.iter().map(of_planned));
     warnings.extend(without_k_format(file.file_type, &entries));
     let by_name: BTreeMap<&str, &PlannedTensor> = planned.iter().map(|p| (p.name.as_str(), p)).collect();
-    let mut errors: BTreeMap<BlockType, FormatErrors> = BTreeMap::new();
+    let mut errors: BTreeMap<BlockType, EncodingErrors> = BTreeMap::new();
     let bytes = gguf::write(out, &all, &entries, |entry, sink| {
         let Some(planned) = by_name.get(entry.name.as_str()) else {
             let values = factors
@@ -258,7 +241,7 @@ pub fn model(file: &ModelFile<'_>, out: &Path) -> Result<WrittenModel> {
     if read.tensors != entries || all.iter().any(|(key, value)| read.keys.get(key) != Some(value)) {
         return Err(Error::internal("the file that was written has another header").at_path(out));
     }
-    let one = |(block, errors): (&BlockType, &FormatErrors)| {
+    let one = |(block, errors): (&BlockType, &EncodingErrors)| {
         let own = entries.iter().filter(|entry| entry.block == *block);
         Fidelity {
             block: *block,
@@ -342,24 +325,16 @@ fn each_piece(weights: &Weights, part: &TensorPart, mut give: impl FnMut(Vec<f32
 }
 
 /// Passes the encoded values to the sink, and measures what encoding lost.
-fn encode(entry: &TensorEntry, values: &[f32], sink: &mut dyn FnMut(&[u8]) -> Result<()>) -> Result<FormatErrors> {
+fn encode(entry: &TensorEntry, values: &[f32], sink: &mut dyn FnMut(&[u8]) -> Result<()>) -> Result<EncodingErrors> {
     let block = entry.block;
     let one = |share: &[f32]| {
         let mut bytes = Vec::with_capacity(block.bytes(share.len()) as usize);
-        block.encode(share, &mut bytes);
-        let mut errors = FormatErrors::default();
-        for (x, y) in share.iter().zip(block.decode(&bytes)) {
-            let error = f64::from(x - y).abs();
-            errors.squares += error * error;
-            errors.values += f64::from(*x).powi(2);
-            // NaN stays: it is neither smaller nor larger.
-            errors.largest = if error <= errors.largest { errors.largest } else { error };
-        }
+        let errors = block.encode_measured(share, &mut bytes);
         (bytes, errors)
     };
-    let mut sum = FormatErrors::default();
+    let mut sum = EncodingErrors::default();
     for piece in values.chunks(PIECE) {
-        let shares: Vec<(Vec<u8>, FormatErrors)> = piece.par_chunks(SHARE).map(one).collect();
+        let shares: Vec<(Vec<u8>, EncodingErrors)> = piece.par_chunks(SHARE).map(one).collect();
         for (bytes, errors) in shares {
             if !errors.values.is_finite() {
                 return Err(Error::non_finite("a weight is not finite").at(&entry.name));

@@ -66,9 +66,9 @@ impl BlockType {
     /// Appends the blocks of `values`, a whole number of them. All values are finite.
     pub fn encode(self, values: &[f32], out: &mut Vec<u8>) {
         match self {
-            Self::F32 => values.iter().for_each(|x| out.extend(x.to_le_bytes())),
-            Self::F16 => values.iter().for_each(|x| out.extend(f16::from_f32(*x).to_le_bytes())),
-            Self::Bf16 => values.iter().for_each(|x| out.extend(bf16::from_f32(*x).to_le_bytes())),
+            Self::F32 => append(values, out, f32::to_le_bytes),
+            Self::F16 => append(values, out, |x| f16::from_f32(x).to_le_bytes()),
+            Self::Bf16 => append(values, out, |x| bf16::from_f32(x).to_le_bytes()),
             Self::Q8_0 => values.as_chunks().0.iter().for_each(|block| q8_0(block, out)),
             Self::Q4_0 => values.as_chunks().0.iter().for_each(|block| q4_0(block, out)),
             Self::Q4K => values.as_chunks().0.iter().for_each(|block| k_blocks::q4(block, out)),
@@ -79,23 +79,75 @@ impl BlockType {
     /// The values of whole blocks.
     pub fn decode(self, bytes: &[u8]) -> Vec<f32> {
         match self {
-            Self::F32 => bytes.as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect(),
-            Self::F16 => bytes
-                .as_chunks()
-                .0
-                .iter()
-                .map(|b| f16::from_le_bytes(*b).to_f32())
-                .collect(),
-            Self::Bf16 => bytes
-                .as_chunks()
-                .0
-                .iter()
-                .map(|b| bf16::from_le_bytes(*b).to_f32())
-                .collect(),
-            Self::Q8_0 => bytes.as_chunks::<34>().0.iter().flat_map(of_q8_0).collect(),
-            Self::Q4_0 => bytes.as_chunks::<18>().0.iter().flat_map(of_q4_0).collect(),
-            Self::Q4K => bytes.as_chunks().0.iter().flat_map(k_blocks::of_q4).collect(),
-            Self::Q6K => bytes.as_chunks().0.iter().flat_map(k_blocks::of_q6).collect(),
+            Self::F32 => blocks_of(bytes, |b| [f32::from_le_bytes(*b)]),
+            Self::F16 => blocks_of(bytes, |b| [f16::from_le_bytes(*b).to_f32()]),
+            Self::Bf16 => blocks_of(bytes, |b| [bf16::from_le_bytes(*b).to_f32()]),
+            Self::Q8_0 => blocks_of(bytes, of_q8_0),
+            Self::Q4_0 => blocks_of(bytes, of_q4_0),
+            Self::Q4K => blocks_of(bytes, k_blocks::of_q4),
+            Self::Q6K => blocks_of(bytes, k_blocks::of_q6),
+        }
+    }
+
+    /// As `encode`; returns what the blocks have lost.
+    pub fn encode_measured(self, values: &[f32], out: &mut Vec<u8>) -> EncodingErrors {
+        let start = out.len();
+        self.encode(values, out);
+        EncodingErrors::new(values, &self.decode(&out[start..]))
+    }
+}
+
+fn append<const BYTES: usize>(values: &[f32], out: &mut Vec<u8>, of: impl Fn(f32) -> [u8; BYTES]) {
+    let start = out.len();
+    out.resize(start + BYTES * values.len(), 0);
+    for (to, x) in out[start..].as_chunks_mut().0.iter_mut().zip(values) {
+        *to = of(*x);
+    }
+}
+
+fn blocks_of<const BYTES: usize, const VALUES: usize>(
+    bytes: &[u8],
+    of: impl Fn(&[u8; BYTES]) -> [f32; VALUES],
+) -> Vec<f32> {
+    let mut out = vec![0f32; bytes.len() / BYTES * VALUES];
+    for (to, block) in out.as_chunks_mut().0.iter_mut().zip(bytes.as_chunks().0) {
+        *to = of(block);
+    }
+    out
+}
+
+/// How encoded values differ from the exact ones.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct EncodingErrors {
+    /// The sum of the squares of the differences.
+    pub squares: f64,
+    /// The sum of the squares of the exact values: not finite if a value is not.
+    pub values: f64,
+    /// The largest difference.
+    pub largest: f64,
+}
+
+impl EncodingErrors {
+    fn new(exact: &[f32], decoded: &[f32]) -> Self {
+        const LANES: usize = 8;
+        let mut lanes = [Self::default(); LANES];
+        for (exact, decoded) in exact.chunks(LANES).zip(decoded.chunks(LANES)) {
+            for ((lane, x), y) in lanes.iter_mut().zip(exact).zip(decoded) {
+                let error = f64::from(x - y).abs();
+                lane.squares += error * error;
+                lane.values += f64::from(*x) * f64::from(*x);
+                lane.largest = if error > lane.largest { error } else { lane.largest };
+            }
+        }
+        lanes.into_iter().fold(Self::default(), Self::and)
+    }
+
+    /// The errors of both parts together.
+    pub fn and(self, other: Self) -> Self {
+        Self {
+            squares: self.squares + other.squares,
+            values: self.values + other.values,
+            largest: self.largest.max(other.largest),
         }
     }
 }
@@ -109,6 +161,24 @@ impl std::fmt::Display for BlockType {
 /// The f16 in the first two bytes.
 pub(super) fn half(bytes: &[u8]) -> f32 {
     f16::from_le_bytes([bytes[0], bytes[1]]).to_f32()
+}
+
+/// The nearest integer, ties to even, for `|x| < 2^22`, and about x for others. (`round_ties_even` is a function call if SSE4.1
+/// is not guaranteed.)
+pub(super) fn nearest(x: f32) -> f32 {
+    const ROUND: f32 = 12_582_912.0;
+    (x + ROUND) - ROUND
+}
+
+/// As `f32::round`, ties away from zero, under the same condition.
+fn nearest_away(x: f32) -> f32 {
+    let even = nearest(x);
+    let off = x - even;
+    if off.abs() == 0.5 && (off > 0.0) == (x > 0.0) {
+        even + 2.0 * off
+    } else {
+        even
+    }
 }
 
 /// 1 / x, and 0 for 0.
@@ -128,7 +198,7 @@ fn q8_0(block: &[f32; 32], out: &mut Vec<u8>) {
     let scale = largest(block).abs() / 127.0;
     let factor = inverse(scale);
     out.extend(f16::from_f32(scale).to_le_bytes());
-    out.extend(block.iter().map(|x| (x * factor).round() as i8 as u8));
+    out.extend(block.iter().map(|x| nearest_away(x * factor) as i8 as u8));
 }
 
 fn of_q8_0(block: &[u8; 34]) -> [f32; 32] {

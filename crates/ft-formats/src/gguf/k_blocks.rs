@@ -3,7 +3,7 @@
 //! The scale of a part is searched: of some candidates, each followed by a weighted least-squares fit, the one with the
 //! smallest weighted error is taken.
 
-use super::blocks::{half, inverse, largest};
+use super::blocks::{half, inverse, largest, nearest};
 use half::f16;
 
 /// Elements of a block.
@@ -33,9 +33,7 @@ struct Affine {
 
 impl Affine {
     fn number(self, x: f32) -> f32 {
-        ((x + self.minimum) * inverse(self.scale))
-            .round_ties_even()
-            .clamp(0.0, 15.0)
+        nearest((x + self.minimum) * inverse(self.scale)).clamp(0.0, 15.0)
     }
 }
 
@@ -105,7 +103,7 @@ pub(super) fn q4(block: &[f32; ELEMENTS], out: &mut Vec<u8>) {
     let maps: [Affine; Q4_PARTS] = std::array::from_fn(|p| affine(&parts[p]));
     let factor = |of: fn(&Affine) -> f32| f16::from_f32(maps.iter().map(of).fold(0.0, f32::max) / 63.0);
     let (scales, minima) = (factor(|m| m.scale), factor(|m| m.minimum));
-    let six_bits = |x: f32, factor: f16| (x * inverse(factor.to_f32())).round_ties_even().clamp(0.0, 63.0) as u8;
+    let six_bits = |x: f32, factor: f16| nearest(x * inverse(factor.to_f32())).clamp(0.0, 63.0) as u8;
     out.extend(scales.to_le_bytes());
     out.extend(minima.to_le_bytes());
     let stored = maps.map(|map| [six_bits(map.scale, scales), six_bits(map.minimum, minima)]);
@@ -171,7 +169,7 @@ fn symmetric(x: &[f32; Q6_PART]) -> f32 {
         let factor = -(32.0 + DISTANCE * step as f32) / most;
         let (mut wnx, mut wnn) = (0f32, 0f32);
         for x in x {
-            let number = (x * factor).round_ties_even().clamp(-32.0, 31.0);
+            let number = nearest(x * factor).clamp(-32.0, 31.0);
             wnx += x * x * number * x;
             wnn += x * x * number * number;
         }
@@ -188,10 +186,10 @@ pub(super) fn q6(block: &[f32; ELEMENTS], out: &mut Vec<u8>) {
     let parts = block.as_chunks::<Q6_PART>().0;
     let scales: [f32; Q6_PARTS] = std::array::from_fn(|p| symmetric(&parts[p]));
     let factor = f16::from_f32(largest(&scales) / -128.0);
-    let stored = scales.map(|s| (s * inverse(factor.to_f32())).round_ties_even().clamp(-128.0, 127.0) as i8);
+    let stored = scales.map(|s| nearest(s * inverse(factor.to_f32())).clamp(-128.0, 127.0) as i8);
     let number = |i: usize| {
         let scale = factor.to_f32() * f32::from(stored[i / Q6_PART]);
-        ((block[i] * inverse(scale)).round_ties_even().clamp(-32.0, 31.0) + 32.0) as u8
+        (nearest(block[i] * inverse(scale)).clamp(-32.0, 31.0) + 32.0) as u8
     };
     let numbers: [u8; ELEMENTS] = std::array::from_fn(number);
     for half in numbers.as_chunks::<128>().0 {

@@ -6,7 +6,7 @@ mod k_blocks;
 mod read;
 mod write;
 
-pub use blocks::BlockType;
+pub use blocks::{BlockType, EncodingErrors};
 pub use read::GgufReader;
 pub use write::{TensorEntry, write};
 

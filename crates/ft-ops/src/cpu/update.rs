@@ -1,8 +1,11 @@
 //! Elementwise updates and reductions on slices.
 
-use super::math::{LANES, add_slice, dot, fma, sum_lanes, vectorized, widen_slice};
+use super::math::{LANES, add_slice, dot, fma, round_to_bf16, sum_lanes, vectorized, widen_slice};
 use super::storage::{StoredElements, unwritten};
+use crate::Dtype;
+
 use ft_base::rng::Rng;
+use half::f16;
 use rayon::prelude::*;
 
 const CHUNK: usize = 1 << 14;
@@ -37,6 +40,45 @@ fn move_to_body<const FMA: bool>(average: &mut [f32], now: &[f32], part: f32) {
     }
 }
 vectorized!(fn move_to(average: &mut [f32], now: &[f32], part: f32) = move_to_body);
+
+/// Sums of squares of `stored - after` and of `after - before`, where `stored` is `after` rounded to `dtype`.
+pub(crate) fn squares_of_rounding(before: &[f32], after: &[f32], dtype: Dtype) -> [f64; 2] {
+    let pieces = before.par_chunks(CHUNK).zip(after.par_chunks(CHUNK));
+    let sums = pieces.map(|(before, after)| match dtype {
+        Dtype::F32 => differences(before, after, after),
+        Dtype::Bf16 => {
+            let mut stored = vec![0f32; after.len()];
+            round_to_bf16(&mut stored, after);
+            differences(before, after, &stored)
+        }
+        Dtype::F16 => {
+            let stored: Vec<f32> = after.iter().map(|x| f16::from_f32(*x).to_f32()).collect();
+            differences(before, after, &stored)
+        }
+    });
+    let sums: Vec<[f64; 2]> = sums.collect();
+    sums.into_iter().fold([0.0; 2], |[a, b], [x, y]| [a + x, b + y])
+}
+
+#[inline(always)]
+fn differences_body<const FMA: bool>(before: &[f32], after: &[f32], stored: &[f32]) -> [f64; 2] {
+    const SIDE: usize = 16;
+    let (mut lost, mut change) = ([0f64; SIDE], [0f64; SIDE]);
+    for ((before, after), stored) in before.chunks(SIDE).zip(after.chunks(SIDE)).zip(stored.chunks(SIDE)) {
+        for (((lost, change), (b, a)), s) in lost
+            .iter_mut()
+            .zip(&mut change)
+            .zip(before.iter().zip(after))
+            .zip(stored)
+        {
+            let (l, c) = (f64::from(s - a), f64::from(a - b));
+            *lost += l * l;
+            *change += c * c;
+        }
+    }
+    [lost.iter().sum(), change.iter().sum()]
+}
+vectorized!(fn differences(before: &[f32], after: &[f32], stored: &[f32]) -> [f64; 2] = differences_body);
 
 /// Rows of `row.len()` elements.
 pub(crate) fn add_rows(t: &mut [f32], row: &[f32]) {

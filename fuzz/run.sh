@@ -69,7 +69,7 @@ seed() {
 one() {
     local name=$1 seconds=$2
     mkdir -p "$data/corpus/$name" "$data/artifacts/$name"
-    FT_FUZZ=$name "$program" "$data/corpus/$name" -max_total_time="$seconds" -timeout="$timeout" -rss_limit_mb=2048 \
+    FT_FUZZ=$name "$program" "$data/corpus/$name" -max_total_time="$seconds" -timeout="$timeout" -report_slow_units="$timeout" -rss_limit_mb=2048 \
         -malloc_limit_mb=1024 -max_len=65536 -print_final_stats=1 -artifact_prefix="$data/artifacts/$name/" &
     local process=$! code=0
     wait "$process" || code=$?

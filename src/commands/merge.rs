@@ -19,7 +19,6 @@ use crate::setup::{locate, vocabulary};
 use crate::source::{ParamInfo, resident, stored};
 use crate::train::stage::preference::pad_id;
 use candle_core::Tensor;
-
 use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
 

@@ -463,7 +463,7 @@ the list in `tests/run/faults.rs`; the tests of each line must exist, with `Row`
 A library that is loaded into the program (`tests/run/disk/disk.c`) simulates kills, failing writes and losses of power. It counts
 the file operations of a run. At a chosen operation it kills the process or lets the operation fail; or it records all operations.
 From a record, `tests/run/disk.rs` computes which bytes and names a disk may have after a loss of power. CI tests some of the
-operations. All operations, and kills at random moments, are tested by hand:
+operations, of some methods always and of others in turn (`tests/run/turn.rs`). All operations, and many kills at random moments, are tested by hand:
 `cargo test --release --test run -- --ignored every_ any_operation`; 100,000 steps and metrics of 1 GB: `--ignored long::`. File systems and control groups with limits (`--ignored mounts::`)
 need root; CI tests them where it may mount. With `FT_TEST_CASES=4000` each file of F11 is damaged 4000 times. The figures are in [lab-book.md](lab-book.md).
 

@@ -5,7 +5,7 @@
 use crate::bench::{Bench, files, said};
 use crate::disk::{Disk, Fault, Loss, Operation, counted, on_disk, recorded};
 use crate::same::{METHODS, assert_same, assert_same_final, assert_same_lines};
-use crate::turn::in_turn;
+use crate::turn::{in_turn, turn};
 use ft::base::rng::{Rng, Stream};
 use ft::base::staging;
 use std::fs;
@@ -139,6 +139,15 @@ impl Cases {
     }
 }
 
+/// Calls `test` with the method of this turn, and with other distances of the operations in the next round of turns.
+fn method_in_turn(least: usize, test: impl Fn(&str, usize) -> usize) {
+    let all = all_methods();
+    // With 1 all operations would be taken.
+    let cases = test(in_turn(&all), least + turn() / all.len() % 7);
+    let compiler = on_disk(&Bench::new(), &mut Command::new("true"), Fault::Count, 0).is_some();
+    assert!(cases > 0 || !compiler, "no cases");
+}
+
 fn all_methods() -> Vec<&'static str> {
     METHODS.iter().map(|m| m.0).chain(["grpo"]).collect()
 }
@@ -215,7 +224,7 @@ fn kills_at_file_operations_lose_nothing() {
         .map(|m| kills(m, 20))
         .sum();
     assert!(all == 0 || all >= 50, "{all} kills");
-    kills(in_turn(&all_methods()), 50);
+    method_in_turn(45, kills);
 }
 
 #[test]
@@ -282,7 +291,7 @@ fn errors(method: &str, every: usize) -> usize {
 fn writes_that_fail_are_told_and_lose_nothing() {
     let all: usize = ["block", "lora"].iter().map(|m| errors(m, 15)).sum();
     assert!(all == 0 || all >= 20, "{all} faults");
-    errors(in_turn(&all_methods()), 50);
+    method_in_turn(45, errors);
 }
 
 #[test]
@@ -407,7 +416,7 @@ fn losses(method: &str, every: usize) -> usize {
 fn a_loss_of_power_keeps_the_last_saved_state() {
     let all: usize = ["block from the disk", "lora"].iter().map(|m| losses(m, 12)).sum();
     assert!(all == 0 || all >= 25, "{all} states");
-    losses(in_turn(&all_methods()), 50);
+    method_in_turn(45, losses);
 }
 
 #[test]
@@ -500,7 +509,7 @@ fn a_broken_export_is_whole_or_not_there() {
         .map(|(method, every)| broken_exports(method, *every))
         .sum();
     assert!(all == 0 || all >= 10, "{all} faults");
-    broken_exports(in_turn(&all_methods()), 20);
+    method_in_turn(15, broken_exports);
 }
 
 #[test]

@@ -10,6 +10,7 @@ use candle_core::{DType, Device, Tensor};
 use ft_base::rng::Rng;
 use ft_base::{Error, Result};
 use half::{bf16, f16};
+use rayon::prelude::*;
 
 /// Elements of an 8-bit moment that share one scale.
 pub const BLOCK: usize = code::BLOCK;
@@ -307,19 +308,24 @@ pub fn split(values: &[f32], weight: &Tensor, low: &Tensor) -> Result<()> {
 /// Tensors of another type (`Shape`).
 pub fn join(weight: &Tensor, low: &Tensor) -> Result<Vec<f32>> {
     let low = low.flatten_all()?.to_vec1::<i16>()?;
-    if weight.dtype() == DType::F16 {
-        let high = weight.flatten_all()?.to_vec1::<f16>()?.into_iter();
-        return Ok(high
-            .zip(low)
-            .map(|(h, l)| super::master::join_f16(h, l as u16))
-            .collect());
+    let weight = weight.to_device(&Device::Cpu)?.flatten_all()?;
+    match weight.dtype() {
+        DType::F16 => update::with_f16(&weight, |high| joined(high, &low, super::master::join_f16)),
+        _ => update::with_bf16(&weight, |high| joined(high, &low, super::master::join)),
     }
-    let high = weight.flatten_all()?.to_vec1::<bf16>()?;
-    Ok(high
-        .iter()
-        .zip(low)
-        .map(|(&h, l)| super::master::join(h, l as u16))
-        .collect())
+}
+
+fn joined<T: Copy + Sync>(high: &[T], low: &[i16], join: impl Fn(T, u16) -> f32 + Sync) -> Vec<f32> {
+    const CHUNK: usize = 1 << 14;
+    let mut out = vec![0f32; high.len()];
+    out.par_chunks_mut(CHUNK)
+        .zip(high.par_chunks(CHUNK).zip(low.par_chunks(CHUNK)))
+        .for_each(|(out, (high, low))| {
+            for (out, (high, low)) in out.iter_mut().zip(high.iter().zip(low)) {
+                *out = join(*high, *low as u16);
+            }
+        });
+    out
 }
 
 /// Returns the table of the 8-bit quantization: signed for first moments, unsigned for second ones.

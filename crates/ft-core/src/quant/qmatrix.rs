@@ -71,11 +71,12 @@ impl QMatrix {
         }
     }
 
-    /// Lets products with a few rows on a CPU round these to 15 bits: for weights of which only answers are computed.
+    /// Lets products with a few rows on a CPU round these to 15 bits: for weights of which only answers are computed, and which are
+    /// dequantized to bf16 (`linear::many_rounded_rows` counts on it); others stay as they are.
     #[must_use]
     pub fn with_rounded_rows(self) -> Self {
         Self {
-            rounds_rows: true,
+            rounds_rows: self.dequantized_dtype == Dtype::Bf16,
             ..self
         }
     }

@@ -123,23 +123,38 @@ pub struct EncodingErrors {
     pub squares: f64,
     /// The sum of the squares of the exact values: not finite if a value is not.
     pub values: f64,
-    /// The largest difference.
+    /// The largest difference; one that is not a number does not count.
     pub largest: f64,
 }
 
 impl EncodingErrors {
     fn new(exact: &[f32], decoded: &[f32]) -> Self {
         const LANES: usize = 8;
-        let mut lanes = [Self::default(); LANES];
-        for (exact, decoded) in exact.chunks(LANES).zip(decoded.chunks(LANES)) {
-            for ((lane, x), y) in lanes.iter_mut().zip(exact).zip(decoded) {
-                let error = f64::from(x - y).abs();
-                lane.squares += error * error;
-                lane.values += f64::from(*x) * f64::from(*x);
-                lane.largest = if error > lane.largest { error } else { lane.largest };
+        let (blocks, rest) = exact.as_chunks::<LANES>();
+        let (decoded_blocks, decoded_rest) = decoded.as_chunks::<LANES>();
+        let mut lanes = [[0f64; LANES]; 3];
+        for (x, y) in blocks.iter().zip(decoded_blocks) {
+            for lane in 0..LANES {
+                let error = f64::from(x[lane] - y[lane]).abs();
+                lanes[0][lane] += error * error;
+                lanes[1][lane] += f64::from(x[lane]) * f64::from(x[lane]);
+                lanes[2][lane] = if error > lanes[2][lane] { error } else { lanes[2][lane] };
             }
         }
-        lanes.into_iter().fold(Self::default(), Self::and)
+        let mut out = Self {
+            squares: lanes[0].iter().sum(),
+            values: lanes[1].iter().sum(),
+            largest: lanes[2].into_iter().fold(0.0, f64::max),
+        };
+        for (x, y) in rest.iter().zip(decoded_rest) {
+            let error = f64::from(x - y).abs();
+            out = out.and(Self {
+                squares: error * error,
+                values: f64::from(*x).powi(2),
+                largest: error,
+            });
+        }
+        out
     }
 
     /// The errors of both parts together.

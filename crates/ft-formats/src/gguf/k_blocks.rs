@@ -33,7 +33,13 @@ struct Affine {
 
 impl Affine {
     fn number(self, x: f32) -> f32 {
-        nearest((x + self.minimum) * inverse(self.scale)).clamp(0.0, 15.0)
+        self.number_by(inverse(self.scale), x)
+    }
+
+    /// As `number`; `factor` is the inverse of the scale.
+    #[inline(always)]
+    fn number_by(self, factor: f32, x: f32) -> f32 {
+        nearest((x + self.minimum) * factor).clamp(0.0, 15.0)
     }
 }
 
@@ -50,8 +56,13 @@ fn affine(x: &[f32; Q4_PART]) -> Affine {
         };
     }
     let error = |map: Affine| -> f32 {
-        let one = |(x, w): (&f32, &f32)| w * (map.scale * map.number(*x) - map.minimum - x).powi(2);
-        x.iter().zip(&weights).map(one).sum()
+        let factor = inverse(map.scale);
+        let mut parts = [0f32; Q4_PART];
+        for i in 0..Q4_PART {
+            let off = map.scale * map.number_by(factor, x[i]) - map.minimum - x[i];
+            parts[i] = weights[i] * (off * off);
+        }
+        parts.iter().sum()
     };
     let plain = Affine {
         scale: (most - least) / 15.0,
@@ -63,7 +74,12 @@ fn affine(x: &[f32; Q4_PART]) -> Affine {
             scale: (most - least) / (15.0 + DISTANCE * step as f32),
             minimum: -least,
         };
-        let fitted = fit(x, &weights, &x.map(|x| start.number(x)));
+        let factor = inverse(start.scale);
+        let mut numbers = [0f32; Q4_PART];
+        for i in 0..Q4_PART {
+            numbers[i] = start.number_by(factor, x[i]);
+        }
+        let fitted = fit(x, &weights, &numbers);
         let found = error(fitted);
         if found < best.0 {
             best = (found, fitted);
@@ -75,7 +91,8 @@ fn affine(x: &[f32; Q4_PART]) -> Affine {
 /// The scale and the minimum with the smallest weighted error for given numbers.
 fn fit(x: &[f32; Q4_PART], weights: &[f32; Q4_PART], numbers: &[f32; Q4_PART]) -> Affine {
     let (mut w, mut wx, mut wn, mut wnn, mut wnx) = (0f32, 0f32, 0f32, 0f32, 0f32);
-    for ((x, weight), n) in x.iter().zip(weights).zip(numbers) {
+    for i in 0..Q4_PART {
+        let (x, weight, n) = (x[i], weights[i], numbers[i]);
         w += weight;
         wx += weight * x;
         wn += weight * n;

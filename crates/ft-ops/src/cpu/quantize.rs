@@ -140,7 +140,7 @@ pub fn to_int4(values: DenseValues<'_>, columns: usize, stride: usize, group: us
     (codes, scales)
 }
 
-/// Writes the codes of up to `PAIRS` pairs of values, the first of a pair into the high half of a byte. The second of a missing value is 0.
+/// Writes the codes of up to `PAIRS` pairs of values, the first of a pair into the high half of a byte. What is missing in a pair is 0.
 #[inline(always)]
 fn put_pairs(codes: &mut [u8], values: &[f32], code: impl Fn(f32) -> u32) {
     let mut all = [0u32; 2 * PAIRS];
@@ -246,7 +246,9 @@ mod tests {
                 1 => values.fill(0.0),
                 2 => values.fill(-0.1),
                 3 => values[columns / 2] = 50.0,
-                4 => values.iter_mut().for_each(|x| *x *= 1e-42),
+                4 => values.iter_mut().for_each(|x| *x *= 2e-42),
+                // The scale of 185 smallest numbers is one of them: the quotient has to be cut to 127.
+                6 => values.iter_mut().for_each(|x| *x = x.signum() * f32::from_bits(185)),
                 5 => values.iter_mut().for_each(|x| *x = if *x > 0.0 { 0.0 } else { -0.0 }),
                 _ => {}
             }
@@ -290,6 +292,12 @@ mod tests {
                 for (row, codes) in values.chunks(columns).zip(codes.chunks(columns.div_ceil(2))) {
                     for (row, codes) in row.chunks(64).zip(codes.chunks(32)) {
                         let (scale, minimum) = crate::quantized::scale_and_minimum(*words.next().unwrap());
+                        let least = row.iter().copied().fold(f32::MAX, f32::min);
+                        let most = row.iter().copied().fold(f32::MIN, f32::max);
+                        let below = f32::from_bits((minimum.to_bits() >> 16) << 16);
+                        assert!(minimum == below && minimum <= least && least - minimum <= least.abs() / 128.0 + 1e-40);
+                        let exact = (f64::from(most) - f64::from(minimum)) / 15.0;
+                        assert!(f64::from(scale) >= exact * (1.0 - 1e-7) && f64::from(scale) <= exact * 1.008 + 1e-39);
                         let code = |x: &f32| nearest((x - minimum) / scale).clamp(0.0, 15.0) as u8;
                         assert!(
                             row.iter()

@@ -3,7 +3,6 @@
 use super::math::{LANES, add_slice, dot, fma, round_to_bf16, sum_lanes, vectorized, widen_slice};
 use super::storage::{StoredElements, unwritten};
 use crate::Dtype;
-
 use ft_base::rng::Rng;
 use half::f16;
 use rayon::prelude::*;
@@ -22,6 +21,7 @@ pub(crate) fn scale(t: &mut [f32], factor: f32) {
 }
 
 pub(crate) fn lerp(average: &mut [f32], now: &[f32], part: f32) {
+    assert!(average.len() == now.len());
     average
         .par_chunks_mut(CHUNK)
         .zip(now.par_chunks(CHUNK))
@@ -43,6 +43,7 @@ vectorized!(fn move_to(average: &mut [f32], now: &[f32], part: f32) = move_to_bo
 
 /// Sums of squares of `stored - after` and of `after - before`, where `stored` is `after` rounded to `dtype`.
 pub(crate) fn squares_of_rounding(before: &[f32], after: &[f32], dtype: Dtype) -> [f64; 2] {
+    assert!(before.len() == after.len());
     let pieces = before.par_chunks(CHUNK).zip(after.par_chunks(CHUNK));
     let sums = pieces.map(|(before, after)| match dtype {
         Dtype::F32 => differences(before, after, after),

@@ -30,7 +30,7 @@ const PIECE: usize = 512;
 
 /// As `MANY_ROWS`, with the backend in use, for bf16 weights whose copies allow rounded rows.
 pub fn many_rounded_rows() -> usize {
-    integer::most_rows_of_any(CpuBackend::current()).max(QUANTIZED_ROWS) + 1
+    integer::most_rows_of_any(CpuBackend::current()) + 1
 }
 
 /// True if this path can compute `job` and is the fastest one. If `backend` rounds operands to bf16, the few rows of A are rounded in

@@ -32,7 +32,7 @@ pub(crate) struct QuantizationTable {
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))] // the GPU searches it
     pub(crate) middles: [f32; 256],
     /// For the numbers in a bucket, positive ones and then negative ones: in the lowest 8 bits the smallest table index, above
-    /// them the place in the bucket (`place`) from which on, exclusive, the index is one more.
+    /// them a place in the bucket. For numbers whose `place` is above it, the index is one more.
     pub(super) buckets: [u32; 2 * BUCKETS],
     pub(super) signed: bool,
 }

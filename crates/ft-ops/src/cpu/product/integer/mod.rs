@@ -32,6 +32,7 @@ const MOST_ROWS: usize = 64;
 const INT4_ROWS: usize = 8;
 /// The same with int8 on AMX: with more rows, the dequantized weight on tiles is faster.
 const AMX_ROWS: usize = 16;
+const _: () = assert!(MOST_ROWS >= AMX_ROWS && AMX_ROWS >= INT4_ROWS);
 
 /// Most rows with any weight.
 pub(super) fn most_rows_of_any(backend: CpuBackend) -> usize {
@@ -54,7 +55,7 @@ pub(super) fn most_rows(view: &QMatrixView<'_>, backend: CpuBackend) -> Option<u
 }
 
 /// The dot products of some rows of the weight, from `first` on, with each of the rows: `out` is `[rows of the weight, M]`.
-/// The CPU must have the instructions of `isa`. `most_rows` must not be None.
+/// The CPU must have the instructions of `isa`. `most_rows` must not be None; more rows are slow and right.
 pub(super) fn dots(isa: Option<VectorIsa>, view: &QMatrixView<'_>, first: usize, x: &RoundedRows, out: &mut [f32]) {
     let m = x.units.len();
     assert!(m > 0 && most_rows(view, CpuBackend::Portable).is_some() && x.fits(view));

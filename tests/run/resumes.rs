@@ -294,7 +294,7 @@ fn an_evaluation_made_up_for_sees_the_block_before_its_switch() {
 fn cases_in_turn_resume_to_the_same_bits() {
     const CASES: usize = 8;
     let all = all();
-    // Neighbours differ in one value only.
+    // Cases beside each other differ in one value only.
     let apart = all.len() / CASES;
     let cases: Vec<Case> = (0..CASES).map(|i| all[(i * apart + turn()) % all.len()]).collect();
     run(&cases, CASES - 1);

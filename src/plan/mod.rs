@@ -14,6 +14,7 @@ pub mod gpu_time;
 mod inputs;
 mod knee;
 mod layer_graphs;
+mod loss;
 pub mod link;
 pub mod memory_plan;
 mod model;

@@ -1,5 +1,6 @@
 //! Simulates the memory of one optimizer step in the order of `engine::step` and `engine::pass`.
 
+use super::loss::LogitsChunk;
 use super::model::{LayerStep, PlanModel};
 use super::shared::SharedMemory;
 use super::streams;
@@ -15,12 +16,11 @@ use crate::model::rope::{Rope, RopeTables};
 use crate::model::spec::{EMBEDDING, LM_HEAD, LayerSpec, LinearSpec, Mixer};
 use crate::model::{Spec, tokens};
 use crate::ops::attention;
-use crate::ops::cross_entropy::{PIECE, PIECE_TOKENS, sums_bytes};
+use crate::ops::cross_entropy::PIECE;
 use crate::ops::delta_rule;
 use crate::ops::embedding;
 use crate::ops::linear::{self, ProductSizes};
 use crate::recipe::{Dtype, Recipe};
-use crate::sft::CausalLm;
 use crate::source::{Group, Placement, Sublayer};
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 
@@ -148,7 +148,6 @@ pub(super) fn walk(
     mut fetched: FetchedLayers,
 ) {
     let spec = model.spec;
-    let bf16 = recipe.model.dtype == Dtype::Bf16;
     let on_their_way = l.sizes()[MemoryKind::HostGradients];
     let busy = experts::busy_rank(model, inputs, active);
     let mut sink = SimulatedSink {
@@ -198,7 +197,7 @@ pub(super) fn walk(
                 + rope(|_| 1) * tokens
                 + rope(Rope::tables) * positions,
         ),
-        l.alloc(MemoryKind::Scratch, scratch(spec, inputs, bf16, active)),
+        l.alloc(MemoryKind::Scratch, scratch(spec, recipe, inputs, active)),
         l.alloc(
             MemoryKind::Teacher,
             inputs.teacher.as_ref().map_or(0, |t| t.forward(inputs).0),
@@ -261,7 +260,8 @@ pub(super) fn evaluate(l: &mut Ledger, model: &PlanModel, recipe: &Recipe, input
 }
 
 /// Buffers of the CPU's products and attention; a GPU packs nothing.
-fn scratch(spec: &Spec, inputs: &PlanInputs, bf16: bool, active: &ActiveSet) -> u64 {
+fn scratch(spec: &Spec, recipe: &Recipe, inputs: &PlanInputs, active: &ActiveSet) -> u64 {
+    let bf16 = recipe.model.dtype == Dtype::Bf16;
     if inputs.on_gpu {
         return 0;
     }
@@ -287,8 +287,14 @@ fn scratch(spec: &Spec, inputs: &PlanInputs, bf16: bool, active: &ActiveSet) -> 
     // The loss multiplies the gradient of a chunk of logits with the head.
     let head = spec.head_name();
     let head_trains = active.wants(head) || active.wants(&tokens::name_of(head));
-    let chunk = CausalLm::chunk_for(spec.vocab, head_trains, false).min(inputs.tokens);
-    let logits = chunk * PIECE.min(spec.vocab);
+    let chunk = LogitsChunk::new(
+        spec,
+        recipe,
+        inputs,
+        head_trains,
+        inputs.head_chunk(spec, active).is_some(),
+    );
+    let logits = chunk.tokens * PIECE.min(spec.vocab);
     let trained = active.layers().flat_map(|l| {
         let trains = move |linear: &LinearSpec| {
             let weight = format!("{}.weight", linear.name);
@@ -464,20 +470,8 @@ fn pass(
     // The gradient of trained rows of the head is taken from the gradient of the whole head.
     let to_head = sink.wants(head) || sink.wants(&tokens::name_of(head));
     let d_head = to_head.then(|| sink.compute(l, head));
-    let chunk = CausalLm::chunk_for(spec.vocab, to_head, inputs.on_gpu).min(inputs.tokens) as u64;
-    let sums = sums_bytes(spec.vocab);
-    let logits = match inputs.head_chunk(spec, sink.active) {
-        // The hidden states of the trained tokens, and their gradient.
-        Some(_) => {
-            let chunk = if inputs.on_gpu {
-                PIECE_TOKENS.min(inputs.tokens) as u64
-            } else {
-                chunk
-            };
-            4 * chunk * PIECE.min(spec.vocab) as u64 + 2 * 4 * n * spec.hidden as u64 + sums * n
-        }
-        None => chunk * (4 * (spec.vocab + spec.hidden) as u64 + sums),
-    };
+    let in_parts = inputs.head_chunk(spec, sink.active).is_some();
+    let logits = LogitsChunk::new(spec, recipe, inputs, to_head, in_parts).bytes(spec, recipe, inputs);
     l.touch(MemoryKind::Loss, logits);
     l.free_all([h, indices]);
     let mut tied = None;

@@ -2,16 +2,15 @@
 
 use super::PlanInputs;
 use super::experts::{self, ExpertForecast};
+use super::loss::LogitsChunk;
 use super::model::PlanModel;
 use crate::base::ledger::{Ledger, MemoryKind};
 use crate::base::units::{bytes, count};
 use crate::model::Spec;
 use crate::model::spec::{EMBEDDING, LM_HEAD};
-use crate::ops::cross_entropy::PIECE;
 use crate::recipe::{Method, Recipe};
 use crate::report;
 use crate::setup::defaults::Choice;
-use crate::sft::CausalLm;
 use serde_json::{Value, json};
 
 /// One line: the peak of this part, and its size at the moment of the total peak.
@@ -160,7 +159,7 @@ fn with_note(row: String, note: &str, columns: Option<usize>) -> String {
 
 fn head_trained(spec: &Spec, inputs: &PlanInputs) -> bool {
     let head = if spec.tied { EMBEDDING } else { LM_HEAD };
-    inputs.turns.iter().any(|turn| turn.active.contains(head))
+    inputs.trains_rows_of(head) || inputs.turns.iter().any(|turn| turn.active.contains(head))
 }
 
 pub(super) fn plan(
@@ -181,7 +180,8 @@ pub(super) fn plan(
         Method::Block => "optimizer of the active block",
         _ => "optimizer",
     };
-    let chunk = CausalLm::chunk_for(spec.vocab, head_trained(spec, inputs), inputs.on_gpu).min(inputs.tokens);
+    let in_parts = (inputs.turns.iter()).any(|turn| inputs.head_chunk(spec, &turn.active).is_some());
+    let chunk = LogitsChunk::new(spec, recipe, inputs, head_trained(spec, inputs), in_parts);
     let stored = &model.stored;
     let layers = if spec.layers.iter().any(|l| l.experts.is_some()) {
         "layers without experts, two experts"
@@ -300,12 +300,7 @@ pub(super) fn plan(
             MemoryKind::Loss,
             "logits",
             "logits chunk",
-            match inputs.strategy.placement {
-                super::Placement::Disk { head_rows: Some(_) } => {
-                    format!("{chunk} tokens × {} at a time", PIECE.min(spec.vocab))
-                }
-                _ => format!("{chunk} tokens × {} at a time", spec.vocab),
-            },
+            format!("{} tokens × {} at a time", chunk.tokens, chunk.width),
         ),
         (
             MemoryKind::Rollout,

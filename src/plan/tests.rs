@@ -183,9 +183,12 @@ fn lines_follow_the_published_formula() {
     // Peak of the MLP backward pass: gate, up, their product, dm; x1, h, dy; of attention q, k, v, o, lse.
     let wide = 4 * 256 + 3 * 64 + 4 * 64 + 8;
     assert_eq!(line(&plan, "layer_work"), 2048 * 4 * wide as u64);
-    // 512 tokens of logits and a sum for every 2048 of a row, and the gathered tensors: hidden states, their gradient,
-    // an index.
-    assert_eq!(line(&plan, "logits"), 512 * (1064 * 4 + 16) + 2048 * (2 * 64 * 4 + 8));
+    // 512 tokens of logits and a sum for every 2048 of a row; their hidden states, gradients and the rows of their targets. Then all
+    // hidden states, their gradients and an index.
+    assert_eq!(
+        line(&plan, "logits"),
+        512 * (4 * (1000 + 3 * 64) + 16) + 2048 * (2 * 64 * 4 + 8)
+    );
 }
 
 #[test]

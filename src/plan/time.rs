@@ -4,6 +4,7 @@
 //! weight costs as much as `PACKED_TOKENS` more tokens.
 
 use super::candidates::candidates;
+use super::loss::{self, LogitsChunk};
 use super::model::PlanModel;
 use super::{PlanInputs, experts, gpu_time};
 use crate::engine::{ActiveSet, GradientStorage};
@@ -11,7 +12,6 @@ use crate::model::pieces::pieces;
 use crate::ops::CpuBackend;
 use crate::recipe::{Dtype, Recipe};
 use crate::setup::ElementBytes;
-use crate::sft::CausalLm;
 use crate::source::Sublayer;
 use crate::source::sharded::is_in_parts;
 
@@ -86,16 +86,19 @@ fn cpu_seconds(model: &PlanModel, recipe: &Recipe, inputs: &PlanInputs, active: 
     let layer = 2.0 * (attention * (n + packed) + mlp * (n + packed * count)) + scores;
     let above = (layers - lowest) as f64;
     let recomputed = (above - inputs.strategy.saved_layers as f64).max(0.0);
-    let chunk = CausalLm::chunk_for(spec.vocab, active.contains(spec.head_name()), false);
-    let chunks = inputs.tokens.div_ceil(chunk.max(1)) as f64;
+    let in_parts = inputs.head_chunk(spec, active).is_some();
+    let chunk = LogitsChunk::new(spec, recipe, inputs, active.contains(spec.head_name()), in_parts);
+    let chunks = inputs.tokens.div_ceil(chunk.tokens.max(1)) as f64;
     let head = 2.0 * (n + packed * chunks) * (spec.vocab * spec.hidden) as f64;
-    let streamed = inputs.head_chunk(spec, active).is_some();
     let wanted = model.sum(active, |p| if active.wants(&p.name) { p.elements() as u64 } else { 0 });
     let trained = 2.0 * n * wanted as f64;
     let through = layer * (layers as f64 + recomputed + above);
-    // Forward and backward; the forward pass of the loss uses a chunked head twice.
-    let loss = head * if streamed { 3.0 } else { 2.0 };
-    let work = through + loss + trained;
+    let products = if in_parts {
+        loss::uses_of_streamed_head(recipe, inputs).0
+    } else {
+        2
+    };
+    let work = through + products as f64 * head + trained;
     let rate = if tiles { TILES_RATE } else { THREAD_RATE };
     let work = work / (rate * inputs.threads as f64);
     let read = bytes_read(model, recipe, inputs, active, lowest) / DISK_RATE;
@@ -116,8 +119,8 @@ impl PlanInputs {
     }
 }
 
-/// Bytes read from the disk in one micro-batch: every layer forward, layers of the backward pass again, a chunked head
-/// twice. Of the routed experts those that get tokens.
+/// Bytes read from the disk in one micro-batch: every layer forward, layers of the backward pass again, a head in
+/// parts as often as the loss reads it. Of the routed experts those that get tokens.
 pub(super) fn bytes_read(
     model: &PlanModel,
     recipe: &Recipe,
@@ -142,7 +145,10 @@ pub(super) fn bytes_read(
         layer(run.first) * (run.count + twice) as f64
     });
     let head = match inputs.head_chunk(spec, active) {
-        Some(_) => (2 * stored * (spec.vocab * spec.hidden) as u64) as f64,
+        Some(_) => {
+            let reads = loss::uses_of_streamed_head(recipe, inputs).1;
+            (reads * stored * (spec.vocab * spec.hidden) as u64) as f64
+        }
         None => 0.0,
     };
     let experts = if inputs.strategy.placement.streams_experts() {

@@ -1,5 +1,6 @@
 //! Fused linear and cross-entropy: hidden states `[N, D]` and head `[V, D]` in, loss and gradients out. Logits are
-//! in memory for one chunk of trained tokens at a time; tokens without a target cost nothing.
+//! in memory for one chunk of trained tokens at a time, and for one piece of the vocabulary if the head is streamed, or frozen and on
+//! the CPU; tokens without a target cost nothing.
 
 mod chunk;
 mod entropy;
@@ -13,7 +14,7 @@ use candle_core::Tensor;
 use ft_base::IGNORE;
 use ft_base::{Error, Result};
 
-pub use chunk::{chunk_for, most_tokens};
+pub use chunk::{chunk_for, chunk_for_loss, most_tokens};
 pub use entropy::{streamed_entropies, token_entropies};
 pub use streamed::{OutputPieces, streamed, streamed_log_probs};
 
@@ -22,7 +23,7 @@ pub use streamed::{OutputPieces, streamed, streamed_log_probs};
 pub const PIECE: usize = cpu::PIECE;
 
 /// Tokens that a GPU multiplies with one piece of the head.
-pub const PIECE_TOKENS: usize = chunk::LOGITS_BYTES / (4 * PIECE);
+pub const PIECE_TOKENS: usize = chunk::LOGITS_BYTES_STREAMED / (4 * PIECE);
 
 /// Bytes of the block sums and maxima of a token's logits.
 pub fn sums_bytes(vocab: usize) -> u64 {
@@ -340,5 +341,7 @@ mod gpu {
     }
 }
 
+#[cfg(test)]
+mod pieces_tests;
 #[cfg(test)]
 mod tests;

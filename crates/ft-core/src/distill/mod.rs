@@ -17,6 +17,7 @@ use crate::base::{Error, Result};
 use crate::data::Batch;
 use crate::model::head::{HeadWeight, with_pieces};
 use crate::model::{Head, LossGradients, Network, Objective, ObjectiveNeeds, Param};
+use crate::ops::cross_entropy;
 use crate::ops::distill::aligned::{self, AlignedOptions, Comparison};
 use crate::ops::distill::{self as ops, DistillSide, HeadMatrix};
 use crate::ops::step_stats::{StepStats, StepSums};
@@ -82,8 +83,8 @@ impl Distill {
     }
 
     /// Tokens per chunk: the logits of both models exist for one chunk.
-    pub fn chunk_for(vocab: usize, teacher: usize, trained: bool, on_gpu: bool) -> usize {
-        CausalLm::chunk_for(vocab + teacher.min(vocab), trained, on_gpu)
+    pub fn chunk_for(vocab: usize, teacher: usize, on_gpu: bool) -> usize {
+        cross_entropy::chunk_for(vocab + teacher.min(vocab), on_gpu)
     }
 }
 
@@ -110,7 +111,7 @@ pub fn likeliest(
     let ctx = network.context(&batch.positions, &batch.documents, None)?;
     let h = network.hidden_states(&batch.ids, &ctx)?;
     let head = network.head()?;
-    let chunk = Distill::chunk_for(network.spec.vocab, 0, false, h.device().is_cuda());
+    let chunk = Distill::chunk_for(network.spec.vocab, 0, h.device().is_cuda());
     with_matrix(&head.weight, |matrix| {
         let side = DistillSide {
             h: &h,
@@ -183,7 +184,7 @@ impl Objective for Distill {
             need_dh: need.dh,
             need_dw: need.dw,
         };
-        let chunk_for = |teacher| Self::chunk_for(vocab, teacher, need.dw, h.device().is_cuda());
+        let chunk_for = |teacher| Self::chunk_for(vocab, teacher, h.device().is_cuda());
         let out = with_matrix(&head.weight, |matrix| {
             let student = DistillSide {
                 h,
@@ -201,7 +202,7 @@ impl Objective for Distill {
                 Teacher::Aligned(other) => {
                     let teacher = other.live.network.spec.vocab;
                     // The teacher's logits are not cut to common ids, and both are copied to the host.
-                    let chunk = CausalLm::chunk_for(2 * (vocab + teacher), need.dw, h.device().is_cuda());
+                    let chunk = cross_entropy::chunk_for(2 * (vocab + teacher), h.device().is_cuda());
                     let options = AlignedOptions {
                         comparison: Comparison::Sorted,
                         common: options(chunk),

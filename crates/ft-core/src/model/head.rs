@@ -123,7 +123,11 @@ impl Head<'_> {
 
     /// Tokens per chunk of logits for these hidden states.
     fn chunk(&self, h: &Tensor, trained: bool) -> Result<usize> {
-        Ok(cross_entropy::chunk_for(self.vocab()?, trained, h.device().is_cuda()))
+        Ok(cross_entropy::chunk_for_loss(
+            self.vocab()?,
+            trained,
+            h.device().is_cuda(),
+        ))
     }
 
     /// Log-probability of each target, `[N]`; 0 where the target is `IGNORE`. `h` `[N, D]`.

@@ -18,7 +18,7 @@ pub struct CausalLm {
 impl CausalLm {
     /// Tokens per chunk for a projection to `vocab` rows; `trained`: the projection is trained.
     pub fn chunk_for(vocab: usize, trained: bool, on_gpu: bool) -> usize {
-        cross_entropy::chunk_for(vocab, trained, on_gpu)
+        cross_entropy::chunk_for_loss(vocab, trained, on_gpu)
     }
 
     /// The objective for a model with `vocab` output ids.

@@ -1,11 +1,12 @@
 //! The number of tokens whose logits exist at the same time.
 
-/// Largest size of the f32 logits in memory, in bytes.
-pub(super) const LOGITS_BYTES: usize = 48 << 20;
-/// The same limit if the projection is trained: it is larger because every chunk reads and writes the whole gradient.
-const LOGITS_BYTES_TRAINED: usize = 128 << 20;
-/// The same limit on a GPU, trained or not: every chunk reads the whole head from memory, twice.
+/// Largest size of the f32 logits in memory, in bytes. Every chunk of tokens reads the whole head, and reads and writes the whole
+/// gradient of a head that trains.
+const LOGITS_BYTES: usize = 128 << 20;
+/// The same limit on a GPU. There a streamed head has logits for `PIECE_TOKENS` tokens.
 const LOGITS_BYTES_GPU: usize = 512 << 20;
+/// Largest size of the logits of a streamed head on a GPU.
+pub(super) const LOGITS_BYTES_STREAMED: usize = 48 << 20;
 /// Rows of a tile of a matrix product on a GPU.
 const GPU_TILE: usize = 128;
 
@@ -14,13 +15,19 @@ pub fn most_tokens(on_gpu: bool) -> usize {
     if on_gpu { 1024 } else { 512 }
 }
 
-/// Returns the tokens per chunk for a projection to `vocab` rows, which is `trained` or frozen.
-pub fn chunk_for(vocab: usize, trained: bool, on_gpu: bool) -> usize {
-    let bytes = match (on_gpu, trained) {
-        (true, _) => LOGITS_BYTES_GPU,
-        (false, true) => LOGITS_BYTES_TRAINED,
-        (false, false) => LOGITS_BYTES,
-    };
+/// Returns the tokens per chunk of a loss with its gradients, or of log-probabilities, for a projection to `vocab` rows. On the CPU a
+/// frozen projection has logits for one piece of the vocabulary only.
+pub fn chunk_for_loss(vocab: usize, trained: bool, on_gpu: bool) -> usize {
+    if trained || on_gpu {
+        chunk_for(vocab, on_gpu)
+    } else {
+        most_tokens(false)
+    }
+}
+
+/// Returns the tokens per chunk where logits exist for the whole vocabulary: a projection to `vocab` rows.
+pub fn chunk_for(vocab: usize, on_gpu: bool) -> usize {
+    let bytes = if on_gpu { LOGITS_BYTES_GPU } else { LOGITS_BYTES };
     let tokens = (bytes / (4 * vocab.max(1))).clamp(16, most_tokens(on_gpu));
     // Whole tiles: a part of a tile takes as long as a tile.
     if on_gpu && tokens > GPU_TILE {
@@ -44,13 +51,13 @@ mod tests {
             (2_000_000, 67),
         ];
         for (vocab, tokens) in cases {
-            assert_eq!(chunk_for(vocab, false, true), tokens, "{vocab}");
-            assert_eq!(chunk_for(vocab, true, true), tokens, "{vocab}");
+            assert_eq!(chunk_for(vocab, true), tokens, "{vocab}");
+            assert_eq!(chunk_for_loss(vocab, false, true), tokens, "{vocab}");
         }
-        let cases = [(1_000, 512, 512), (128_256, 98, 261), (262_144, 48, 128)];
-        for (vocab, frozen, trained) in cases {
-            assert_eq!(chunk_for(vocab, false, false), frozen, "{vocab}");
-            assert_eq!(chunk_for(vocab, true, false), trained, "{vocab}");
+        for (vocab, tokens) in [(1_000, 512), (128_256, 261), (262_144, 128)] {
+            assert_eq!(chunk_for(vocab, false), tokens, "{vocab}");
+            assert_eq!(chunk_for_loss(vocab, true, false), tokens, "{vocab}");
+            assert_eq!(chunk_for_loss(vocab, false, false), 512, "{vocab}");
         }
     }
 }

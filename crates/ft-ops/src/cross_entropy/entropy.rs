@@ -1,15 +1,14 @@
 //! The entropy of the next-token distribution of each token, for metrics; it computes the logits separately from
 //! the loss.
 
-use super::{CrossEntropyOptions, OutputPieces, PIECE, check};
-use crate::cpu::storage::dims2;
-use crate::{linear, update};
+use super::{OutputPieces, PIECE, check, cpu};
+use crate::cpu::storage::{dims2, floats};
+use crate::linear;
 use candle_core::Tensor;
 use ft_base::Result;
-use rayon::prelude::*;
 
 /// Returns the entropy of each token in nats, `[N]`; 0 if the target is `IGNORE`. h `[N, D]`, head `[V, D]`, targets
-/// `[N]`. Logits are in memory for `chunk` tokens at a time; on a GPU for one piece of the vocabulary.
+/// `[N]`. Logits are in memory for `chunk` tokens and one piece of the vocabulary.
 ///
 /// # Errors
 /// A target outside the vocabulary.
@@ -27,7 +26,7 @@ pub fn token_entropies(
         rows_of_part: rows.next_multiple_of(PIECE).max(PIECE),
         part: &|_| Ok(head.clone()),
     };
-    streamed_entropies(h, &whole, targets, softcap, chunk)
+    entropies(h, &whole, targets, softcap, (chunk, chunk))
 }
 
 /// As `token_entropies`, with a streamed head.
@@ -41,50 +40,37 @@ pub fn streamed_entropies(
     softcap: Option<f32>,
     chunk: usize,
 ) -> Result<Vec<f32>> {
+    entropies(h, head, targets, softcap, (targets.len(), chunk))
+}
+
+/// The head is read once for each `group` of tokens, whose hidden states are copied.
+fn entropies(
+    h: &Tensor,
+    head: &OutputPieces,
+    targets: &[u32],
+    softcap: Option<f32>,
+    (group, chunk): (usize, usize),
+) -> Result<Vec<f32>> {
     on_gpu!(h, {
         use super::streamed::gpu::{TokenQuantity, of_each_token};
         of_each_token(h, head, targets, softcap, TokenQuantity::Entropies)
     });
-    let options = CrossEntropyOptions::losses(softcap, chunk);
-    let trained = check(h, (head.rows, head.width), targets, options.softcap)?;
+    let trained = check(h, (head.rows, head.width), targets, softcap)?;
     let mut entropies = vec![0f32; targets.len()];
-    for rows in trained.chunks(chunk.max(1)) {
-        let index: Vec<u32> = rows.iter().map(|n| *n as u32).collect();
-        let index = Tensor::from_vec(index, rows.len(), h.device())?;
-        let some = h.index_select(&index, 0)?;
-        let mut columns = Vec::new();
-        head.each(|_, part| {
-            columns.push(linear::forward(&some, part, None)?);
-            Ok(())
+    for tokens in trained.chunks(group.max(1)) {
+        let mut sums = floats(h, "the hidden states", |h| {
+            let sizes = (head.width, head.rows);
+            Ok(cpu::EntropySums::new(h, tokens, sizes, softcap.unwrap_or(0.0), chunk))
         })?;
-        let logits = match columns.len() {
-            1 => columns.remove(0),
-            _ => Tensor::cat(&columns, 1)?.contiguous()?,
-        };
-        let found = of_rows(&logits, softcap)?;
-        rows.iter().zip(found).for_each(|(n, e)| entropies[*n] = e);
+        head.each(|_, part| {
+            linear::with_rows(part, "a part of the head", |part| {
+                sums.add(part);
+                Ok(())
+            })
+        })?;
+        tokens.iter().zip(sums.finish()).for_each(|(n, e)| entropies[*n] = e);
     }
     Ok(entropies)
-}
-
-/// Returns the entropy of each row of logits `[N, V]`, to which the softcap is not yet applied.
-fn of_rows(logits: &Tensor, softcap: Option<f32>) -> Result<Vec<f32>> {
-    let v = dims2(logits, "the logits")?.1;
-    let mut logits = update::to_f32_vec(logits)?;
-    let rows = logits.par_chunks_mut(v.max(1)).map(|row| {
-        if let Some(cap) = softcap {
-            row.iter_mut().for_each(|x| *x = cap * (*x / cap).tanh());
-        }
-        let max = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-        let (mut sum, mut mean) = (0f64, 0f64);
-        for x in row {
-            let e = ((*x - max) as f64).exp();
-            sum += e;
-            mean += e * (*x - max) as f64;
-        }
-        (sum.ln() - mean / sum) as f32
-    });
-    Ok(rows.collect())
 }
 
 #[cfg(test)]
@@ -94,10 +80,19 @@ mod tests {
     use candle_core::Device;
     use ft_base::IGNORE;
 
+    /// The entropy of the softmax of a row, in f64.
+    fn reference(logits: &[f32], cap: Option<f32>) -> f64 {
+        let capped = |x: f64| cap.map_or(x, |cap| cap as f64 * (x / cap as f64).tanh());
+        let logits: Vec<f64> = logits.iter().map(|x| capped(*x as f64)).collect();
+        let sum = logits.iter().map(|x| x.exp()).sum::<f64>();
+        logits.iter().map(|x| x.exp() / sum * (sum.ln() - x)).sum()
+    }
+
     #[test]
-    fn entropies_are_those_of_the_softmax() {
-        let logits = Tensor::new(&[[0f32, 0.0, 0.0, 0.0], [100.0, 0.0, 0.0, 0.0]], &Device::Cpu).unwrap();
-        let found = of_rows(&logits, None).unwrap();
+    fn known_entropies() {
+        let h = Tensor::new(&[[0f32, 0.0, 0.0, 0.0], [100.0, 0.0, 0.0, 0.0]], &Device::Cpu).unwrap();
+        let head = Tensor::eye(4, candle_core::DType::F32, &Device::Cpu).unwrap();
+        let found = token_entropies(&h, &head, &[0, 1], None, 2).unwrap();
         assert!(
             (found[0] - 4f32.ln()).abs() < 1e-6 && found[1].abs() < 1e-6,
             "{found:?}"
@@ -106,7 +101,8 @@ mod tests {
         let p = 1f64.exp() / (1f64.exp() + 3.0);
         let q = (1.0 - p) / 3.0;
         let want = -(p * p.ln() + 3.0 * q * q.ln());
-        assert!((of_rows(&logits, Some(1.0)).unwrap()[1] as f64 - want).abs() < 1e-5);
+        let found = token_entropies(&h, &head, &[0, 1], Some(1.0), 2).unwrap();
+        assert!((found[1] as f64 - want).abs() < 1e-5);
     }
 
     #[test]
@@ -122,13 +118,17 @@ mod tests {
             rows_of_part: PIECE,
             part: &|first| Ok(head.narrow(0, first, PIECE.min(v - first))?),
         };
-        let all = of_rows(&linear::forward(&h, &head, None).unwrap(), Some(3.0)).unwrap();
+        let logits = linear::forward(&h, &head, None).unwrap().to_vec2::<f32>().unwrap();
         for chunk in [1, 4, 100] {
             let whole = token_entropies(&h, &head, &targets, Some(3.0), chunk).unwrap();
             let parts = streamed_entropies(&h, &parts, &targets, Some(3.0), chunk).unwrap();
             for (n, target) in targets.iter().enumerate() {
-                let want = if *target == IGNORE { 0.0 } else { all[n] };
-                assert!((whole[n] - want).abs() < 1e-5 && (parts[n] - want).abs() < 1e-5);
+                let want = match *target {
+                    IGNORE => 0.0,
+                    _ => reference(&logits[n], Some(3.0)),
+                };
+                assert!((whole[n] as f64 - want).abs() < 1e-5, "{} {want}", whole[n]);
+                assert_eq!(whole[n], parts[n]);
             }
         }
         assert!(token_entropies(&h, &head, &[v as u32; 9], None, 4).is_err());

@@ -1,6 +1,6 @@
-//! Cross-entropy with a streamed head: its parts are read twice, once for the sums of the exponentials and once for
-//! the gradient. Logits are in memory for one chunk of tokens and one piece of the vocabulary. On a GPU the chunks
-//! are `PIECE_TOKENS` long, and sums have another order than with a whole head.
+//! Cross-entropy with a streamed head. Logits are in memory for one chunk of tokens and one piece of the vocabulary. On the CPU the
+//! parts of the head are read once. On a GPU they are read twice, first for the sums of the exponentials and then for the gradient; the
+//! chunks are `PIECE_TOKENS` long, and sums have another order than with a whole head.
 
 use super::{CrossEntropyOptions, CrossEntropyOutput, LossSums, PIECE, check, cpu};
 use crate::cpu::storage::{expect_dims, floats, tensor};
@@ -112,38 +112,34 @@ fn rows(
 ) -> Result<Option<Tensor>> {
     let (v, d) = (head.rows, head.width);
     let trained = head.trained_rows(h, targets, options)?;
-    let settings = cpu::StreamedSettings {
+    let settings = cpu::PassSettings {
         d,
         v,
         cap: options.softcap.unwrap_or(0.0),
         smoothing: options.smoothing,
         chunk: options.chunk,
+        weights: options.weights,
+        need_dh: options.need_dh,
+        need_dw: false,
     };
     let n = targets.len();
     let mut dh = options.need_dh.then(|| vec![0f32; n * d]);
     if !trained.is_empty() {
-        let mut state = floats(h, "the hidden states", |h| {
-            let mut state = cpu::StreamedCrossEntropy::new(h, targets, &trained, &settings);
-            state.weigh(options.weights, &trained);
-            Ok(state)
+        let mut pass = floats(h, "the hidden states", |h| {
+            Ok(cpu::VocabularyPass::new(h, targets, &trained, &settings))
         })?;
         head.each(|first, part| {
             linear::with_rows(part, "a part of the head", |part| {
-                state.survey(part, first);
+                pass.add(part, first);
                 Ok(())
             })
         })?;
-        for (n, row) in trained.iter().zip(&state.finish()) {
+        let (losses, of_trained) = pass.finish(options.scale as f32, None);
+        for (n, row) in trained.iter().zip(&losses) {
             each(*n, row);
         }
         if let Some(dh) = &mut dh {
-            head.each(|first, part| {
-                linear::with_rows(part, "a part of the head", |part| {
-                    state.turn(part, first, options.scale as f32);
-                    Ok(())
-                })
-            })?;
-            for (row, n) in state.gradient().chunks_exact(d).zip(&trained) {
+            for (row, n) in of_trained.chunks_exact(d.max(1)).zip(&trained) {
                 dh[n * d..][..d].copy_from_slice(row);
             }
         }
@@ -260,7 +256,7 @@ mod tests {
                         need_dh: true,
                         need_dw: false,
                         weights: Some(&factors),
-                        smoothing: 0.1 * (chunk % 2) as f32,
+                        smoothing: 0.1 * (chunk % 3) as f32,
                     };
                     let (a, b, c, e) = (step_stats(), step_stats(), step_stats(), step_stats());
                     let whole = forward_backward(&h, &weight, &targets, &options, &a).unwrap();

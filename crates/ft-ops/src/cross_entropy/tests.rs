@@ -175,7 +175,7 @@ fn bf16_heads_are_used_as_they_are() {
         smoothing: 0.0,
     };
     let (out, (loss, ..)) = with_gradients(&h, &head, &targets, &options);
-    // The reference uses an f32 head and rounds each operand as a product with a bf16 head does: hidden states,
+    // The reference uses an f32 head and rounds each operand as a product with a bf16 head does: hidden states, exponentials,
     // gradients of logits.
     let x = as_operand(&h);
     let want = composed(&x, &wide, &targets, None)
@@ -185,20 +185,88 @@ fn bf16_heads_are_used_as_they_are() {
     let want = -f64::from(want.unwrap());
     assert!((loss - want).abs() < 1e-5 * want, "{loss} {want}");
     let logits = x.matmul(&wide.t().unwrap()).unwrap();
-    let exp = logits.exp().unwrap();
-    let p = exp.broadcast_div(&exp.sum_keepdim(D::Minus1).unwrap()).unwrap();
-    let rows = p.to_vec2::<f32>().unwrap();
-    let dl = rows.into_iter().zip(&targets).flat_map(|(mut p, target)| {
-        match *target {
-            IGNORE => p.fill(0.0),
-            target => p[target as usize] -= 1.0,
-        }
-        p
-    });
-    let dl = Tensor::from_vec(dl.collect::<Vec<f32>>(), (20, 90), &Device::Cpu).unwrap();
-    let dl = as_operand(&dl);
-    assert_close(&out.dh.unwrap(), &dl.matmul(&wide).unwrap(), 1e-5);
+    let exp = logits
+        .broadcast_sub(&logits.max_keepdim(D::Minus1).unwrap())
+        .unwrap()
+        .exp()
+        .unwrap();
+    let sums = exp.sum_keepdim(D::Minus1).unwrap();
+    let trained: Vec<f32> = targets.iter().map(|t| (*t != IGNORE) as u32 as f32).collect();
+    let factors = (Tensor::from_vec(trained, (20, 1), &Device::Cpu).unwrap() / &sums).unwrap();
+    let is_target = targets
+        .iter()
+        .flat_map(|target| (0..90).map(move |v| (v == *target) as u32 as f32));
+    let is_target = Tensor::from_vec(is_target.collect::<Vec<f32>>(), (20, 90), &Device::Cpu).unwrap();
+    let others = (&exp * (1.0 - &is_target).unwrap()).unwrap();
+    let own = (is_target * (exp.broadcast_mul(&factors).unwrap() - 1.0).unwrap()).unwrap();
+    let dh = as_operand(&others)
+        .matmul(&wide)
+        .unwrap()
+        .broadcast_mul(&factors)
+        .unwrap();
+    let dh = (dh + own.matmul(&wide).unwrap()).unwrap();
+    assert_close(&out.dh.unwrap(), &dh, 1e-5);
+    let dl = as_operand(&(others.broadcast_mul(&factors).unwrap() + own).unwrap());
     assert_close(&out.dw.unwrap(), &dl.t().unwrap().matmul(&x).unwrap(), 1e-5);
+}
+
+/// Where p(target) is near 1 the terms of the gradient almost cancel: what is left has the relative error of its operands.
+#[test]
+fn the_gradient_of_a_sure_token_is_as_exact() {
+    let (n, d, v) = (24, 64, 300);
+    let (head, wide) = bf16_pair((v, d), 2);
+    let targets: Vec<u32> = (0..n as u32).map(|i| i * 11 % v as u32).collect();
+    let wide = wide.to_vec2::<f32>().unwrap();
+    // Hidden states along the row of the target: from unsure to p near 1.
+    let h: Vec<f32> = (targets.iter().enumerate())
+        .flat_map(|(i, t)| wide[*t as usize].iter().map(move |w| w * 0.018 * i as f32))
+        .collect();
+    let h = as_operand(&Tensor::from_vec(h, (n, d), &Device::Cpu).unwrap());
+    let options = CrossEntropyOptions {
+        need_dh: true,
+        ..CrossEntropyOptions::losses(None, 7)
+    };
+    let got = with_gradients(&h, &head, &targets, &options).0.dh.unwrap();
+    let (h, got) = (h.to_vec2::<f32>().unwrap(), got.to_vec2::<f32>().unwrap());
+    let mut surest = 0f64;
+    for (i, target) in targets.iter().enumerate() {
+        let dot = |w: &[f32]| w.iter().zip(&h[i]).map(|(w, x)| *w as f64 * *x as f64).sum::<f64>();
+        let logits: Vec<f64> = wide.iter().map(|w| dot(w)).collect();
+        let max = logits.iter().copied().fold(f64::MIN, f64::max);
+        let exp: Vec<f64> = logits.iter().map(|x| (x - max).exp()).collect();
+        let sum: f64 = exp.iter().sum();
+        let p = exp[*target as usize] / sum;
+        surest = surest.max(p);
+        let others: f64 = sum - exp[*target as usize];
+        let mut want = vec![0f64; d];
+        for (v, w) in wide.iter().enumerate() {
+            let factor = if v == *target as usize {
+                -others / sum
+            } else {
+                exp[v] / sum
+            };
+            want.iter_mut().zip(w).for_each(|(want, w)| *want += factor * *w as f64);
+        }
+        let norm = want.iter().map(|x| x * x).sum::<f64>().sqrt();
+        let wrong = want
+            .iter()
+            .zip(&got[i])
+            .map(|(x, y)| (x - *y as f64).powi(2))
+            .sum::<f64>();
+        // bf16 operands, and an f32 sum of about 1.
+        let own = wide[*target as usize]
+            .iter()
+            .map(|w| (*w as f64).powi(2))
+            .sum::<f64>()
+            .sqrt();
+        let bound = 4e-3 * norm + 3e-7 * own;
+        assert!(
+            wrong.sqrt() < bound,
+            "token {i}: p {p}, {} of {norm}, {bound}",
+            wrong.sqrt()
+        );
+    }
+    assert!(surest > 0.999 && surest < 1.0, "{surest}");
 }
 
 #[test]

@@ -451,7 +451,7 @@ impl StreamedMatrix for HeadPieces<'_> {
     fn piece(&self, first: usize) -> Result<Arc<GroupWeights>> {
         let disk = self.disk;
         let piece = disk.pieces.get(first)?;
-        // After the last piece follows the first: the head is read twice per batch, and again in the next batch.
+        // The next pass over the head, for this batch or the next one, begins with the first piece.
         let all = disk.param(&disk.options.head)?.shape[0];
         let next = if first + self.rows < all { first + self.rows } else { 0 };
         if next != first {

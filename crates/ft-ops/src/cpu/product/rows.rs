@@ -1,5 +1,6 @@
 //! Rows of a weight as operands of products.
 
+use super::super::math::widen_slice;
 use super::{Matrix, Operand, Rounding};
 
 /// Rows of a weight, row-major.
@@ -26,6 +27,16 @@ impl<'a> WeightRows<'a> {
             Operand::Quantized(view) => Operand::Quantized(view),
         };
         Self { values, ..self }
+    }
+
+    /// Writes row `row` to `to` `[columns]`, as f32.
+    pub(crate) fn copy_row(&self, row: usize, to: &mut [f32]) {
+        let from = row * self.columns;
+        match self.values {
+            Operand::F32(v) => to.copy_from_slice(&v[from..][..self.columns]),
+            Operand::Bf16(v) => widen_slice(to, &v[from..][..self.columns]),
+            Operand::Quantized(view) => view.dequantize(row, 0, to),
+        }
     }
 
     /// Returns the number of rows in `values`.

@@ -20,6 +20,12 @@ impl LogitsChunk {
     /// The head `trains`, or is frozen and perhaps read in parts.
     pub(super) fn new(spec: &Spec, recipe: &Recipe, inputs: &PlanInputs, trains: bool, in_parts: bool) -> Self {
         let distills = recipe.train.stage == Stage::Distill;
+        // If one head is read in parts, the loss visits both in pieces.
+        let in_parts = in_parts
+            || inputs
+                .teacher
+                .as_ref()
+                .is_some_and(|t| t.place.head_chunk(false).is_some());
         let piece = PIECE.min(spec.vocab);
         // The teacher's logits are cut to the ids of the student; those of a model with another tokenizer are not, and there both
         // are copied.
@@ -76,17 +82,42 @@ impl LogitsChunk {
     }
 }
 
-/// Returns how many products the loss computes with a head that is read in parts, and how often it is read, for one micro-batch.
-pub(super) fn uses_of_streamed_head(recipe: &Recipe, inputs: &PlanInputs) -> (u64, u64) {
-    match recipe.train.stage {
-        // The sums of the exponentials, then the gradient.
-        _ if inputs.on_gpu => (3, 2),
-        Stage::Sft | Stage::Pretrain => (2, 1),
-        Stage::Distill if inputs.teacher.is_some() => (4, 3),
-        Stage::Distill => (3, 2),
+/// How often the loss of one micro-batch uses the output head.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct HeadUses {
+    /// Products of all trained tokens with it.
+    pub products: u64,
+    /// Reads of a head in parts.
+    pub reads: u64,
+}
+
+/// The output head is read in parts, or is in memory as a whole.
+pub(super) fn head_uses(spec: &Spec, recipe: &Recipe, inputs: &PlanInputs, in_parts: bool) -> HeadUses {
+    // The forward pass, and the gradient of the hidden states.
+    let both = HeadUses { products: 2, reads: 1 };
+    let teacher = inputs.teacher.as_ref();
+    let more = match (recipe.train.stage, in_parts) {
+        (Stage::Reward, _) => return HeadUses { products: 0, reads: 0 },
+        (Stage::Distill, true) => match teacher {
+            // Each chunk reads it twice.
+            Some(teacher) if teacher.aligned => {
+                let chunk = chunk_for(2 * (spec.vocab + teacher.spec.vocab), inputs.on_gpu).max(1);
+                let reads = 2 * inputs.tokens.div_ceil(chunk) as u64;
+                return HeadUses { products: 2, reads };
+            }
+            Some(_) => 2,
+            None => 1,
+        },
+        (Stage::Sft | Stage::Pretrain | Stage::Distill, _) => 0,
         // Entropies too.
-        Stage::Grpo | Stage::Ppo => (4, 3),
-        // Log-probabilities, then their gradient.
-        _ => (3, 2),
+        (Stage::Grpo | Stage::Ppo, _) => 2,
+        // Log-probabilities come first.
+        _ => 1,
+    };
+    // On a GPU the gradient computes the logits of a piece again.
+    let again = u64::from(in_parts && inputs.on_gpu && recipe.train.stage != Stage::Distill);
+    HeadUses {
+        products: both.products + more + again,
+        reads: both.reads + more + again,
     }
 }

@@ -4,7 +4,7 @@
 //! weight costs as much as `PACKED_TOKENS` more tokens.
 
 use super::candidates::candidates;
-use super::loss::{self, LogitsChunk};
+use super::loss::{LogitsChunk, head_uses};
 use super::model::PlanModel;
 use super::{PlanInputs, experts, gpu_time};
 use crate::engine::{ActiveSet, GradientStorage};
@@ -93,11 +93,7 @@ fn cpu_seconds(model: &PlanModel, recipe: &Recipe, inputs: &PlanInputs, active: 
     let wanted = model.sum(active, |p| if active.wants(&p.name) { p.elements() as u64 } else { 0 });
     let trained = 2.0 * n * wanted as f64;
     let through = layer * (layers as f64 + recomputed + above);
-    let products = if in_parts {
-        loss::uses_of_streamed_head(recipe, inputs).0
-    } else {
-        2
-    };
+    let products = head_uses(spec, recipe, inputs, in_parts).products;
     let work = through + products as f64 * head + trained;
     let rate = if tiles { TILES_RATE } else { THREAD_RATE };
     let work = work / (rate * inputs.threads as f64);
@@ -146,7 +142,7 @@ pub(super) fn bytes_read(
     });
     let head = match inputs.head_chunk(spec, active) {
         Some(_) => {
-            let reads = loss::uses_of_streamed_head(recipe, inputs).1;
+            let reads = head_uses(spec, recipe, inputs, true).reads;
             (reads * stored * (spec.vocab * spec.hidden) as u64) as f64
         }
         None => 0.0,

@@ -14,7 +14,7 @@ pub(crate) use losses::TokenLoss;
 pub(crate) use pass::{PassSettings, VocabularyPass};
 
 use super::product::{CInit, Matrix, WeightRows, product};
-use super::storage::StoredElements;
+use super::storage::{StoredElements, unwritten};
 
 /// Rows of the head per product.
 pub(crate) const PIECE: usize = 4096;
@@ -49,6 +49,15 @@ pub(super) fn inside(target: u32, first: usize, width: usize) -> Option<usize> {
 /// Returns the first row and the number of rows of each piece.
 pub(super) fn pieces(v: usize) -> impl Iterator<Item = (usize, usize)> {
     (0..v).step_by(PIECE).map(move |first| (first, PIECE.min(v - first)))
+}
+
+/// Returns the rows `tokens` of `h` `[N, D]`.
+pub(super) fn gather(h: &[f32], tokens: &[usize], d: usize) -> Vec<f32> {
+    let mut gathered = unwritten(tokens.len() * d);
+    for (row, n) in gathered.chunks_exact_mut(d.max(1)).zip(tokens) {
+        row.copy_from_slice(&h[n * d..][..d]);
+    }
+    gathered
 }
 
 /// Sizes of the logits of some tokens for one piece of the vocabulary.

@@ -1,7 +1,7 @@
 //! Tests with a vocabulary of several pieces, against plain code in f64.
 
 use super::*;
-use crate::oracle::{assert_close, flat, random};
+use crate::oracle::{assert_close, assert_same_on_any_threads, bf16_pair, flat, random};
 use candle_core::Device;
 
 const D: usize = 12;
@@ -132,4 +132,41 @@ fn a_logit_that_is_not_finite_spoils_only_its_token() {
     for rows in [0..D, 2 * D..3 * D] {
         assert_eq!(good[rows.clone()], spoiled[rows]);
     }
+}
+
+#[test]
+fn several_pieces_are_bit_equal_on_any_number_of_threads() {
+    let (h, head) = (random((9, D), 1), bf16_pair((V, D), 2).0);
+    let targets: Vec<u32> = (0..9).map(|i| i * 1000).collect();
+    let options = CrossEntropyOptions {
+        need_dh: true,
+        need_dw: true,
+        smoothing: 0.1,
+        ..CrossEntropyOptions::losses(Some(5.0), 4)
+    };
+    assert_same_on_any_threads(|| {
+        let step_stats = StepStats::new(&Device::Cpu).unwrap();
+        let out = forward_backward(&h, &head, &targets, &options, &step_stats).unwrap();
+        let loss = step_stats.read().unwrap().loss as f32;
+        vec![
+            Tensor::new(loss, &Device::Cpu).unwrap(),
+            out.dh.unwrap(),
+            out.dw.unwrap(),
+        ]
+    });
+}
+
+/// The first of equal logits is the prediction, also across pieces.
+#[test]
+fn of_equal_logits_the_first_piece_has_the_prediction() {
+    let mut head = vec![0f32; V * D];
+    let (first, later) = (7, PIECE + 9);
+    for v in [first, later] {
+        head[v * D] = 2.0;
+    }
+    let head = Tensor::from_vec(head, (V, D), &Device::Cpu).unwrap();
+    let h = Tensor::ones((2, D), candle_core::DType::F32, &Device::Cpu).unwrap();
+    let step_stats = StepStats::new(&Device::Cpu).unwrap();
+    forward_only(&h, &head, &[first as u32, later as u32], None, 8, &step_stats).unwrap();
+    assert_eq!(step_stats.read().unwrap().correct, 1.0);
 }

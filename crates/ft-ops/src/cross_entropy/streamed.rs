@@ -236,7 +236,12 @@ mod tests {
             .map(|i| if i % 5 == 1 { IGNORE } else { i * 2399 % v as u32 })
             .collect();
         for weight in [random((v, d), 2), bf16_pair((v, d), 2).0] {
-            for (softcap, chunk) in [(None, 1000), (Some(3.0), 16), (None, 5)] {
+            for (softcap, chunk, smoothing) in [
+                (None, 1000, 0.0),
+                (Some(3.0), 16, 0.1),
+                (None, 5, 0.2),
+                (Some(3.0), 5, 0.0),
+            ] {
                 for rows_of_part in [PIECE, 2 * PIECE, 3 * PIECE] {
                     let part = |first: usize| {
                         let count = rows_of_part.min(v - first);
@@ -256,7 +261,7 @@ mod tests {
                         need_dh: true,
                         need_dw: false,
                         weights: Some(&factors),
-                        smoothing: 0.1 * (chunk % 3) as f32,
+                        smoothing,
                     };
                     let (a, b, c, e) = (step_stats(), step_stats(), step_stats(), step_stats());
                     let whole = forward_backward(&h, &weight, &targets, &options, &a).unwrap();

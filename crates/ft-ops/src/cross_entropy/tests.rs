@@ -212,7 +212,7 @@ fn bf16_heads_are_used_as_they_are() {
 
 /// Where p(target) is near 1 the terms of the gradient almost cancel: what is left has the relative error of its operands.
 #[test]
-fn the_gradient_of_a_sure_token_is_as_exact() {
+fn the_gradient_of_a_sure_token_stays_exact() {
     let (n, d, v) = (24, 64, 300);
     let (head, wide) = bf16_pair((v, d), 2);
     let targets: Vec<u32> = (0..n as u32).map(|i| i * 11 % v as u32).collect();

@@ -1,8 +1,7 @@
 //! The entropy of the softmax of each row of logits, from one piece of the vocabulary after the other.
 
 use super::kernels::{entropy_sums, largest};
-use super::pass::gather;
-use super::{BLOCK, LogitsSizes, PIECE, multiply, pieces};
+use super::{BLOCK, LogitsSizes, PIECE, gather, multiply, pieces};
 use crate::cpu::product::WeightRows;
 use crate::cpu::storage::unwritten;
 use rayon::prelude::*;

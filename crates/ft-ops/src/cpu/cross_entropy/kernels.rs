@@ -27,24 +27,20 @@ fn largest_body<const FMA: bool>(row: &mut [f32], cap: f32) -> (f32, bool) {
 }
 vectorized!(pub(in crate::cpu) fn largest(row: &mut [f32], cap: f32) -> (f32, bool) = largest_body);
 
-/// Computes the sum of `e^(x - max)`: f32 within blocks, f64 over the blocks.
+/// Computes the sum of `e^(x - max)` over a block.
 #[inline(always)]
 fn sum_exp_body<const FMA: bool>(row: &[f32], max: f32) -> f64 {
-    let mut sum = 0f64;
-    for part in row.chunks(2048) {
-        let mut lanes = [0f32; LANES];
-        let (blocks, rest) = part.as_chunks::<LANES>();
-        for block in blocks {
-            for i in 0..LANES {
-                lanes[i] += exp::<FMA>(block[i] - max);
-            }
+    let mut lanes = [0f32; LANES];
+    let (blocks, rest) = row.as_chunks::<LANES>();
+    for block in blocks {
+        for i in 0..LANES {
+            lanes[i] += exp::<FMA>(block[i] - max);
         }
-        for (i, x) in rest.iter().enumerate() {
-            lanes[i] += exp::<FMA>(*x - max);
-        }
-        sum += sum_lanes(&lanes) as f64;
     }
-    sum
+    for (i, x) in rest.iter().enumerate() {
+        lanes[i] += exp::<FMA>(*x - max);
+    }
+    sum_lanes(&lanes) as f64
 }
 vectorized!(pub(super) fn sum_exp(row: &[f32], max: f32) -> f64 = sum_exp_body);
 
@@ -89,28 +85,24 @@ vectorized!(pub(super) fn sum_of(row: &[f32]) -> f32 = sum_of_body);
 /// As `sum_exp`, and replaces the logits by `factor e^(x - max)`, times the slope of the cap.
 #[inline(always)]
 fn replace_by_exp_body<const FMA: bool>(row: &mut [f32], max: f32, factor: f32, cap: f32) -> f64 {
-    let mut sum = 0f64;
-    for part in row.chunks_mut(2048) {
-        let mut lanes = [0f32; LANES];
-        let mut visit = |block: &mut [f32]| {
-            for (i, x) in block.iter_mut().enumerate() {
-                let e = exp::<FMA>(*x - max);
-                lanes[i] += e;
-                *x = if cap == 0.0 {
-                    factor * e
-                } else {
-                    factor * e * slope(*x, cap)
-                };
-            }
-        };
-        let (blocks, rest) = part.as_chunks_mut::<LANES>();
-        for block in blocks {
-            visit(block);
+    let mut lanes = [0f32; LANES];
+    let mut visit = |block: &mut [f32]| {
+        for (i, x) in block.iter_mut().enumerate() {
+            let e = exp::<FMA>(*x - max);
+            lanes[i] += e;
+            *x = if cap == 0.0 {
+                factor * e
+            } else {
+                factor * e * slope(*x, cap)
+            };
         }
-        visit(rest);
-        sum += sum_lanes(&lanes) as f64;
+    };
+    let (blocks, rest) = row.as_chunks_mut::<LANES>();
+    for block in blocks {
+        visit(block);
     }
-    sum
+    visit(rest);
+    sum_lanes(&lanes) as f64
 }
 vectorized!(pub(super) fn replace_by_exp(row: &mut [f32], max: f32, factor: f32, cap: f32) -> f64 = replace_by_exp_body);
 

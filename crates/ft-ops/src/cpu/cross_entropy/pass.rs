@@ -8,7 +8,7 @@
 
 use super::kernels::{combine, scale as scale_slice, slope};
 use super::losses::{GroupLosses, RowExpSum, TokenLoss};
-use super::{LogitsSizes, PIECE, back, inside, multiply, pieces};
+use super::{LogitsSizes, PIECE, back, gather, inside, multiply, pieces};
 use crate::cpu::product::{CInit, Matrix, Rounding, WeightRows, product};
 use crate::cpu::storage::{StoredElements, unwritten};
 use rayon::prelude::*;
@@ -49,10 +49,14 @@ pub(crate) struct VocabularyPass {
     need_dw: bool,
 }
 
-/// The slopes of the cap at the logits, with label smoothing. They are laid out as the logits; without a cap they are one row of ones.
-struct Slopes {
-    values: Vec<f32>,
-    capped: bool,
+/// The factors of the gradient's even part with label smoothing: the slopes of the cap at the logits.
+enum Slopes {
+    /// No smoothing, or no gradient.
+    None,
+    /// No cap: one row of ones.
+    Ones(Vec<f32>),
+    /// Laid out as the logits.
+    Capped(Vec<f32>),
 }
 
 /// Sums over the vocabulary for the gradient of the hidden states.
@@ -91,20 +95,15 @@ impl VocabularyPass {
         .max(1);
         let len = chunk * if settings.need_dw { v } else { PIECE.min(v) };
         let smooths = settings.smoothing != 0.0 && (settings.need_dh || settings.need_dw);
-        let capped = cap != 0.0;
-        let slopes = match (smooths, capped) {
-            (false, _) => Vec::new(),
-            (true, false) => vec![1.0; PIECE.min(v)],
-            (true, true) => unwritten(len),
+        let (slopes, even) = match (smooths, cap == 0.0) {
+            (false, _) => (Slopes::None, 0),
+            (true, true) => (Slopes::Ones(vec![1.0; PIECE.min(v)]), d),
+            (true, false) => (Slopes::Capped(unwritten(len)), tokens * d),
         };
         let hidden = settings.need_dh.then(|| HiddenSums {
             sums: unwritten(tokens * d),
             targets: unwritten(tokens * d),
-            even: match (smooths, capped) {
-                (false, _) => Vec::new(),
-                (true, false) => unwritten(d),
-                (true, true) => unwritten(tokens * d),
-            },
+            even: unwritten(even),
         });
         let targets = trained.iter().map(|n| targets[*n]).collect();
         Self {
@@ -112,7 +111,7 @@ impl VocabularyPass {
             losses: GroupLosses::new(targets, v, cap, settings.smoothing),
             weights: (settings.weights).map_or_else(Vec::new, |w| trained.iter().map(|n| w[*n]).collect()),
             logits: unwritten(len),
-            slopes: Slopes { values: slopes, capped },
+            slopes,
             hidden,
             chunk,
             d,
@@ -136,27 +135,25 @@ impl VocabularyPass {
                     self.losses.add(start, logits, (first, width));
                     continue;
                 }
-                let slopes = match (self.slopes.values.is_empty(), self.slopes.capped) {
-                    (false, true) => &mut self.slopes.values[place..][..count * width],
+                let slopes = match &mut self.slopes {
+                    Slopes::Capped(slopes) => &mut slopes[place..][..count * width],
                     _ => &mut [],
                 };
                 self.losses.add_and_replace(start, logits, slopes, (first, width));
-                if let Some(hidden) = &mut self.hidden {
-                    hidden.rescale(&self.losses, head, (start, count), (first, width), d);
-                    back(logits, head, sizes, first, &mut hidden.sums[start * d..][..count * d]);
-                    match (hidden.even.is_empty(), self.slopes.capped) {
-                        (true, _) => {}
-                        (false, true) => {
-                            let even = &mut hidden.even[start * d..][..count * d];
-                            back(slopes, head, sizes, first, even);
-                        }
-                        // The same for all tokens.
-                        (false, false) if start > 0 => {}
-                        (false, false) => {
-                            let ones = &self.slopes.values[..width];
-                            back(ones, head, LogitsSizes { count: 1, ..sizes }, first, &mut hidden.even);
-                        }
+                let Some(hidden) = &mut self.hidden else { continue };
+                hidden.prepare(&self.losses, head, (start, count), (first, width), d);
+                back(logits, head, sizes, first, &mut hidden.sums[start * d..][..count * d]);
+                match &self.slopes {
+                    Slopes::Capped(slopes) => {
+                        let slopes = &slopes[place..][..count * width];
+                        back(slopes, head, sizes, first, &mut hidden.even[start * d..][..count * d]);
                     }
+                    // The same for all tokens.
+                    Slopes::Ones(ones) if start == 0 => {
+                        let one = LogitsSizes { count: 1, ..sizes };
+                        back(&ones[..width], head, one, first, &mut hidden.even);
+                    }
+                    _ => {}
                 }
             }
         }
@@ -204,10 +201,10 @@ impl VocabularyPass {
                 } = factors[i];
                 let exp = exp * ((losses.largest_before(i, first + width) - max) as f64).exp() as f32;
                 let at = inside(losses.targets[i], first, width);
-                match (slopes.values.is_empty(), slopes.capped) {
-                    (true, _) => scale_slice(row, exp),
-                    (false, true) => combine(row, exp, &slopes.values[place + i * width..][..width], -even),
-                    (false, false) => combine(row, exp, &slopes.values[..width], -even),
+                match slopes {
+                    Slopes::None => scale_slice(row, exp),
+                    Slopes::Ones(ones) => combine(row, exp, &ones[..width], -even),
+                    Slopes::Capped(slopes) => combine(row, exp, &slopes[place + i * width..][..width], -even),
                 }
                 if let Some(at) = at {
                     row[at] += target;
@@ -225,19 +222,10 @@ impl VocabularyPass {
     }
 }
 
-/// Returns the rows `tokens` of `h` `[N, D]`.
-pub(super) fn gather(h: &[f32], tokens: &[usize], d: usize) -> Vec<f32> {
-    let mut gathered = unwritten(tokens.len() * d);
-    for (row, n) in gathered.chunks_exact_mut(d.max(1)).zip(tokens) {
-        row.copy_from_slice(&h[n * d..][..d]);
-    }
-    gathered
-}
-
 impl HiddenSums {
     /// Prepares the sums of the tokens `start..start + count` for the piece `first..first + width`, after its logits: scales those whose
     /// largest logit has grown, and keeps the rows of the targets.
-    fn rescale(
+    fn prepare(
         &mut self,
         losses: &GroupLosses,
         head: WeightRows<'_>,

@@ -10,7 +10,7 @@ mod stored;
 mod terms;
 mod top;
 
-use super::cross_entropy::{LogitsSizes, PIECE, back, multiply, pieces};
+use super::cross_entropy::{LogitsSizes, PIECE, back, gather, multiply, pieces};
 use super::product::{CInit, Matrix, WeightRows, product};
 use super::storage::{StoredElements, unwritten, values};
 use crate::distill::{DistillTeacher, TopK};
@@ -93,13 +93,9 @@ struct ModelTokens<'a> {
 impl<'a> ModelTokens<'a> {
     fn new(side: &'a SideSlices<'a>, tokens: &[usize], rows: usize, kept: bool, chunk: usize) -> Self {
         let d = side.width;
-        let mut h = unwritten(tokens.len() * d);
-        for (row, n) in h.chunks_exact_mut(d.max(1)).zip(tokens) {
-            row.copy_from_slice(&side.h[n * d..][..d]);
-        }
         Self {
             side,
-            h,
+            h: gather(side.h, tokens, d),
             logits: Logits::new(kept, tokens.len(), chunk, rows),
         }
     }

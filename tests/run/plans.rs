@@ -234,11 +234,14 @@ fn open_settings_become_the_fastest_that_fit() {
     }
     let kept = |i: usize| -> usize { seen[i][2].split(' ').nth(1).unwrap().parse().unwrap() };
     assert_eq!(seen[0], ["bf16", "device", "keep 32 of 32", "0", ""], "{seen:?}");
-    // Disk is chosen before a lossy format, and fewer saved activations before both; then a head in chunks, which needs
-    // a third product.
+    // Disk is chosen before a lossy format, and fewer saved activations before both; then a head in chunks, which is read from the
+    // disk in each micro-batch.
     assert!((1..4).all(|i| seen[i][..2] == ["bf16", "disk"]), "{seen:?}");
     assert!(kept(1) > kept(2) && kept(2) >= kept(3), "{seen:?}");
-    assert!(seen[2][4] == "0" && seen[3][4] == "4096", "{seen:?}");
+    assert!(
+        seen[1][4] == "0" && seen[2..].iter().all(|s| s[4] == "4096"),
+        "{seen:?}"
+    );
     assert!(seen[4..].iter().all(|s| s[..2] == ["int8", "disk"]), "{seen:?}");
     assert!(seen[4][3] == "0" && seen[5][3] != "0", "{seen:?}");
     // Weights that must stay in memory are quantized if no other option is left.

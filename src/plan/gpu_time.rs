@@ -12,10 +12,10 @@ use crate::base::{Error, Result};
 use crate::engine::{ActiveSet, GradientStorage};
 use crate::model::pieces::pieces;
 use crate::model::spec::ExpertsSpec;
+use crate::ops::cross_entropy::chunk_for;
 use crate::ops::quantized::{Products, TILE};
 use crate::peft::AdapterCost;
 use crate::recipe::{Dtype, Memory, Recipe};
-use crate::sft::CausalLm;
 use crate::source::{Group, ParamInfo, Placement, Sublayer};
 
 /// The speed of a GPU in a computer.
@@ -400,7 +400,7 @@ pub(super) fn turn_time(model: &PlanModel, recipe: &Recipe, inputs: &PlanInputs,
     let trained_in_layers = model.sum(active, |p| if in_layers(p) { trained(p) } else { 0 }) as f64;
     let (v, d) = (spec.vocab as f64, spec.hidden as f64);
     let head_trained = active.contains(spec.head_name());
-    let chunk = CausalLm::chunk_for(spec.vocab, head_trained, true).max(1);
+    let chunk = chunk_for(spec.vocab, true).max(1);
     let chunks = inputs.tokens.div_ceil(chunk) as f64;
     // The loss uses a head that is copied in parts twice.
     let passes_of_head = match inputs.head_chunk(spec, active) {

@@ -3,14 +3,19 @@
 
 use super::PlanInputs;
 use crate::model::Spec;
-use crate::ops::cross_entropy::{PIECE, PIECE_TOKENS, chunk_for, chunk_for_loss, most_tokens, sums_bytes};
+use crate::ops::cross_entropy::{PIECE, PIECE_TOKENS, chunk_for, chunk_for_loss, kept_bytes, most_tokens, sums_bytes};
 use crate::recipe::{Recipe, Stage};
+use candle_core::DType;
+use std::fmt;
 
 /// Logits of `tokens` tokens and `width` ids, of all models together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct LogitsChunk {
     pub tokens: usize,
     pub width: usize,
+    /// Bytes of a token that are kept for the gradient of the head, and whether its logits lie in them.
+    kept_per_token: usize,
+    logits_in_kept: bool,
     distills: bool,
     /// The head is read in parts.
     in_parts: bool,
@@ -35,16 +40,24 @@ impl LogitsChunk {
             None => (spec.vocab, false),
         };
         let whole = (chunk_for(all, inputs.on_gpu), all);
+        let dtype = DType::from(recipe.model.dtype);
+        let mut kept_per_token = 0;
         let (tokens, width) = match (inputs.on_gpu, in_parts) {
             _ if aligned => whole,
             (true, true) => (PIECE_TOKENS, piece),
             (false, true) if distills => (whole.0, if inputs.teacher.is_some() { 2 * piece } else { piece }),
-            (on_gpu, _) if on_gpu || trains || distills => whole,
-            _ => (chunk_for_loss(spec.vocab, trains, false), piece),
+            (on_gpu, _) if on_gpu || distills => whole,
+            _ => {
+                let trained = trains.then_some(dtype);
+                kept_per_token = trained.map_or(0, |dtype| kept_bytes(spec.vocab, dtype));
+                (chunk_for_loss(spec.vocab, trained, false), piece)
+            }
         };
         Self {
             tokens: tokens.min(inputs.tokens),
             width,
+            kept_per_token,
+            logits_in_kept: kept_per_token > 0 && dtype == DType::F32,
             distills,
             in_parts,
         }
@@ -60,6 +73,8 @@ impl LogitsChunk {
         let plain = Self {
             tokens: most_tokens(false).min(inputs.tokens),
             width: PIECE.min(spec.vocab),
+            kept_per_token: 0,
+            logits_in_kept: false,
             distills: false,
             ..self
         };
@@ -71,14 +86,26 @@ impl LogitsChunk {
         let states = match (inputs.on_gpu || self.distills, self.in_parts) {
             (true, true) => 2,
             (true, false) => 1,
-            // Hidden states, their gradients, and the rows of the targets.
-            (false, _) => 3,
+            // Hidden states, their gradients, the rows of the targets; with a head that trains, the hidden states with factors.
+            (false, _) => 3 + u64::from(self.kept_per_token > 0),
         };
         let logits = (self.tokens * self.width) as u64;
         // On the CPU: the slopes of the cap, and their product with the head.
         let slopes = !inputs.on_gpu && recipe.train.label_smoothing_factor > 0.0 && spec.logit_softcap.is_some();
         let (copies, states) = if slopes { (2, states + 1) } else { (1, states) };
-        4 * (copies * logits + states * tokens * spec.hidden as u64) + sums_bytes(spec.vocab) * tokens
+        let kept = (self.tokens * self.kept_per_token) as u64;
+        let copies = copies - u64::from(self.logits_in_kept);
+        4 * (copies * logits + states * tokens * spec.hidden as u64) + kept + sums_bytes(spec.vocab) * tokens
+    }
+}
+
+impl fmt::Display for LogitsChunk {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} tokens × {} at a time", self.tokens, self.width)?;
+        match self.kept_per_token {
+            0 => Ok(()),
+            _ => write!(f, ", exponentials of all ids"),
+        }
     }
 }
 
@@ -119,5 +146,101 @@ pub(super) fn head_uses(spec: &Spec, recipe: &Recipe, inputs: &PlanInputs, in_pa
     HeadUses {
         products: both.products + more + again,
         reads: both.reads + more + again,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::{inputs, recipe, spec};
+    use super::*;
+    use crate::engine::{ActiveSet, GradientStorage};
+    use crate::recipe::Dtype;
+
+    const VOCAB: usize = 152_064;
+
+    fn large() -> Spec {
+        Spec {
+            vocab: VOCAB,
+            hidden: 896,
+            ..spec()
+        }
+    }
+
+    fn plain() -> PlanInputs {
+        inputs(ActiveSet::new([]), GradientStorage::Fused)
+    }
+
+    #[test]
+    fn a_frozen_head_has_logits_of_one_piece_and_a_trained_one_keeps_exponentials() {
+        let (spec, mut recipe, inputs) = (large(), recipe(""), plain());
+        let of = |recipe: &Recipe, trains| {
+            let chunk = LogitsChunk::new(&spec, recipe, &inputs, trains, false);
+            (chunk.tokens, chunk.width, chunk.bytes(&spec, recipe, &inputs))
+        };
+        let (tokens, piece) = (512, PIECE as u64);
+        let rows = |n: u64| 4 * (tokens as u64 * piece + n * tokens as u64 * 896) + sums_bytes(VOCAB) * tokens as u64;
+        recipe.model.dtype = Dtype::Bf16;
+        assert_eq!(of(&recipe, false), (tokens, PIECE, rows(3)));
+        let kept = 2 * tokens as u64 * VOCAB as u64;
+        assert_eq!(of(&recipe, true), (tokens, PIECE, rows(4) + kept));
+        // In f32 half as many tokens have room.
+        recipe.model.dtype = Dtype::F32;
+        let tokens = (160 << 20) / (4 * VOCAB);
+        let bytes = 4 * 4 * tokens * 896 + 4 * tokens * VOCAB;
+        let sums = sums_bytes(VOCAB) * tokens as u64;
+        assert_eq!(of(&recipe, true), (tokens, PIECE, bytes as u64 + sums));
+        assert_eq!(of(&recipe, false), (512, PIECE, rows(3)));
+    }
+
+    #[test]
+    fn few_tokens_need_few_logits() {
+        let (spec, recipe) = (large(), recipe(""));
+        let inputs = PlanInputs { tokens: 7, ..plain() };
+        for trains in [false, true] {
+            assert_eq!(LogitsChunk::new(&spec, &recipe, &inputs, trains, false).tokens, 7);
+        }
+    }
+
+    #[test]
+    fn distillation_without_a_teacher_in_memory_has_whole_logits_unless_the_head_is_in_parts() {
+        let (spec, inputs) = (large(), plain());
+        let recipe = Recipe {
+            train: crate::recipe::Train {
+                stage: Stage::Distill,
+                ..recipe("").train
+            },
+            ..recipe("")
+        };
+        let of = |in_parts| LogitsChunk::new(&spec, &recipe, &inputs, false, in_parts);
+        let tokens = (128 << 20) / (4 * VOCAB);
+        assert_eq!((of(false).tokens, of(false).width), (tokens, VOCAB));
+        assert_eq!((of(true).tokens, of(true).width), (tokens, PIECE));
+        // At least what an evaluation needs, which computes the cross-entropy.
+        let plain = LogitsChunk {
+            tokens: 512,
+            width: PIECE,
+            distills: false,
+            ..of(true)
+        };
+        assert!(of(true).bytes(&spec, &recipe, &inputs) >= plain.of_stage(&spec, &recipe, &inputs));
+    }
+
+    #[test]
+    fn uses_of_the_head_by_stage() {
+        let spec = large();
+        let uses = |stage, on_gpu, in_parts| {
+            let mut recipe = recipe("");
+            recipe.train.stage = stage;
+            let inputs = PlanInputs { on_gpu, ..plain() };
+            let HeadUses { products, reads } = head_uses(&spec, &recipe, &inputs, in_parts);
+            (products, reads)
+        };
+        assert_eq!(uses(Stage::Sft, false, false), (2, 1));
+        assert_eq!(uses(Stage::Sft, false, true), (2, 1));
+        assert_eq!(uses(Stage::Sft, true, true), (3, 2));
+        assert_eq!(uses(Stage::Dpo, false, true), (3, 2));
+        assert_eq!(uses(Stage::Grpo, false, true), (4, 3));
+        assert_eq!(uses(Stage::Distill, false, true), (3, 2));
+        assert_eq!(uses(Stage::Reward, false, false), (0, 0));
     }
 }

@@ -303,6 +303,7 @@ fn scratch(spec: &Spec, recipe: &Recipe, inputs: &PlanInputs, active: &ActiveSet
         spec.linears(l).into_iter().filter(trains)
     });
     let gradients = trained.map(|linear| rows(&linear) * (linear.input + linear.output));
+    let of_head = head_trains.then(|| chunk.tokens * (PIECE.min(spec.vocab) + spec.hidden));
     let products = ProductSizes {
         tokens: inputs.tokens,
         widest_linear: widest,
@@ -316,7 +317,7 @@ fn scratch(spec: &Spec, recipe: &Recipe, inputs: &PlanInputs, active: &ActiveSet
         rank: ranks.clone().filter(|rank| linear::can_fuse(*rank)).max().unwrap_or(0),
         unfused_rank: ranks.filter(|rank| !linear::can_fuse(*rank)).max().unwrap_or(0),
         activations: activations.max().unwrap_or(0).max(logits),
-        gradient: gradients.max().unwrap_or(0),
+        gradient: gradients.chain(of_head).max().unwrap_or(0),
     };
     let mixers = mixer_scratch(spec, inputs, bf16);
     let elements = products.thread_elements().max(mixers);

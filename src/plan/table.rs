@@ -296,12 +296,7 @@ pub(super) fn plan(
                 None => format!("{n} tokens"),
             },
         ),
-        (
-            MemoryKind::Loss,
-            "logits",
-            "logits chunk",
-            format!("{} tokens × {} at a time", chunk.tokens, chunk.width),
-        ),
+        (MemoryKind::Loss, "logits", "logits chunk", chunk.to_string()),
         (
             MemoryKind::Rollout,
             "rollout",

@@ -1,5 +1,5 @@
 //! Fused linear and cross-entropy: hidden states `[N, D]` and head `[V, D]` in, loss and gradients out. Logits are
-//! in memory for one chunk of trained tokens at a time, and for one piece of the vocabulary if the head is streamed, or frozen and on
+//! in memory for one chunk of trained tokens at a time, and for one piece of the vocabulary if the head is streamed, or on
 //! the CPU; tokens without a target cost nothing.
 
 mod chunk;
@@ -7,14 +7,14 @@ mod entropy;
 mod streamed;
 
 use super::cpu::cross_entropy as cpu;
-use super::cpu::storage::{dims2, expect_dims, expect_f32, floats, tensor, wrong_shape};
+use super::cpu::storage::{dims2, expect_dims, expect_f32, floats, tensor, unwritten, wrong_shape};
 use super::linear;
 use super::step_stats::{StepStats, StepSums};
 use candle_core::Tensor;
 use ft_base::IGNORE;
 use ft_base::{Error, Result};
 
-pub use chunk::{chunk_for, chunk_for_loss, most_tokens};
+pub use chunk::{chunk_for, chunk_for_loss, kept_bytes, most_tokens};
 pub use entropy::{streamed_entropies, token_entropies};
 pub use streamed::{OutputPieces, streamed, streamed_log_probs};
 
@@ -27,7 +27,7 @@ pub const PIECE_TOKENS: usize = chunk::LOGITS_BYTES_STREAMED / (4 * PIECE);
 
 /// Bytes of the block sums and maxima of a token's logits.
 pub fn sums_bytes(vocab: usize) -> u64 {
-    16 * vocab.div_ceil(cpu::BLOCK) as u64
+    16 * vocab.div_ceil(cpu::BLOCK) as u64 + 4 * vocab.div_ceil(PIECE) as u64
 }
 
 /// Options of the loss, and the gradients to compute.
@@ -117,7 +117,7 @@ pub fn forward_backward(
     let mut gradients = cpu::CrossEntropyGradients {
         scale: options.scale as f32,
         dh: options.need_dh.then(|| vec![0f32; n * d]),
-        dw: options.need_dw.then(|| vec![0f32; v * d]),
+        dw: options.need_dw.then(|| unwritten(v * d)),
     };
     let wanted = (options.need_dh || options.need_dw).then_some(&mut gradients);
     run(h, head, targets, options, wanted, |_, row| sum.add(row))?;

@@ -1,5 +1,6 @@
 //! The types of dense weights and activations.
 
+use candle_core::DType;
 use ft_base::{Error, Result, named};
 
 named!(
@@ -7,6 +8,17 @@ named!(
     /// GPU have `FloatType`, which is read from a tensor and gives the names of kernels.
     Dtype { F32 = "f32", Bf16 = "bf16", F16 = "f16" }
 );
+
+impl From<Dtype> for DType {
+    /// The type of a tensor with these numbers.
+    fn from(dtype: Dtype) -> Self {
+        match dtype {
+            Dtype::F32 => DType::F32,
+            Dtype::Bf16 => DType::BF16,
+            Dtype::F16 => DType::F16,
+        }
+    }
+}
 
 impl Dtype {
     /// True for the types of 16 bits.

@@ -7,7 +7,7 @@ use crate::ops::linear;
 use crate::ops::step_stats::StepStats;
 use crate::quant::Weight;
 use crate::source::{GroupWeights, StreamedMatrix};
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 use std::cell::RefCell;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -121,11 +121,19 @@ impl Head<'_> {
         }
     }
 
-    /// Tokens per chunk of logits for these hidden states.
-    fn chunk(&self, h: &Tensor, trained: bool) -> Result<usize> {
+    /// The type of the projection if its gradient is computed.
+    pub(crate) fn trained_type(&self, need_dw: bool) -> Option<DType> {
+        match &self.weight {
+            HeadWeight::Whole(w) if need_dw => Some(w.model_type()),
+            _ => None,
+        }
+    }
+
+    /// Tokens per chunk of a loss of these hidden states; `need_dw`: with the gradient of the projection.
+    fn chunk(&self, h: &Tensor, need_dw: bool) -> Result<usize> {
         Ok(cross_entropy::chunk_for_loss(
             self.vocab()?,
-            trained,
+            self.trained_type(need_dw),
             h.device().is_cuda(),
         ))
     }

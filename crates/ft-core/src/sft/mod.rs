@@ -16,11 +16,6 @@ pub struct CausalLm {
 }
 
 impl CausalLm {
-    /// Tokens per chunk for a projection to `vocab` rows; `trained`: the projection is trained.
-    pub fn chunk_for(vocab: usize, trained: bool, on_gpu: bool) -> usize {
-        cross_entropy::chunk_for_loss(vocab, trained, on_gpu)
-    }
-
     /// The objective for a model with `vocab` output ids.
     pub fn new(vocab: usize) -> Self {
         Self {
@@ -48,10 +43,9 @@ impl Objective for CausalLm {
         need: ObjectiveNeeds,
         step_stats: &StepStats,
     ) -> Result<LossGradients> {
-        let chunk = Self::chunk_for(self.vocab, need.dw, h.device().is_cuda());
         let options = cross_entropy::CrossEntropyOptions {
             softcap: head.softcap,
-            chunk,
+            chunk: cross_entropy::chunk_for_loss(self.vocab, head.trained_type(need.dw), h.device().is_cuda()),
             scale: need.scale,
             need_dh: need.dh,
             need_dw: need.dw,

@@ -293,12 +293,7 @@ pub fn read_dense(weights: &Weights, p: &ParamInfo, dtype: Dtype, device: &Devic
     let shape = p.shape.as_slice();
     if let Some(values) = stored::values(weights, p)? {
         let dequantized = Tensor::from_vec(values, shape, &Device::Cpu)?;
-        let dtype = match dtype {
-            Dtype::F32 => DType::F32,
-            Dtype::Bf16 => DType::BF16,
-            Dtype::F16 => DType::F16,
-        };
-        return Ok(dequantized.to_dtype(dtype)?.to_device(device)?);
+        return Ok(dequantized.to_dtype(dtype.into())?.to_device(device)?);
     }
     Ok(match dtype {
         Dtype::F32 => Tensor::from_vec(f32s(weights, p)?, shape, device)?,

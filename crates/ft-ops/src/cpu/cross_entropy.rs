@@ -4,11 +4,13 @@
 //! The sum of the exponentials of a row is computed block by block, each with its own maximum, and merged at the end, in a fixed order.
 
 mod entropies;
+mod head_gradient;
 mod kernels;
 mod losses;
 mod pass;
 
 pub(crate) use entropies::EntropySums;
+pub(crate) use head_gradient::HeadGradient;
 pub(super) use kernels::largest;
 pub(crate) use losses::TokenLoss;
 pub(crate) use pass::{PassSettings, VocabularyPass};
@@ -34,10 +36,12 @@ pub(crate) struct CrossEntropyJob<'a> {
     pub smoothing: f32,
 }
 
-/// The output gradients, initially zero.
+/// The output gradients.
 pub(crate) struct CrossEntropyGradients {
     pub scale: f32,
+    /// `[N, D]`, initially zero.
     pub dh: Option<Vec<f32>>,
+    /// `[V, D]`, with arbitrary initial contents.
     pub dw: Option<Vec<f32>>,
 }
 
@@ -103,33 +107,87 @@ pub(crate) fn run(
     job: &CrossEntropyJob<'_>,
     trained: &[usize],
     chunk: usize,
-    mut gradients: Option<&mut CrossEntropyGradients>,
+    gradients: Option<&mut CrossEntropyGradients>,
     each: &mut impl FnMut(usize, &TokenLoss),
 ) {
     let (d, v) = job.sizes;
-    let needs = |f: fn(&CrossEntropyGradients) -> bool| gradients.as_deref().is_some_and(f);
+    let (scale, mut dh, dw) = match gradients {
+        Some(g) => (g.scale, g.dh.as_deref_mut(), g.dw.as_deref_mut()),
+        None => (0.0, None, None),
+    };
+    let mut dw = dw.map(|dw| HeadGradient {
+        dw,
+        d,
+        rounding: job.head.rounding(),
+        initialized: false,
+    });
     let settings = PassSettings {
         d,
         v,
         cap: job.cap,
         smoothing: job.smoothing,
         chunk,
+        scale,
         weights: job.weights,
-        need_dh: needs(|g| g.dh.is_some()),
-        need_dw: needs(|g| g.dw.is_some()),
+        need_dh: dh.is_some(),
+        trained_head: dw.as_ref().map(|dw| dw.rounding),
     };
     for tokens in trained.chunks(chunk.max(1)) {
         let mut pass = VocabularyPass::new(job.h, job.targets, tokens, &settings);
-        pass.add(job.head, 0);
-        let scale = gradients.as_deref().map_or(0.0, |g| g.scale);
-        let dw = gradients.as_deref_mut().and_then(|g| g.dw.as_deref_mut());
-        let (rows, dh) = pass.finish(scale, dw.map(|dw| (dw, job.head.rounding())));
+        pass.add(job.head, 0, dw.as_mut());
+        let (rows, of_tokens) = pass.finish(dw.as_mut());
         for (n, row) in tokens.iter().zip(&rows) {
             each(*n, row);
         }
-        if let Some(to) = gradients.as_deref_mut().and_then(|g| g.dh.as_mut()) {
-            for (row, n) in dh.chunks_exact(d.max(1)).zip(tokens) {
+        if let Some(to) = &mut dh {
+            for (row, n) in of_tokens.chunks_exact(d.max(1)).zip(tokens) {
                 to[n * d..][..d].copy_from_slice(row);
+            }
+        }
+    }
+    if let Some(HeadGradient {
+        dw, initialized: false, ..
+    }) = dw
+    {
+        dw.fill(0.0);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The memory of the gradient has arbitrary contents: none of them may be left.
+    #[test]
+    fn the_gradient_of_the_head_is_overwritten_as_a_whole() {
+        let (n, d, v) = (5, 3, PIECE + 7);
+        let h: Vec<f32> = (0..n * d).map(|i| (i as f32 * 0.7).sin()).collect();
+        let head: Vec<f32> = (0..v * d).map(|i| (i as f32 * 0.3).cos()).collect();
+        let targets = [0, 9, PIECE as u32 + 2, 9, 1];
+        for (cap, smoothing) in [(0.0, 0.0), (0.0, 0.1), (4.0, 0.0), (4.0, 0.1)] {
+            for (trained, chunk) in [(0, 8), (5, 8), (5, 2)] {
+                let trained: Vec<usize> = (0..trained).collect();
+                let job = CrossEntropyJob {
+                    h: &h,
+                    head: WeightRows::new(&head[..], d),
+                    targets: &targets,
+                    weights: None,
+                    sizes: (d, v),
+                    cap,
+                    smoothing,
+                };
+                let gradient = |start: f32| {
+                    let mut gradients = CrossEntropyGradients {
+                        scale: 1.0,
+                        dh: None,
+                        dw: Some(vec![start; v * d]),
+                    };
+                    run(&job, &trained, chunk, Some(&mut gradients), &mut |_, _| {});
+                    gradients.dw.unwrap()
+                };
+                let found = gradient(f32::NAN);
+                assert!(found.iter().all(|x| x.is_finite()), "{cap} {smoothing} {chunk}");
+                assert_eq!(found, gradient(0.0));
             }
         }
     }

@@ -9,7 +9,7 @@
 //! ```
 
 use super::attention::Cutter;
-use super::math::{dot, exp, fma, vectorized};
+use super::math::{dot, exp, fma, scale_slice, vectorized};
 use super::product::task_gemm::{OperandSide, OutputTile, TaskGemm};
 use super::product::{CpuBackend, GemmSizes, Matrix, Rounding};
 use super::{SharedSlice, with_scratch};
@@ -268,10 +268,6 @@ vectorized!(
         solve_transposed_body
 );
 
-pub(crate) fn scale(row: &mut [f32], factor: f32) {
-    row.iter_mut().for_each(|x| *x *= factor);
-}
-
 /// A value head in a chunk.
 #[derive(Clone, Copy)]
 pub(crate) struct HeadChunk<'a> {
@@ -329,9 +325,9 @@ impl ChunkScratch<'_> {
         let (p, q) = (heads.key_dim, heads.value_dim);
         self.spare[..n * q].copy_from_slice(&self.delta[..n * q]);
         for (row, decay) in self.spare.chunks_exact_mut(q).zip(&d.to_end).take(n) {
-            scale(row, *decay);
+            scale_slice(row, *decay);
         }
-        scale(state, d.whole);
+        scale_slice(state, d.whole);
         products.product(
             (p, q, n),
             state,
@@ -430,7 +426,7 @@ fn run(
                 products.strided((n, q, p), to, rows, Matrix::k_outer(&*state, q));
                 for i in 0..n {
                     // SAFETY: these rows of this head belong to this task alone.
-                    scale(unsafe { o.part(at + i * stride, q) }, d.from_start[i]);
+                    scale_slice(unsafe { o.part(at + i * stride, q) }, d.from_start[i]);
                 }
                 decayed(keys.qk, d, n, true, work.triangle);
                 let p_rows = Matrix::k_inner(&*work.triangle, n);

@@ -4,9 +4,9 @@
 use super::attention::Cutter;
 use super::delta_rule::{
     CHUNK, ChunkKeys, ChunkScratch, Decays, DeltaSlices, HeadChunk, HeadTask, Products, TokenChunk, chunks, decayed,
-    gates, packed_lens, scale, solve_transposed, tasks,
+    gates, packed_lens, solve_transposed, tasks,
 };
-use super::math::{add_slice, dot, fma, vectorized};
+use super::math::{add_scaled, add_slice, dot, scale_slice, vectorized};
 use super::product::task_gemm::TaskGemm;
 use super::product::{CpuBackend, Matrix, Rounding};
 use super::{LINE, SharedSlice, with_scratch};
@@ -18,14 +18,6 @@ vectorized!(fn dot_product(a: &[f32], b: &[f32]) -> f32 = dot);
 fn product_of(a: &[f32], b: &[f32]) -> f64 {
     f64::from(dot_product(a, b))
 }
-
-#[inline(always)]
-fn add_scaled_body<const FMA: bool>(to: &mut [f32], factor: f32, from: &[f32]) {
-    for (to, from) in to.iter_mut().zip(from) {
-        *to = fma::<FMA>(factor, *from, *to);
-    }
-}
-vectorized!(fn add_scaled(to: &mut [f32], factor: f32, from: &[f32]) = add_scaled_body);
 
 /// Memory of the gradients of a chunk.
 struct ChunkGradients<'a> {
@@ -239,14 +231,14 @@ impl ChunkGradients<'_> {
         products.product((n, p, q), self.spare, false, d_rows, Matrix::k_inner(state, q));
         for i in 0..n {
             let row = &mut self.spare[i * p..][..p];
-            scale(row, d.from_start[i]);
+            scale_slice(row, d.from_start[i]);
             gates.sums[i] += product_of(row, &keys.q[i * p..][..p]);
             add_slice(&mut self.q[i * p..][..p], row);
         }
         let k_rows = Matrix::k_inner(&*keys.k, p);
         products.product((n, q, p), self.delta, false, k_rows, Matrix::k_outer(&*d_state, q));
         for (row, decay) in self.delta.chunks_exact_mut(q).zip(&d.to_end).take(n) {
-            scale(row, *decay);
+            scale_slice(row, *decay);
         }
         decayed(keys.qk, d, n, true, self.probabilities);
         products.product(
@@ -261,7 +253,7 @@ impl ChunkGradients<'_> {
         products.product((n, p, q), self.spare, false, deltas, Matrix::k_inner(&*d_state, q));
         for i in 0..n {
             let row = &mut self.spare[i * p..][..p];
-            scale(row, d.to_end[i]);
+            scale_slice(row, d.to_end[i]);
             let along = product_of(row, &keys.k[i * p..][..p]);
             gates.sums[i] -= along;
             gates.sums[n - 1] += along;
@@ -283,10 +275,10 @@ impl ChunkGradients<'_> {
         let q_columns = Matrix::k_outer(&*keys.q, p);
         products.product((n, p, n), self.k, true, Matrix::k_outer(&*self.decayed, n), q_columns);
 
-        scale(d_state, d.whole);
+        scale_slice(d_state, d.whole);
         self.spare[..n * p].copy_from_slice(&keys.q[..n * p]);
         for (row, decay) in self.spare.chunks_exact_mut(p).zip(&d.from_start).take(n) {
-            scale(row, *decay);
+            scale_slice(row, *decay);
         }
         products.product((p, q, n), d_state, true, Matrix::k_outer(&*self.spare, p), d_columns);
         gates
@@ -317,7 +309,7 @@ impl ChunkGradients<'_> {
         }
         decayed(self.square, d, n, false, self.decayed);
         for (row, beta) in self.decayed.chunks_exact_mut(n).zip(&d.beta).take(n) {
-            scale(row, -beta);
+            scale_slice(row, -beta);
         }
         let k_columns = Matrix::k_outer(&*keys.k, p);
         products.product((n, p, n), self.k, true, Matrix::k_inner(&*self.decayed, n), k_columns);
@@ -363,7 +355,7 @@ impl ChunkGradients<'_> {
                 let row = unsafe { to.part((c.first + i) * width + column * p, p) };
                 row.copy_from_slice(gradient);
                 add_scaled(row, -dot_product(gradient, unit) / (factor * factor), unit);
-                scale(row, inverse * factor);
+                scale_slice(row, inverse * factor);
             }
         }
     }

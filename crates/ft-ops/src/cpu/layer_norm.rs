@@ -1,6 +1,6 @@
 //! LayerNorm on slices.
 
-use super::math::{LANES, dot, fma, padded, sum_lanes, vectorized};
+use super::math::{dot, fma, sum, vectorized};
 use rayon::prelude::*;
 
 /// Approximate number of elements of one task in the forward pass.
@@ -23,24 +23,6 @@ pub(crate) fn forward(x: &[f32], norm: &NormParams, y: &mut [f32]) {
     y.par_chunks_mut(chunk)
         .zip(x.par_chunks(chunk))
         .for_each(|(y, x)| forward_rows(x, norm, y));
-}
-
-#[inline(always)]
-fn sum<const FMA: bool>(x: &[f32]) -> f32 {
-    let mut lanes = [0f32; LANES];
-    let (blocks, rest) = x.as_chunks::<LANES>();
-    for block in blocks {
-        for i in 0..LANES {
-            lanes[i] += block[i];
-        }
-    }
-    if !rest.is_empty() {
-        let rest = padded(rest);
-        for i in 0..LANES {
-            lanes[i] += rest[i];
-        }
-    }
-    sum_lanes(&lanes)
 }
 
 /// Writes (x - mean) / sqrt(variance + eps) to `out`; returns the factor.

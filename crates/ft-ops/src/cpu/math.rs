@@ -109,6 +109,25 @@ pub(crate) fn sum_lanes(lanes: &[f32; LANES]) -> f32 {
     lanes[0]
 }
 
+/// Returns the sum of `x`.
+#[inline(always)]
+pub(crate) fn sum<const FMA: bool>(x: &[f32]) -> f32 {
+    let mut lanes = [0f32; LANES];
+    let (blocks, rest) = x.as_chunks::<LANES>();
+    for block in blocks {
+        for i in 0..LANES {
+            lanes[i] += block[i];
+        }
+    }
+    if !rest.is_empty() {
+        let rest = padded(rest);
+        for i in 0..LANES {
+            lanes[i] += rest[i];
+        }
+    }
+    sum_lanes(&lanes)
+}
+
 /// Returns the largest lane. Not inlined, as `sum_lanes`.
 #[inline(never)]
 pub(crate) fn max_lanes(lanes: &[f32; LANES]) -> f32 {
@@ -238,6 +257,38 @@ fn round_to_bf16_body<const FMA: bool>(to: &mut [f32], from: &[f32]) {
     }
 }
 vectorized!(pub(crate) fn round_to_bf16(to: &mut [f32], from: &[f32]) = round_to_bf16_body);
+
+/// Rounds to the nearest bf16, as `nearest_bf16`.
+#[inline(always)]
+fn to_bf16_slice_body<const FMA: bool>(to: &mut [half::bf16], from: &[f32]) {
+    for (to, from) in to.iter_mut().zip(from) {
+        *to = half::bf16::from_bits((nearest_bf16(*from).to_bits() >> 16) as u16);
+    }
+}
+vectorized!(pub(crate) fn to_bf16_slice(to: &mut [half::bf16], from: &[f32]) = to_bf16_slice_body);
+
+#[inline(always)]
+fn scale_slice_body<const FMA: bool>(x: &mut [f32], factor: f32) {
+    x.iter_mut().for_each(|x| *x *= factor);
+}
+vectorized!(pub(crate) fn scale_slice(x: &mut [f32], factor: f32) = scale_slice_body);
+
+/// Writes `factor from`.
+#[inline(always)]
+fn write_scaled_body<const FMA: bool>(to: &mut [f32], factor: f32, from: &[f32]) {
+    for (to, from) in to.iter_mut().zip(from) {
+        *to = factor * from;
+    }
+}
+vectorized!(pub(crate) fn write_scaled(to: &mut [f32], factor: f32, from: &[f32]) = write_scaled_body);
+
+#[inline(always)]
+fn add_scaled_body<const FMA: bool>(to: &mut [f32], factor: f32, from: &[f32]) {
+    for (to, from) in to.iter_mut().zip(from) {
+        *to = fma::<FMA>(factor, *from, *to);
+    }
+}
+vectorized!(pub(crate) fn add_scaled(to: &mut [f32], factor: f32, from: &[f32]) = add_scaled_body);
 
 #[inline(always)]
 fn add_slice_body<const FMA: bool>(to: &mut [f32], from: &[f32]) {

@@ -59,11 +59,21 @@ pub(crate) fn floats<R>(t: &Tensor, name: &str, f: impl FnOnce(&[f32]) -> Result
     })
 }
 
+/// Types whose every bit pattern is a value.
+///
+/// # Safety
+/// No bit pattern of the size of the type is invalid.
+pub(crate) unsafe trait AnyBits: Copy {}
+// SAFETY: every 32 bits are an f32.
+unsafe impl AnyBits for f32 {}
+// SAFETY: every 16 bits are a bf16.
+unsafe impl AnyBits for bf16 {}
+
 /// Returns `len` elements with arbitrary contents, which the caller must write before anyone reads them. Zeroing
 /// them would cost a pass over memory in every operation.
-pub(crate) fn unwritten(len: usize) -> Vec<f32> {
+pub(crate) fn unwritten<T: AnyBits>(len: usize) -> Vec<T> {
     let mut data = Vec::with_capacity(len);
-    // SAFETY: the capacity is reserved, every bit pattern is an f32, and every caller is an operation that fills it.
+    // SAFETY: the capacity is reserved, every bit pattern is a T, and every caller is an operation that fills it.
     #[allow(clippy::uninit_vec)]
     unsafe {
         data.set_len(len)

@@ -118,9 +118,10 @@ fn rows(
         cap: options.softcap.unwrap_or(0.0),
         smoothing: options.smoothing,
         chunk: options.chunk,
+        scale: options.scale as f32,
         weights: options.weights,
         need_dh: options.need_dh,
-        need_dw: false,
+        trained_head: None,
     };
     let n = targets.len();
     let mut dh = options.need_dh.then(|| vec![0f32; n * d]);
@@ -130,11 +131,11 @@ fn rows(
         })?;
         head.each(|first, part| {
             linear::with_rows(part, "a part of the head", |part| {
-                pass.add(part, first);
+                pass.add(part, first, None);
                 Ok(())
             })
         })?;
-        let (losses, of_trained) = pass.finish(options.scale as f32, None);
+        let (losses, of_trained) = pass.finish(None);
         for (n, row) in trained.iter().zip(&losses) {
             each(*n, row);
         }

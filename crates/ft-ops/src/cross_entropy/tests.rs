@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::oracle::{as_operand, assert_close, assert_same_on_any_threads, bf16_pair, flat, random};
-use candle_core::{D, Device, Var};
+use candle_core::{D, DType, Device, Var};
 
 const SHAPES: [(usize, usize, usize); 3] = [(1, 8, 5), (11, 16, 37), (70, 40, 300)];
 
@@ -155,7 +155,7 @@ fn counts_hits() {
         &Device::Cpu,
     )
     .unwrap();
-    let eye = Tensor::eye(3, candle_core::DType::F32, &Device::Cpu).unwrap();
+    let eye = Tensor::eye(3, DType::F32, &Device::Cpu).unwrap();
     let (_, trained, correct) = without(&h, &eye, &[0, 0, 2, 1], None, 3).unwrap();
     assert_eq!((trained, correct), (4, 2));
     assert_eq!(without(&h, &eye, &[0, 0, 2, 0], None, 3).unwrap().2, 3);
@@ -175,8 +175,7 @@ fn bf16_heads_are_used_as_they_are() {
         smoothing: 0.0,
     };
     let (out, (loss, ..)) = with_gradients(&h, &head, &targets, &options);
-    // The reference uses an f32 head and rounds each operand as a product with a bf16 head does: hidden states, exponentials,
-    // gradients of logits.
+    // The reference uses an f32 head and rounds each operand as a product with a bf16 head does: hidden states, exponentials.
     let x = as_operand(&h);
     let want = composed(&x, &wide, &targets, None)
         .sum_all()
@@ -206,8 +205,11 @@ fn bf16_heads_are_used_as_they_are() {
         .unwrap();
     let dh = (dh + own.matmul(&wide).unwrap()).unwrap();
     assert_close(&out.dh.unwrap(), &dh, 1e-5);
-    let dl = as_operand(&(others.broadcast_mul(&factors).unwrap() + own).unwrap());
-    assert_close(&out.dw.unwrap(), &dl.t().unwrap().matmul(&x).unwrap(), 1e-5);
+    // The exponentials are kept in bf16; the factors apply to the hidden states, and the target is added in f32.
+    let kept = others.to_dtype(DType::BF16).unwrap().to_dtype(DType::F32).unwrap();
+    let factored = as_operand(&h.broadcast_mul(&factors).unwrap());
+    let dw = (kept.t().unwrap().matmul(&factored).unwrap() + own.t().unwrap().matmul(&h).unwrap()).unwrap();
+    assert_close(&out.dw.unwrap(), &dw, 1e-5);
 }
 
 /// Where p(target) is near 1 the terms of the gradient almost cancel: what is left has the relative error of its operands.

@@ -186,11 +186,7 @@ impl DiskWeights {
             groups,
             files,
             quantized,
-            dtype: match options.dtype {
-                Dtype::F32 => DType::F32,
-                Dtype::Bf16 => DType::BF16,
-                Dtype::F16 => DType::F16,
-            },
+            dtype: options.dtype.into(),
             device: options.device.clone(),
             in_memory: Mutex::default(),
         });

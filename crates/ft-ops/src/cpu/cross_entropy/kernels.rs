@@ -1,6 +1,6 @@
 //! Passes over the logits of a block.
 
-use crate::cpu::math::{LANES, exp, fma, sum_lanes, tanh, vectorized};
+use crate::cpu::math::{LANES, exp, fma, sum, sum_lanes, tanh, vectorized};
 
 /// Caps the logits if `cap` is not 0. Returns the largest, and whether all were finite before.
 #[inline(always)]
@@ -65,22 +65,7 @@ fn entropy_sums_body<const FMA: bool>(row: &[f32], max: f32) -> (f64, f64) {
 }
 vectorized!(pub(super) fn entropy_sums(row: &[f32], max: f32) -> (f64, f64) = entropy_sums_body);
 
-/// The sum of the logits of a block.
-#[inline(always)]
-fn sum_of_body<const FMA: bool>(row: &[f32]) -> f32 {
-    let mut lanes = [0f32; LANES];
-    let (blocks, rest) = row.as_chunks::<LANES>();
-    for block in blocks {
-        for i in 0..LANES {
-            lanes[i] += block[i];
-        }
-    }
-    for (i, x) in rest.iter().enumerate() {
-        lanes[i] += x;
-    }
-    sum_lanes(&lanes)
-}
-vectorized!(pub(super) fn sum_of(row: &[f32]) -> f32 = sum_of_body);
+vectorized!(pub(super) fn sum_of(row: &[f32]) -> f32 = sum);
 
 /// As `sum_exp`, and replaces the logits by `factor e^(x - max)`, times the slope of the cap.
 #[inline(always)]
@@ -121,19 +106,3 @@ fn slopes_body<const FMA: bool>(to: &mut [f32], row: &[f32], cap: f32) {
     }
 }
 vectorized!(pub(super) fn slopes(to: &mut [f32], row: &[f32], cap: f32) = slopes_body);
-
-/// Multiplies by `factor`.
-#[inline(always)]
-fn scale_body<const FMA: bool>(row: &mut [f32], factor: f32) {
-    row.iter_mut().for_each(|x| *x *= factor);
-}
-vectorized!(pub(super) fn scale(row: &mut [f32], factor: f32) = scale_body);
-
-/// Replaces `row` by `factor row + other_factor other`.
-#[inline(always)]
-fn combine_body<const FMA: bool>(row: &mut [f32], factor: f32, other: &[f32], other_factor: f32) {
-    for (x, other) in row.iter_mut().zip(other) {
-        *x = fma::<FMA>(other_factor, *other, factor * *x);
-    }
-}
-vectorized!(pub(super) fn combine(row: &mut [f32], factor: f32, other: &[f32], other_factor: f32) = combine_body);

@@ -1,7 +1,9 @@
 //! The loss of each token, from the logits of one piece of the vocabulary after the other.
 
 use super::kernels::{self, largest, replace_by_exp, sum_exp, sum_of};
-use super::{BLOCK, inside};
+use super::{BLOCK, PIECE, inside};
+use crate::cpu::math::to_bf16_slice;
+use half::bf16;
 use rayon::prelude::*;
 
 /// The result of one token.
@@ -34,10 +36,30 @@ pub(super) struct RowExpSum {
     pub sum: f64,
 }
 
+/// Rows to write beside the logits of a token; empty: not wanted.
+#[derive(Default)]
+pub(super) struct RowOutputs<'a> {
+    /// The slopes of the cap at the logits.
+    pub slopes: &'a mut [f32],
+    /// What replaces the logits, in bf16.
+    pub in_bf16: &'a mut [bf16],
+}
+
+/// What is known of a token after the maxima of a piece.
+struct RowState<'a> {
+    /// The largest logit up to the end of the piece.
+    largest: f32,
+    /// The position of the target in the piece.
+    target: Option<usize>,
+    outputs: RowOutputs<'a>,
+}
+
 /// Partial results of a group of tokens, accumulated over the pieces.
 pub(super) struct GroupLosses {
     /// `[tokens, blocks of the vocabulary]`
     blocks: Vec<BlockSum>,
+    /// `[tokens, pieces of the vocabulary]`: the largest logit up to the end of each piece.
+    maxima: Vec<f32>,
     pub hits: Vec<TargetLogit>,
     pub targets: Vec<u32>,
     pub cap: f32,
@@ -58,6 +80,7 @@ impl GroupLosses {
         };
         Self {
             blocks: vec![block; targets.len() * vocab.div_ceil(BLOCK)],
+            maxima: vec![f32::NEG_INFINITY; targets.len() * vocab.div_ceil(PIECE)],
             hits: vec![hit; targets.len()],
             targets,
             cap,
@@ -70,71 +93,75 @@ impl GroupLosses {
         self.vocab.div_ceil(BLOCK).max(1)
     }
 
-    /// Returns the largest logit of a token in the vocabulary before id `end`, which begins a block or ends the vocabulary.
+    fn pieces_of_token(&self) -> usize {
+        self.vocab.div_ceil(PIECE).max(1)
+    }
+
+    /// Returns the largest logit of a token in the pieces before id `end`, which begins a piece or ends the vocabulary, and is not 0.
     pub(super) fn largest_before(&self, token: usize, end: usize) -> f32 {
-        let per = self.blocks_of_token();
-        largest_of(&self.blocks[token * per..][..end.div_ceil(BLOCK)])
+        self.maxima[token * self.pieces_of_token() + end.div_ceil(PIECE) - 1]
     }
 
     /// Updates the partial results with the logits of a piece, `[count, width]`: tokens from `start` on, vocabulary
     /// from `first` on.
     pub(super) fn add(&mut self, start: usize, logits: &mut [f32], (first, width): (usize, usize)) {
-        self.each_row(start, logits, &mut [], (first, width), |row, blocks, _, _| {
-            for (part, block) in row.chunks(BLOCK).zip(&mut blocks[first / BLOCK..]) {
+        self.each_row(start, logits, Vec::new(), (first, width), |row, blocks, _| {
+            for (part, block) in row.chunks(BLOCK).zip(blocks) {
                 block.sum += sum_exp(part, block.max);
             }
         });
     }
 
     /// As `add`, and replaces each logit by `e^(logit - largest)` times the slope of the cap. `largest` is the largest logit of the token
-    /// up to the end of the piece. The logit of the target is replaced by 0. Writes the slopes to `slopes` `[count, width]`, unless it is
-    /// empty.
+    /// up to the end of the piece. The logit of the target is replaced by 0. `outputs`: those of each token.
     pub(super) fn add_and_replace(
         &mut self,
         start: usize,
         logits: &mut [f32],
-        slopes: &mut [f32],
+        outputs: Vec<RowOutputs<'_>>,
         (first, width): (usize, usize),
     ) {
         let cap = self.cap;
-        self.each_row(start, logits, slopes, (first, width), |row, blocks, slopes, target| {
-            kernels::slopes(slopes, row, cap);
-            let max = largest_of(blocks);
-            for (part, block) in row.chunks_mut(BLOCK).zip(&mut blocks[first / BLOCK..]) {
-                let factor = ((block.max - max) as f64).exp() as f32;
+        self.each_row(start, logits, outputs, (first, width), |row, blocks, of_row| {
+            kernels::slopes(of_row.outputs.slopes, row, cap);
+            for (part, block) in row.chunks_mut(BLOCK).zip(blocks) {
+                let factor = ((block.max - of_row.largest) as f64).exp() as f32;
                 block.sum += replace_by_exp(part, block.max, factor, cap);
             }
-            if let Some(at) = target {
+            if let Some(at) = of_row.target {
                 row[at] = 0.0;
             }
+            to_bf16_slice(of_row.outputs.in_bf16, row);
         });
     }
 
-    /// Sets the maxima of the blocks and the logits of the targets, and caps the logits. Calls `then` for each token: with its logits,
-    /// its blocks up to the end of the piece, its row of `slopes` (empty if all of it is), and the position of its target in the piece.
+    /// Sets the maxima and the logits of the targets, and caps the logits. Calls `then` for each token with its logits and with its
+    /// blocks of the piece.
     fn each_row(
         &mut self,
         start: usize,
         logits: &mut [f32],
-        slopes: &mut [f32],
+        mut outputs: Vec<RowOutputs<'_>>,
         (first, width): (usize, usize),
-        then: impl Fn(&mut [f32], &mut [BlockSum], &mut [f32], Option<usize>) + Sync,
+        then: impl Fn(&mut [f32], &mut [BlockSum], RowState<'_>) + Sync,
     ) {
         let count = logits.len() / width.max(1);
-        let per = self.blocks_of_token();
+        let (per, pieces) = (self.blocks_of_token(), self.pieces_of_token());
         let (cap, smooths) = (self.cap, self.smoothing != 0.0);
         let (place, end) = (first / BLOCK, (first + width).div_ceil(BLOCK));
+        let piece = first / PIECE;
         let blocks = &mut self.blocks[start * per..][..count * per];
+        let maxima = &mut self.maxima[start * pieces..][..count * pieces];
         let hits = &mut self.hits[start..][..count];
-        let mut rows_of_slopes: Vec<&mut [f32]> = slopes.chunks_mut(width.max(1)).collect();
-        rows_of_slopes.resize_with(count, Default::default);
+        outputs.resize_with(count, Default::default);
         logits
             .par_chunks_mut(width)
-            .zip(blocks.par_chunks_mut(per))
-            .zip(rows_of_slopes)
+            .zip(blocks.par_chunks_mut(per).zip(maxima.par_chunks_mut(pieces)))
+            .zip(outputs)
             .zip(hits.par_iter_mut().zip(&self.targets[start..][..count]))
-            .for_each(|(((row, blocks), slopes), (hit, target))| {
-                for (part, block) in row.chunks_mut(BLOCK).zip(&mut blocks[place..]) {
+            .for_each(|(((row, (blocks, maxima)), outputs), (hit, target))| {
+                let blocks = &mut blocks[place..end];
+                for (part, block) in row.chunks_mut(BLOCK).zip(blocks.iter_mut()) {
                     let (max, all_finite) = largest(part, cap);
                     *block = BlockSum {
                         max,
@@ -142,13 +169,25 @@ impl GroupLosses {
                         total: if smooths { sum_of(part) } else { 0.0 },
                     };
                 }
+                let before = if piece == 0 {
+                    f32::NEG_INFINITY
+                } else {
+                    maxima[piece - 1]
+                };
+                let largest = largest_of(before, blocks);
+                maxima[piece] = largest;
                 let target = inside(*target, first, width);
                 if let Some(at) = target {
                     let logit = row[at];
                     let second = row[at / BLOCK * BLOCK..at].contains(&logit);
                     *hit = TargetLogit { logit, second };
                 }
-                then(row, &mut blocks[..end], slopes, target);
+                let state = RowState {
+                    largest,
+                    target,
+                    outputs,
+                };
+                then(row, blocks, state);
             });
     }
 
@@ -171,15 +210,14 @@ impl GroupLosses {
     }
 }
 
-fn largest_of(blocks: &[BlockSum]) -> f32 {
-    blocks
-        .iter()
-        .fold(f32::NEG_INFINITY, |m, b| if b.max > m { b.max } else { m })
+/// Returns the largest of `before` and the maxima of the blocks.
+fn largest_of(before: f32, blocks: &[BlockSum]) -> f32 {
+    blocks.iter().fold(before, |m, b| if b.max > m { b.max } else { m })
 }
 
 /// Merges the blocks of a row.
 fn row(blocks: &[BlockSum], hit: TargetLogit, target: usize) -> (TokenLoss, RowExpSum) {
-    let max = largest_of(blocks);
+    let max = largest_of(f32::NEG_INFINITY, blocks);
     let sum: f64 = blocks.iter().map(|b| b.sum * ((b.max - max) as f64).exp()).sum();
     let before = &blocks[..target / BLOCK];
     let correct = hit.logit == max && !hit.second && before.iter().all(|b| b.max < max);

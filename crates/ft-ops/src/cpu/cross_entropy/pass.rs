@@ -6,11 +6,13 @@
 //! once, and logits exist for one piece. The target is left out of the sum and added last in f32, with the factor p - 1: rounded to
 //! bf16, a p near 1 would lose it.
 
-use super::kernels::{combine, scale as scale_slice, slope};
-use super::losses::{GroupLosses, RowExpSum, TokenLoss};
+use super::head_gradient::{HeadGradient, KeptExponentials};
+use super::kernels::slope;
+use super::losses::{GroupLosses, RowExpSum, RowOutputs, TokenLoss};
 use super::{LogitsSizes, PIECE, back, gather, inside, multiply, pieces};
-use crate::cpu::product::{CInit, Matrix, Rounding, WeightRows, product};
-use crate::cpu::storage::{StoredElements, unwritten};
+use crate::cpu::math::{add_scaled, scale_slice};
+use crate::cpu::product::{Operand, Rounding, WeightRows};
+use crate::cpu::storage::unwritten;
 use rayon::prelude::*;
 
 /// Inputs of a pass, for a group of tokens.
@@ -25,12 +27,14 @@ pub(crate) struct PassSettings<'a> {
     pub smoothing: f32,
     /// Tokens whose logits are computed at a time.
     pub chunk: usize,
+    /// Factor of all gradients.
+    pub scale: f32,
     /// `[N]`: factors of the gradients of the tokens.
     pub weights: Option<&'a [f32]>,
     /// Compute the gradient of the hidden states.
     pub need_dh: bool,
-    /// Keep what the gradient of the head needs: `V` values for each token.
-    pub need_dw: bool,
+    /// The rounding of products with a head whose gradient is computed: V values are kept for each token.
+    pub trained_head: Option<Rounding>,
 }
 
 /// The state of a pass.
@@ -38,24 +42,25 @@ pub(crate) struct VocabularyPass {
     /// `[tokens, D]`
     h: Vec<f32>,
     losses: GroupLosses,
-    /// Factor of each token's gradient; empty: 1.
+    /// Factor of each token's gradient.
     weights: Vec<f32>,
-    /// Logits of a chunk and a piece; with `need_dw` of all tokens and pieces, one piece after the other.
+    /// Logits of a chunk and a piece; empty if they are computed in `kept`.
     logits: Vec<f32>,
     slopes: Slopes,
     hidden: Option<HiddenSums>,
+    kept: Option<KeptExponentials>,
     chunk: usize,
     d: usize,
-    need_dw: bool,
 }
 
-/// The factors of the gradient's even part with label smoothing: the slopes of the cap at the logits.
+/// Label smoothing subtracts the same from the probability of every id. Its gradient has these factors: the slopes of the cap at the
+/// logits.
 enum Slopes {
     /// No smoothing, or no gradient.
     None,
     /// No cap: one row of ones.
     Ones(Vec<f32>),
-    /// Laid out as the logits.
+    /// Laid out as the logits of a chunk and a piece.
     Capped(Vec<f32>),
 }
 
@@ -66,20 +71,20 @@ struct HiddenSums {
     /// `[tokens, D]`: w(target).
     targets: Vec<f32>,
     /// With label smoothing, `Σ slope w(v)`: `[tokens, D]`, without a cap `[1, D]`; else empty.
-    even: Vec<f32>,
+    uniform: Vec<f32>,
 }
 
 /// Factors of a token's gradient.
 #[derive(Clone, Copy)]
-struct TokenFactors {
+pub(super) struct TokenFactors {
     /// The largest logit.
-    max: f32,
+    pub max: f32,
     /// Of `e^(logit - max) slope`.
-    exp: f32,
-    /// Of the slope.
-    even: f32,
+    pub exp: f32,
+    /// Of the slope, which label smoothing subtracts.
+    pub uniform: f32,
     /// Of the target, in place of `exp`.
-    target: f32,
+    pub target: f32,
 }
 
 impl VocabularyPass {
@@ -87,15 +92,12 @@ impl VocabularyPass {
     pub(crate) fn new(h: &[f32], targets: &[u32], trained: &[usize], settings: &PassSettings) -> Self {
         let PassSettings { d, v, cap, .. } = *settings;
         let tokens = trained.len();
-        let chunk = if settings.need_dw {
-            tokens
-        } else {
-            settings.chunk.min(tokens)
-        }
-        .max(1);
-        let len = chunk * if settings.need_dw { v } else { PIECE.min(v) };
-        let smooths = settings.smoothing != 0.0 && (settings.need_dh || settings.need_dw);
-        let (slopes, even) = match (smooths, cap == 0.0) {
+        // Kept exponentials are laid out for all tokens at once.
+        let is_kept = settings.trained_head.is_some();
+        let chunk = if is_kept { tokens } else { settings.chunk.min(tokens) }.max(1);
+        let len = chunk * PIECE.min(v);
+        let smooths = settings.smoothing != 0.0 && (settings.need_dh || is_kept);
+        let (slopes, uniform) = match (smooths, cap == 0.0) {
             (false, _) => (Slopes::None, 0),
             (true, true) => (Slopes::Ones(vec![1.0; PIECE.min(v)]), d),
             (true, false) => (Slopes::Capped(unwritten(len)), tokens * d),
@@ -103,69 +105,102 @@ impl VocabularyPass {
         let hidden = settings.need_dh.then(|| HiddenSums {
             sums: unwritten(tokens * d),
             targets: unwritten(tokens * d),
-            even: unwritten(even),
+            uniform: unwritten(uniform),
         });
+        let kept = settings
+            .trained_head
+            .map(|rounding| KeptExponentials::new(tokens * v, rounding));
+        let logits_in_kept = matches!(kept, Some(KeptExponentials::F32(_)));
         let targets = trained.iter().map(|n| targets[*n]).collect();
+        let weight = |n: &usize| settings.weights.map_or(settings.scale, |w| settings.scale * w[*n]);
         Self {
             h: gather(h, trained, d),
             losses: GroupLosses::new(targets, v, cap, settings.smoothing),
-            weights: (settings.weights).map_or_else(Vec::new, |w| trained.iter().map(|n| w[*n]).collect()),
-            logits: unwritten(len),
+            weights: trained.iter().map(weight).collect(),
+            logits: unwritten(if logits_in_kept { 0 } else { len }),
             slopes,
             hidden,
+            kept,
             chunk,
             d,
-            need_dw: settings.need_dw,
         }
     }
 
-    /// Processes rows of the head from row `first` on. The rows come in order, in parts of whole pieces.
-    pub(crate) fn add(&mut self, head: WeightRows<'_>, first: usize) {
-        let (d, tokens) = (self.d, self.losses.targets.len());
+    /// Processes rows of the head from row `first` on. The rows come in order, in parts of whole pieces. `gradient`: that of the head,
+    /// if it was requested; with label smoothing and a cap a part of it is written here, the rest by `finish`.
+    pub(crate) fn add(&mut self, head: WeightRows<'_>, first: usize, mut gradient: Option<&mut HeadGradient<'_>>) {
+        let tokens = self.losses.targets.len();
         for (at, width) in pieces(head.count()) {
             let head = head.part(at, width);
-            let first = first + at;
+            let piece = (first + at, width);
             for start in (0..tokens).step_by(self.chunk) {
-                let count = self.chunk.min(tokens - start);
-                let place = if self.need_dw { count * first } else { 0 };
-                let logits = &mut self.logits[place..][..count * width];
-                let sizes = LogitsSizes { count, width, d };
-                multiply(&self.h[start * d..][..count * d], head, sizes, logits);
-                if self.hidden.is_none() && !self.need_dw {
-                    self.losses.add(start, logits, (first, width));
-                    continue;
-                }
-                let slopes = match &mut self.slopes {
-                    Slopes::Capped(slopes) => &mut slopes[place..][..count * width],
-                    _ => &mut [],
-                };
-                self.losses.add_and_replace(start, logits, slopes, (first, width));
-                let Some(hidden) = &mut self.hidden else { continue };
-                hidden.prepare(&self.losses, head, (start, count), (first, width), d);
-                back(logits, head, sizes, first, &mut hidden.sums[start * d..][..count * d]);
-                match &self.slopes {
-                    Slopes::Capped(slopes) => {
-                        let slopes = &slopes[place..][..count * width];
-                        back(slopes, head, sizes, first, &mut hidden.even[start * d..][..count * d]);
-                    }
-                    // The same for all tokens.
-                    Slopes::Ones(ones) if start == 0 => {
-                        let one = LogitsSizes { count: 1, ..sizes };
-                        back(&ones[..width], head, one, first, &mut hidden.even);
-                    }
-                    _ => {}
-                }
+                self.add_chunk(head, piece, (start, self.chunk.min(tokens - start)));
+            }
+            // The gradient of the head has one chunk for all tokens.
+            if let (Slopes::Capped(slopes), Some(gradient)) = (&self.slopes, gradient.as_deref_mut()) {
+                let slopes = Operand::F32(&slopes[..tokens * width]);
+                let overwrite = !gradient.initialized;
+                gradient.add_product(slopes, &self.h, |token| -self.uniform(token), piece, overwrite);
             }
         }
     }
 
-    /// Returns the result of every token, and the gradients that were requested. All rows of the head were added. The gradient of the
-    /// head, `[V, D]`, is added to `dw`, rounded as products with the head are.
-    pub(crate) fn finish(mut self, scale: f32, dw: Option<(&mut [f32], Rounding)>) -> (Vec<TokenLoss>, Vec<f32>) {
+    /// Processes the tokens `start..start + count` and the piece `first..first + width`.
+    fn add_chunk(&mut self, head: WeightRows<'_>, (first, width): (usize, usize), (start, count): (usize, usize)) {
+        let d = self.d;
+        let (place, len) = (count * first, count * width);
+        let is_kept = self.kept.is_some();
+        let mut in_bf16: &mut [_] = &mut [];
+        let logits = match &mut self.kept {
+            Some(KeptExponentials::F32(kept)) => &mut kept[place..][..len],
+            Some(KeptExponentials::Bf16(kept)) => {
+                in_bf16 = &mut kept[place..][..len];
+                &mut self.logits[..len]
+            }
+            None => &mut self.logits[..len],
+        };
+        let sizes = LogitsSizes { count, width, d };
+        multiply(&self.h[start * d..][..count * d], head, sizes, logits);
+        if self.hidden.is_none() && !is_kept {
+            return self.losses.add(start, logits, (first, width));
+        }
+        let slopes = match &mut self.slopes {
+            Slopes::Capped(slopes) => &mut slopes[..len],
+            _ => &mut [],
+        };
+        let outputs = row_outputs(slopes, in_bf16, (count, width));
+        self.losses.add_and_replace(start, logits, outputs, (first, width));
+        let Some(hidden) = &mut self.hidden else { return };
+        hidden.prepare(&self.losses, head, (start, count), (first, width), d);
+        back(logits, head, sizes, first, &mut hidden.sums[start * d..][..count * d]);
+        match &self.slopes {
+            Slopes::Capped(slopes) => {
+                back(
+                    &slopes[..len],
+                    head,
+                    sizes,
+                    first,
+                    &mut hidden.uniform[start * d..][..count * d],
+                );
+            }
+            // The same for all tokens.
+            Slopes::Ones(ones) if start == 0 => {
+                let one = LogitsSizes { count: 1, ..sizes };
+                back(&ones[..width], head, one, first, &mut hidden.uniform);
+            }
+            _ => {}
+        }
+    }
+
+    /// Returns the result of every token, and the gradient of the hidden states if it was requested. All rows of the head were added.
+    /// `gradient`: that of the head, if it was requested; this group of tokens is added.
+    pub(crate) fn finish(self, gradient: Option<&mut HeadGradient<'_>>) -> (Vec<TokenLoss>, Vec<f32>) {
         let (rows, ends) = self.losses.finish();
-        let factors: Vec<TokenFactors> = (0..rows.len()).map(|i| self.factors(i, ends[i], scale)).collect();
-        if let Some((dw, rounding)) = dw {
-            self.add_head_gradient(&factors, rounding, dw);
+        let factors: Vec<TokenFactors> = (0..rows.len()).map(|i| self.factors(i, ends[i])).collect();
+        if let (Some(gradient), Some(kept)) = (gradient, &self.kept) {
+            let uniform = matches!(self.slopes, Slopes::Ones(_));
+            let overwrite = !gradient.initialized && !matches!(self.slopes, Slopes::Capped(_));
+            gradient.finish(kept, &self.h, &self.losses, &factors, (uniform, overwrite));
         }
         let dh = self
             .hidden
@@ -173,53 +208,39 @@ impl VocabularyPass {
         (rows, dh)
     }
 
-    fn factors(&self, token: usize, RowExpSum { max, sum }: RowExpSum, scale: f32) -> TokenFactors {
-        let GroupLosses {
-            cap, smoothing, vocab, ..
-        } = self.losses;
-        let scale = self.weights.get(token).map_or(scale, |w| scale * w);
+    /// Returns the factor of what label smoothing subtracts from a token's gradient.
+    fn uniform(&self, token: usize) -> f32 {
+        self.weights[token] * self.losses.smoothing / self.losses.vocab as f32
+    }
+
+    fn factors(&self, token: usize, RowExpSum { max, sum }: RowExpSum) -> TokenFactors {
+        let GroupLosses { cap, smoothing, .. } = self.losses;
+        let scale = self.weights[token];
         let logit = self.losses.hits[token].logit;
         let p = ((logit - max) as f64).exp() / sum;
         let slope = if cap == 0.0 { 1.0 } else { slope(logit, cap) };
         TokenFactors {
             max,
             exp: scale / sum as f32,
-            even: scale * smoothing / vocab as f32,
+            uniform: self.uniform(token),
             target: slope * scale * (p - (1.0 - smoothing as f64)) as f32,
         }
     }
+}
 
-    fn add_head_gradient(&mut self, factors: &[TokenFactors], rounding: Rounding, dw: &mut [f32]) {
-        let (d, losses, slopes) = (self.d, &self.losses, &self.slopes);
-        let count = factors.len();
-        for (first, width) in pieces(losses.vocab) {
-            let place = count * first;
-            let dlogits = &mut self.logits[place..][..count * width];
-            dlogits.par_chunks_mut(width).enumerate().for_each(|(i, row)| {
-                let TokenFactors {
-                    max, exp, even, target, ..
-                } = factors[i];
-                let exp = exp * ((losses.largest_before(i, first + width) - max) as f64).exp() as f32;
-                let at = inside(losses.targets[i], first, width);
-                match slopes {
-                    Slopes::None => scale_slice(row, exp),
-                    Slopes::Ones(ones) => combine(row, exp, &ones[..width], -even),
-                    Slopes::Capped(slopes) => combine(row, exp, &slopes[place + i * width..][..width], -even),
-                }
-                if let Some(at) = at {
-                    row[at] += target;
-                }
-            });
-            product(
-                (width, d, count),
-                &mut dw[first * d..][..width * d],
-                CInit::C,
-                Matrix::k_outer(StoredElements::F32(dlogits), width),
-                Matrix::k_outer(StoredElements::F32(&self.h), d),
-                rounding,
-            );
-        }
-    }
+/// Cuts `slopes` and `in_bf16`, each `[count, width]` or empty, into the rows of the tokens.
+fn row_outputs<'a>(
+    slopes: &'a mut [f32],
+    in_bf16: &'a mut [half::bf16],
+    (count, width): (usize, usize),
+) -> Vec<RowOutputs<'a>> {
+    let mut slopes = slopes.chunks_mut(width.max(1));
+    let mut in_bf16 = in_bf16.chunks_mut(width.max(1));
+    let row = |_| RowOutputs {
+        slopes: slopes.next().unwrap_or_default(),
+        in_bf16: in_bf16.next().unwrap_or_default(),
+    };
+    (0..count).map(row).collect()
 }
 
 impl HiddenSums {
@@ -237,10 +258,12 @@ impl HiddenSums {
         let sums = self.sums[start * d..][..count * d].par_chunks_mut(d);
         sums.zip(targets).enumerate().for_each(|(i, (sums, target))| {
             let token = start + i;
-            let before = losses.largest_before(token, first);
-            let now = losses.largest_before(token, first + width);
-            if first > 0 && now > before {
-                scale_slice(sums, ((before - now) as f64).exp() as f32);
+            if first > 0 {
+                let before = losses.largest_before(token, first);
+                let now = losses.largest_before(token, first + width);
+                if now > before {
+                    scale_slice(sums, ((before - now) as f64).exp() as f32);
+                }
             }
             if let Some(at) = inside(losses.targets[token], first, width) {
                 head.copy_row(at, target);
@@ -250,12 +273,13 @@ impl HiddenSums {
 
     /// Returns the gradient of the hidden states, `[tokens, D]`.
     fn finish(mut self, factors: &[TokenFactors], d: usize) -> Vec<f32> {
-        let (targets, even) = (&self.targets, &self.even);
+        let (targets, uniform) = (&self.targets, &self.uniform);
         let rows = self.sums.par_chunks_mut(d.max(1)).zip(factors).enumerate();
         rows.for_each(|(i, (sums, factors))| {
-            combine(sums, factors.exp, &targets[i * d..][..d], factors.target);
-            if !even.is_empty() {
-                combine(sums, 1.0, &even[i * d % even.len()..][..d], -factors.even);
+            scale_slice(sums, factors.exp);
+            add_scaled(sums, factors.target, &targets[i * d..][..d]);
+            if !uniform.is_empty() {
+                add_scaled(sums, -factors.uniform, &uniform[i * d % uniform.len()..][..d]);
             }
         });
         self.sums

@@ -167,7 +167,7 @@ pub(crate) enum Rounding {
     /// Not rounded: the model is held in f32.
     Exact,
     /// The model is held in bf16: a backend with bf16 instructions rounds every operand of every size, other
-    /// backends none (`CpuBackend::rounds`).
+    /// backends none (`CpuBackend::rounds`). Only the exponentials that the loss keeps for the gradient of a head are always bf16.
     Bf16,
 }
 

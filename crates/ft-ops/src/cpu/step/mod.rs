@@ -8,8 +8,12 @@ mod code_avx512;
 pub(crate) mod rules;
 
 use super::math::vectorized;
+#[cfg(target_arch = "x86_64")]
+use super::product::{CpuBackend, VectorIsa};
 use crate::master;
 use code::{BLOCK, QuantizationTable};
+#[cfg(target_arch = "x86_64")]
+use code_avx512::QuantizedBlock;
 use ft_base::rng::Rng;
 use half::bf16;
 use rayon::prelude::*;
@@ -83,6 +87,21 @@ impl<'a> MomentSlices<'a> {
         }
     }
 
+    /// Returns a quantized block for the kernels in AVX-512; `None` where those cannot run.
+    #[cfg(target_arch = "x86_64")]
+    fn block(&mut self, at: usize, n: usize) -> Option<QuantizedBlock<'_>> {
+        match self {
+            Self::Int8(codes, most, table) if CpuBackend::current().vector_isa() == Some(VectorIsa::Avx512) => {
+                Some(QuantizedBlock {
+                    codes: &mut codes[at..at + n],
+                    absmax: &mut most[at / BLOCK],
+                    table,
+                })
+            }
+            _ => None,
+        }
+    }
+
     /// Requantizes `buffer`, which `values` filled.
     fn store(&mut self, at: usize, n: usize, buffer: &[f32; BLOCK]) {
         if let Self::Int8(codes, most, code) = self {
@@ -124,30 +143,67 @@ pub(crate) fn run(
 }
 
 fn one(rule: &PreparedRule, mut task: UpdateTask) {
-    let (mut wide, mut first, mut second) = ([0f32; BLOCK], [0f32; BLOCK], [0f32; BLOCK]);
+    let mut wide = [0f32; BLOCK];
+    let mut moments = MomentBuffers {
+        first: [0.0; BLOCK],
+        second: [0.0; BLOCK],
+    };
     let mut at = 0;
     for g in task.gradient.chunks(BLOCK) {
-        let n = g.len();
-        let m = task.m.values(at, n, &mut first);
-        let v = task.v.values(at, n, &mut second);
+        let (n, index) = (g.len(), task.first + at);
+        let mut update = |w: &mut [f32]| moments.update(rule, index, w, g, (&mut task.m, &mut task.v, at));
         match &mut task.weight {
-            WeightSlices::F32(w) => apply(rule, task.first + at, &mut w[at..at + n], g, m, v),
+            WeightSlices::F32(w) => update(&mut w[at..at + n]),
             WeightSlices::Master(high, low) => {
                 let (high, low, wide) = (&mut high[at..at + n], &mut low[at..at + n], &mut wide[..n]);
                 join(high, low, wide);
-                apply(rule, task.first + at, wide, g, m, v);
+                update(wide);
                 split(wide, high, low);
             }
             WeightSlices::Stochastic(high, rng) => {
                 let (high, wide) = (&mut high[at..at + n], &mut wide[..n]);
                 super::math::widen_slice(wide, high);
-                apply(rule, task.first + at, wide, g, m, v);
-                round(rng, task.first + at, wide, high);
+                update(wide);
+                round(rng, index, wide, high);
             }
         }
-        task.m.store(at, n, &first);
-        task.v.store(at, n, &second);
         at += n;
+    }
+}
+
+/// Buffers for the dequantized moments of a block.
+struct MomentBuffers {
+    first: [f32; BLOCK],
+    second: [f32; BLOCK],
+}
+
+impl MomentBuffers {
+    /// Updates a block of weights and its moments, which begin at element `at` of `m` and `v`. `index`: of the first weight in its
+    /// parameter.
+    fn update<'a>(
+        &mut self,
+        rule: &PreparedRule,
+        index: usize,
+        w: &mut [f32],
+        g: &[f32],
+        (m, v, at): (&mut MomentSlices<'a>, &mut MomentSlices<'a>, usize),
+    ) {
+        let n = g.len();
+        #[cfg(target_arch = "x86_64")]
+        if let (PreparedRule::Adamw(rule), Some(m), Some(v)) = (rule, m.block(at, n), v.block(at, n)) {
+            // SAFETY: `block` found the instructions; all slices have n elements, `BLOCK` at most.
+            return unsafe { code_avx512::adamw(rule, w, g, [m, v]) };
+        }
+        apply(
+            rule,
+            index,
+            w,
+            g,
+            m.values(at, n, &mut self.first),
+            v.values(at, n, &mut self.second),
+        );
+        m.store(at, n, &self.first);
+        v.store(at, n, &self.second);
     }
 }
 
@@ -182,14 +238,16 @@ vectorized!(pub(crate) fn split(wide: &[f32], high: &mut [bf16], low: &mut [i16]
 /// Rounds at most `BLOCK` elements stochastically; the first has index `first` in the parameter, a multiple of 4.
 #[inline(always)]
 fn round_body<const FMA: bool>(rng: &Rng, first: usize, wide: &[f32], high: &mut [bf16]) {
-    let mut draws = [0u16; BLOCK];
-    for (i, lanes) in draws[..wide.len().next_multiple_of(4)].chunks_exact_mut(4).enumerate() {
-        let draw = rng.bits((first / 4 + i) as u64);
-        for (lane, to) in lanes.iter_mut().enumerate() {
-            *to = (draw >> (16 * lane)) as u16;
-        }
+    // Whole draws first: this loop becomes vector instructions.
+    let mut draws = [0u64; BLOCK / 4];
+    for (i, draw) in draws[..wide.len().div_ceil(4)].iter_mut().enumerate() {
+        *draw = rng.bits((first / 4 + i) as u64);
     }
-    for ((x, h), draw) in wide.iter().zip(high).zip(&draws) {
+    let mut lanes = [0u16; BLOCK];
+    for (draw, lanes) in draws.iter().zip(lanes.as_chunks_mut::<4>().0) {
+        *lanes = [*draw, draw >> 16, draw >> 32, draw >> 48].map(|x| x as u16);
+    }
+    for ((x, h), draw) in wide.iter().zip(high).zip(&lanes) {
         *h = master::round(*x, *draw);
     }
 }
@@ -199,6 +257,66 @@ vectorized!(fn round(rng: &Rng, first: usize, wide: &[f32], high: &mut [bf16]) =
 mod tests {
     use super::*;
     use ft_base::rng::Stream;
+
+    #[cfg(target_arch = "x86_64")]
+    #[test]
+    fn the_kernel_for_eight_bit_adamw_has_the_bits_of_separate_steps() {
+        if !CpuBackend::Avx512.available() {
+            return;
+        }
+        let rng = Rng::new(4, Stream::Init, &[]);
+        for n in [1, 15, 16, 17, 255, BLOCK] {
+            for round in 0..20u64 {
+                let values =
+                    |k: u64, size: f32| (0..n as u64).map(move |i| rng.normal(i + 1000 * (k + 4 * round)) * size);
+                let mut w: Vec<f32> = values(0, 1.0).collect();
+                let mut g: Vec<f32> = values(1, 10f32.powi(-(round as i32))).collect();
+                let mut parts =
+                    [(&*code::SIGNED, values(2, 0.1)), (&*code::UNSIGNED, values(3, 0.01))].map(|(table, x)| {
+                        let x: Vec<f32> = x.map(|x| if table.signed { x } else { x.abs() }).collect();
+                        let mut codes = vec![0u8; n];
+                        let most = table.quantize(&x, &mut codes);
+                        (table, codes, if round == 0 { 0.0 } else { most })
+                    });
+                match round {
+                    0 => g.fill(0.0),
+                    1 => g[n / 2] = f32::NAN,
+                    2 => g[n / 2] = f32::INFINITY,
+                    _ => {}
+                }
+                let rule = rules::Adamw::new(1e-3, [0.9, 0.999], 1e-8, 0.1, 1 + round, 0.7);
+                let mut want_parts = parts.clone();
+                let mut want_w = w.clone();
+                let [mut m, mut v] = want_parts.each_ref().map(|(table, codes, most)| {
+                    let mut x = vec![0f32; n];
+                    table.dequantize(codes, *most, &mut x);
+                    x
+                });
+                rules::adamw(&rule, &mut want_w, &g, &mut m, &mut v);
+                for ((table, codes, most), x) in want_parts.iter_mut().zip([&m, &v]) {
+                    *most = table.quantize(x, codes);
+                }
+                let moments = parts.each_mut().map(|(table, codes, most)| QuantizedBlock {
+                    codes,
+                    absmax: most,
+                    table,
+                });
+                // SAFETY: the instructions were detected; the slices have n elements.
+                unsafe { code_avx512::adamw(&rule, &mut w, &g, moments) };
+                let same = w
+                    .iter()
+                    .zip(&want_w)
+                    .all(|(a, b)| a.to_bits() == b.to_bits() || a.is_nan() && b.is_nan());
+                assert!(same, "{n} {round}");
+                for ((_, codes, most), (_, want_codes, want_most)) in parts.iter().zip(&want_parts) {
+                    assert!(
+                        (codes, most.to_bits()) == (want_codes, want_most.to_bits()),
+                        "{n} {round}"
+                    );
+                }
+            }
+        }
+    }
 
     #[test]
     fn each_element_has_its_own_random_bits() {

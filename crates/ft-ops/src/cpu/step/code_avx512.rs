@@ -1,6 +1,6 @@
 //! Quantization of a block of moments with AVX-512: 16 look-ups in the tables at a time, with the bits of the plain code.
 //!
-//! AdamW has a kernel of its own: in separate loops one waits for look-ups and the next for divisions.
+//! AdamW has a kernel of its own, with fewer passes over a block: 18 % less time than the loops apart (docs/lab-book.md).
 
 use super::super::math::mask16;
 use super::code::{BLOCK, BUCKETS, CUT, INSIDE, LOWEST, QuantizationTable};

@@ -21,10 +21,11 @@ fn every_method_loses_what_it_loses_in_f32() {
         let dir = TempDir::new().unwrap();
         let run = |device, dtype: &str, out: &str| {
             let dtype = format!("model.dtype={dtype}");
-            let most = "train.max_steps=3";
+            // A loss over fewer tokens differs by more than 2e-4 from that in f32.
+            let sizes = ["train.max_steps=3", "data.max_length=256"];
             train(
                 device,
-                &[settings, &[dtype.as_str(), most]].concat(),
+                &[settings, &[dtype.as_str()], &sizes].concat(),
                 &dir.path().join(out),
             )
         };

@@ -94,6 +94,8 @@ fn distillation_is_that_of_the_cpu_and_of_heads_in_parts() {
         let base = [
             *method,
             "train.stage=distill",
+            // The divergence is small: over fewer tokens it differs by more from the CPU's.
+            "data.max_length=256",
             "distill.teacher=assets/tiny",
             "distill.teacher_weights=int4",
             "distill.alpha=0.3",
@@ -132,6 +134,7 @@ fn the_forecast_of_frozen_layers_on_the_host_is_what_is_used() {
         "memory.tier=host",
         "data.packing=true",
         "data.train_on=all",
+        "data.max_length=256",
     ];
     let lines = train("cuda:0", &settings, &run);
     let plan: Value = serde_json::from_slice(&std::fs::read(run.join("plan.json")).unwrap()).unwrap();

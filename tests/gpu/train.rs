@@ -168,6 +168,8 @@ const RUNS: [(&str, &[&str]); 29] = [
             "tune.method=lora",
             "tune.lora.peft_type=oft",
             "tune.lora.oft_block_size=8",
+            // Rounding to bf16: with fewer tokens the norm of the third step differs by 6 % (in f32 by 4e-7).
+            "data.max_length=256",
         ],
     ),
     (
@@ -265,7 +267,8 @@ pub fn train(device: &str, settings: &[&str], out: &Path) -> Vec<Value> {
         "schedule.warmup_ratio=0",
     ]);
     if short() {
-        arguments.push("data.eval=[]");
+        // Packed rows of half the length of the recipe's.
+        arguments.extend(["data.eval=[]", "data.max_length=128"]);
     }
     // Each key may be given only once.
     arguments.retain(|a| !settings.iter().any(|s| s.split('=').next() == a.split('=').next()));

@@ -17,23 +17,17 @@ use ft::train::teacher_cache::cache;
 use ft::train::{Resume, TrainOptions, train};
 use serde_json::{Value, json};
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering::Relaxed;
 
-/// A model wide enough that the program itself is not what is measured; the tokenizer of the tiny one. `large`: with a large
-/// vocabulary; `kind`, the first word of the name of a case: layers of another kind.
-fn model(dir: &Path, large: bool, kind: &str) {
-    let tiny = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/tiny");
-    fs::create_dir_all(dir).unwrap();
-    for name in [
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "chat_template.jinja",
-        "generation_config.json",
-    ] {
-        fs::copy(tiny.join(name), dir.join(name)).unwrap();
-    }
-    let mut config = Config::load(&tiny).unwrap().raw;
+fn tiny() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/tiny")
+}
+
+/// The config of a model wide enough that the program itself is not what is measured. `large`: with a large vocabulary; `kind`, the
+/// first word of the name of a case: layers of another kind.
+fn config(large: bool, kind: &str) -> String {
+    let mut config = Config::load(&tiny()).unwrap().raw;
     for (key, size) in [
         ("hidden_size", 384),
         ("intermediate_size", 1024),
@@ -98,7 +92,21 @@ fn model(dir: &Path, large: bool, kind: &str) {
         _ => json!({}),
     };
     config.extend(more.as_object().cloned().unwrap_or_default());
-    fs::write(dir.join("config.json"), Value::Object(config).to_string()).unwrap();
+    Value::Object(config).to_string()
+}
+
+/// A model with random weights and the tokenizer of the tiny one.
+fn model(dir: &Path, config: &str) {
+    fs::create_dir_all(dir).unwrap();
+    for name in [
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        "generation_config.json",
+    ] {
+        fs::copy(tiny().join(name), dir.join(name)).unwrap();
+    }
+    fs::write(dir.join("config.json"), config).unwrap();
     let spec = families::read(&Config::load(dir).unwrap()).unwrap();
     let file = dir.join("model.safetensors");
     disk::write_random(&file, &spec.params(), 3, 0.05, 1.0, Dtype::F32).unwrap();
@@ -185,11 +193,22 @@ fn teaches() {
 /// Runs the cases and prints a row for each; those whose forecast is more than a tenth off fail.
 fn compare(cases: &[Case]) {
     let mut wrong = Vec::new();
+    let (models, mut configs) = (tempfile::tempdir().unwrap(), Vec::new());
     for case in cases {
         let dir = tempfile::tempdir().unwrap();
         let kind = case.name.split([',', ' ']).next().unwrap_or_default();
-        let large = case.settings.contains(&NEW_TOKENS);
-        model(&dir.path().join("model"), large, kind);
+        let config = config(case.settings.contains(&NEW_TOKENS), kind);
+        // Cases with the same model share its files.
+        let number = configs
+            .iter()
+            .position(|known| *known == config)
+            .unwrap_or(configs.len());
+        let files = models.path().join(number.to_string());
+        if number == configs.len() {
+            model(&files, &config);
+            configs.push(config);
+        }
+        std::os::unix::fs::symlink(&files, dir.path().join("model")).unwrap();
         let id = format!("{}|{}", case.name, dir.path().display());
         if case.settings.contains(&"distill.teacher_cache=cache") {
             alone("stages::teaches", &id).unwrap_or_else(|said| panic!("{said}"));
@@ -313,7 +332,7 @@ fn alone(test: &str, case: &str) -> Result<Value, String> {
 #[test]
 fn a_run_that_passes_its_budget_stops_and_saves_its_state() {
     let dir = tempfile::tempdir().unwrap();
-    model(&dir.path().join("model"), false, "");
+    model(&dir.path().join("model"), &config(false, ""));
     let at = dir.path().display();
     let stopped = alone("stages::above_the_budget", &at.to_string()).unwrap_or_else(|said| panic!("{said}"));
     let checkpoints = fs::read_dir(dir.path().join("run")).unwrap().filter_map(|e| {

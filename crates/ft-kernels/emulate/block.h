@@ -1,4 +1,5 @@
-// A grid on one processor: the threads of a block are fibers, blocks run one after another.
+// A grid on one processor: the threads of a block are fibers, blocks run one after another. A thread that starts when another
+// has just ended takes over its fiber.
 //
 // Between two operations at which threads meet (a barrier, a shuffle, an mma) a thread runs alone for as long as it
 // can; which one is next comes from the seed. So what is read before it was written, or written while another still
@@ -54,10 +55,10 @@ struct Copy {
 };
 
 struct Thread {
-    Fiber fiber;
+    std::unique_ptr<Fiber> fiber = std::make_unique<Fiber>();
     uint3 index;
     unsigned number = 0;
-    bool ended = false;
+    bool started = false, ended = false;
     const char* waits = nullptr;  // for what, to be shown when nothing can run
     int line = 0;
     std::vector<Copy> copies;
@@ -87,6 +88,8 @@ inline int barrier_sum = 0, barrier_result = 0;
 /// A bit for each thread that can run, at its rank.
 inline std::vector<uint64_t> ready;
 inline std::vector<unsigned> rank, thread_of_rank;
+/// The number of threads, if the ranks are in their order; 0 otherwise.
+inline unsigned in_order = 0;
 inline Random random(0);
 inline uint64_t seed = 0;
 inline std::function<void()> body;
@@ -121,6 +124,8 @@ inline void set_ready(unsigned thread) {
 
 /// The order in which threads are asked whether they can run. Only called when none is marked.
 inline void draw_ranks() {
+    if (seed % 3 == 0 && in_order == count) return;
+    in_order = seed % 3 == 0 ? count : 0;
     unsigned warps = (count + 31) / 32;
     std::vector<unsigned> warp(warps), lane(32);
     for (unsigned w = 0; w < warps; w++) warp[w] = w;
@@ -159,20 +164,26 @@ inline int first_ready(unsigned from) {
     fail("deadlock: %u of %u threads at a barrier, %u living", at_barrier, count, living);
 }
 
-/// Leaves the thread that runs; comes back when it is chosen again. `from` is null in the host.
-inline void run_next(Thread* from, bool last) {
-    Fiber& here = from ? from->fiber : host;
-    if (living == 0) {
-        current = nullptr;
-        switch_to(here, host, last);
-        return;
-    }
+/// Makes the next thread that can run the current one.
+inline Thread* choose_next() {
     int r = first_ready(seed % 3 == 2 ? random.below(count) : 0);
     if (r < 0) stuck();
     ready[static_cast<unsigned>(r) / 64] &= ~(1ull << (static_cast<unsigned>(r) % 64));
-    Thread* next = threads[thread_of_rank[static_cast<unsigned>(r)]].get();
-    current = next;
-    if (next != from) switch_to(here, next->fiber, last);
+    current = threads[thread_of_rank[static_cast<unsigned>(r)]].get();
+    return current;
+}
+
+inline void start();
+
+/// Leaves the thread that runs; comes back when it is chosen again. `from` is null in the host.
+inline void run_next(Thread* from) {
+    Thread* next = choose_next();
+    if (next == from) return;
+    if (!next->started) {
+        next->started = true;
+        prepare(*next->fiber, start);
+    }
+    switch_to(from ? *from->fiber : host, *next->fiber, false);
 }
 
 inline void open_barrier() {
@@ -185,38 +196,60 @@ inline void open_barrier() {
         if (!threads[t]->ended) set_ready(t);
 }
 
-inline void hold(unsigned warp, Meeting& meeting) {
-    meeting.combine(meeting.lanes, meeting.arrived);
-    for (unsigned lane = 0; lane < 32; lane++)
-        if (meeting.arrived >> lane & 1) set_ready(warp * 32 + lane);
+/// Whether a meeting waits for no lane any more (a lane may have ended).
+inline bool is_complete(unsigned warp, const Meeting& meeting) {
+    return (meeting.wanted & living_lanes[warp]) == meeting.arrived;
 }
 
-/// Completes the meetings of a warp that wait for no lane any more (a lane may have ended).
-inline void look_at_meetings(unsigned warp) {
+/// Completes meeting `i` of a warp.
+inline void complete(unsigned warp, size_t i) {
     auto& open = meetings[warp];
-    for (size_t i = 0; i < open.size();) {
-        if ((open[i].wanted & living_lanes[warp]) == open[i].arrived) {
-            Meeting meeting = open[i];
-            open.erase(open.begin() + static_cast<long>(i));
-            hold(warp, meeting);
-        } else {
-            i++;
-        }
-    }
+    open[i].combine(open[i].lanes, open[i].arrived);
+    for (unsigned lanes = open[i].arrived; lanes != 0; lanes &= lanes - 1)
+        set_ready(warp * 32 + static_cast<unsigned>(__builtin_ctz(lanes)));
+    open.erase(open.begin() + static_cast<long>(i));
 }
 
-[[noreturn]] inline void start() {
-    switched(nullptr);
-    body();
+/// What the thread that runs leaves behind when it ends.
+inline void end_thread() {
     Thread* self = current;
     if (!self->copies.empty()) fail("a thread ends before its asynchronous copies have landed");
     self->ended = true;
     living--;
-    living_lanes[self->number / 32] &= ~(1u << (self->number % 32));
-    look_at_meetings(self->number / 32);
+    unsigned warp = self->number / 32;
+    living_lanes[warp] &= ~(1u << (self->number % 32));
+    for (size_t i = 0; i < meetings[warp].size();) {
+        if (is_complete(warp, meetings[warp][i])) {
+            complete(warp, i);
+        } else {
+            i++;
+        }
+    }
     if (living > 0 && at_barrier == living) open_barrier();
-    run_next(self, true);
+}
+
+/// Leaves a fiber whose thread has ended.
+[[noreturn]] inline void go_to(Fiber& from, Fiber& to) {
+    switch_to(from, to, true);
     std::abort();
+}
+
+/// What a fiber runs: a thread. If the next thread has not started, it runs on the same stack.
+inline void start() {
+    switched(nullptr);
+    for (;;) {
+        body();
+        end_thread();
+        Thread* ended = current;
+        if (living == 0) {
+            current = nullptr;
+            go_to(*ended->fiber, host);
+        }
+        Thread* next = choose_next();
+        if (next->started) go_to(*ended->fiber, *next->fiber);
+        next->started = true;
+        std::swap(ended->fiber, next->fiber);
+    }
 }
 
 }  // namespace block
@@ -236,7 +269,7 @@ inline int barrier(int value, const char* file, int line) {
     at_barrier++;
     Thread* self = current;
     if (at_barrier == living) open_barrier();
-    run_next(self, false);
+    run_next(self);
     return barrier_result;
 }
 
@@ -260,8 +293,8 @@ inline void meet(const char* what, unsigned mask, void* mine, void (*combine)(vo
     meeting->lanes[lane] = mine;
     self->waits = what;
     self->line = 0;
-    look_at_meetings(warp);
-    run_next(self, false);
+    if (is_complete(warp, *meeting)) complete(warp, static_cast<size_t>(meeting - open.data()));
+    run_next(self);
 }
 
 inline void run_block() {
@@ -281,14 +314,13 @@ inline void run_block() {
         Thread& thread = *threads[t];
         thread.number = t;
         thread.index = {t % block_size.x, t / block_size.x % block_size.y, t / block_size.x / block_size.y};
-        thread.ended = false;
+        thread.started = thread.ended = false;
         thread.copies.clear();
         thread.groups.clear();
-        prepare(thread.fiber, start);
         living_lanes[t / 32] |= 1u << (t % 32);
         set_ready(t);
     }
-    run_next(nullptr, false);
+    run_next(nullptr);
 }
 
 /// Runs every block of a grid, in an order drawn from the seed (seed 0: as counted).

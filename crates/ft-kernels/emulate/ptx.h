@@ -51,15 +51,22 @@ inline void mma_m16n8k16(float* d, const uint32_t* a, uint32_t b0, uint32_t b1) 
             }
             for (int i = 0; i < 4; i++) b[pair + (i & 1) + (i >> 1) * 8][group] = half_of(m.b[i >> 1], i & 1);
         }
-        for (int lane = 0; lane < 32; lane++) {
-            const Mma& m = *static_cast<Mma*>(lanes[lane]);
-            for (int i = 0; i < 4; i++) {
-                int row = (lane >> 2) + (i >> 1) * 8, column = (lane & 3) * 2 + (i & 1);
-                float sum = m.d[i];
-                for (int k = 0; k < 16; k++) sum += a[row][k] * b[k][column];
-                m.d[i] = sum;
-            }
+        auto for_each_sum = [&](auto visit) {
+            for (int lane = 0; lane < 32; lane++)
+                for (int i = 0; i < 4; i++)
+                    visit(static_cast<Mma*>(lanes[lane])->d[i], (lane >> 2) + (i >> 1) * 8, (lane & 3) * 2 + (i & 1));
+        };
+        // Eight columns at a time; each sum is in the order of k.
+        typedef float Columns __attribute__((vector_size(32)));
+        Columns sums[16], rows[16];
+        std::memcpy(rows, b, sizeof(rows));
+        for_each_sum([&](float d, int row, int column) { sums[row][column] = d; });
+        for (int row = 0; row < 16; row++) {
+            Columns sum = sums[row];
+            for (int k = 0; k < 16; k++) sum += a[row][k] * rows[k];
+            sums[row] = sum;
         }
+        for_each_sum([&](float& d, int row, int column) { d = sums[row][column]; });
     });
 }
 

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
 
 using namespace soft;
 
@@ -93,14 +94,27 @@ FAST S dot(const T* a, const S* b, size_t n) {
 template <class T, class S, class R>
 void product(const Matrix& a, const Matrix& b, const Matrix& c, S alpha, S beta) {
     size_t m = c.rows, n = c.columns, k = a.columns;
+    // f16 is widened once: every column of C takes all of A, and widening takes longer than a multiplication.
+    using V = std::conditional_t<std::is_same_v<T, Half>, S, T>;
+    const V* values = reinterpret_cast<const V*>(a.address);
+    size_t stride = a.stride;
+    std::vector<V> widened;
+    if constexpr (std::is_same_v<T, Half>) {
+        size_t lines = a.transposed ? m : k, length = a.transposed ? k : m;
+        widened.resize(lines * length);
+        for (size_t i = 0; i < lines; i++)
+            for (size_t p = 0; p < length; p++) widened[i * length + p] = value(a.line<T>(i)[p]);
+        values = widened.data();
+        stride = length;
+    }
     std::vector<S> column(k), sum(m);
     for (size_t j = 0; j < n; j++) {
         for (size_t p = 0; p < k; p++) column[p] = value(b.transposed ? b.line<T>(p)[j] : b.line<T>(j)[p]);
         if (a.transposed) {
-            for (size_t i = 0; i < m; i++) sum[i] = dot(a.line<T>(i), column.data(), k);
+            for (size_t i = 0; i < m; i++) sum[i] = dot(values + i * stride, column.data(), k);
         } else {
             std::fill(sum.begin(), sum.end(), S(0));
-            for (size_t p = 0; p < k; p++) add_scaled(sum.data(), a.line<T>(p), column[p], m);
+            for (size_t p = 0; p < k; p++) add_scaled(sum.data(), values + p * stride, column[p], m);
         }
         R* out = c.line<R>(j);
         for (size_t i = 0; i < m; i++) {

@@ -109,6 +109,11 @@ fn measured(dir: &Path, recipe: &Recipe, what: &str) {
     assert!(took < LONGEST, "{what}: {took:?}");
 }
 
+/// As in tests/run/turn.rs.
+fn turn() -> usize {
+    std::env::var("FT_TEST_TURN").map_or(0, |n| n.parse().expect("FT_TEST_TURN is a number"))
+}
+
 fn mutate(families: &[&str]) -> usize {
     let tiny = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/tiny");
     let root = tempfile::tempdir().unwrap();
@@ -126,8 +131,7 @@ fn mutate(families: &[&str]) -> usize {
     };
     // Each case plans one method, with weights or without them. Every value of every key is used with all methods and both ways, each
     // in other families; `FT_TEST_TURN` exchanges the families. In the first family each value is used both ways.
-    let turn: usize = std::env::var("FT_TEST_TURN").map_or(0, |n| n.parse().unwrap());
-    println!("FT_TEST_TURN={turn}");
+    let turn = turn();
     let methods = [recipes(&with), recipes(&without)];
     let mut count = 0;
     for (number, family) in families.iter().enumerate() {
@@ -208,7 +212,7 @@ fn all_of(families: &str) {
         Ok(count) => count.parse().unwrap(),
         Err(said) => {
             let last: Vec<&str> = said.lines().rev().take(8).collect();
-            panic!("{last:?}")
+            panic!("FT_TEST_TURN={}: {last:?}", turn())
         }
     };
     assert!(count > 7000, "{count} cases");

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds and runs the fuzz targets with stable Rust: fuzz/README.md.
+# Builds and runs the fuzz targets: fuzz/README.md.
 # Usage: run.sh build | seed | all SECONDS | forever SECONDS | one TARGET SECONDS | sum | keep
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
@@ -13,16 +13,27 @@ program=$target/$host/release/parse
 # The program reads files of the repository.
 export FT_FUZZ_ROOT=$root
 
-# Coverage for libFuzzer, as cargo-fuzz sets it, without sanitizers: those need nightly.
+# Coverage for libFuzzer, as cargo-fuzz sets it.
 flags="-Cpasses=sancov-module -Ccodegen-units=16 --cfg fuzzing"
 for flag in level=4 inline-8bit-counters pc-table trace-compares; do
     flags+=" -Cllvm-args=-sanitizer-coverage-$flag"
 done
+# FT_FUZZ_SANITIZER=address finds wrong accesses to memory. It needs nightly Rust, and clang for the code in C.
+sanitizer=${FT_FUZZ_SANITIZER:-}
+toolchain=()
+if [ -n "$sanitizer" ]; then
+    flags+=" -Zsanitizer=$sanitizer"
+    toolchain=(+nightly)
+    export "CC_${host//-/_}=clang" "CXX_${host//-/_}=clang++"
+    export "CFLAGS_${host//-/_}=-fsanitize=$sanitizer" "CXXFLAGS_${host//-/_}=-fsanitize=$sanitizer"
+    # Freed memory that is kept, to find uses of it: the limit on memory below counts it.
+    export ASAN_OPTIONS=quarantine_size_mb=64
+fi
 
 # The versions of the dependencies are those of the product.
 build() {
     cp "$root/Cargo.lock" "$here/Cargo.lock"
-    (cd "$here" && CARGO_TARGET_DIR=$target RUSTFLAGS=$flags cargo build --release --target "$host")
+    (cd "$here" && CARGO_TARGET_DIR=$target RUSTFLAGS=$flags cargo "${toolchain[@]}" build --release --target "$host")
 }
 
 # seed TARGET FILE...: copies the files that exist and are at most 64 KiB.
@@ -52,17 +63,41 @@ seed() {
     put parquet "$goldens"/**/*.parquet
     put arrow "$goldens"/**/*.arrow
     put recipe "$root"/recipes/*.toml
-    mkdir -p "$data"/corpus/{gguf,index,json,csv,kwargs,argument,manifest,state,metrics,events,resolved}
+    put special_tokens "$goldens"/**/special_tokens_map.json "$goldens"/**/added_tokens.json
+    put generation_config "$goldens"/**/generation_config.json "$root"/assets/*/generation_config.json
+    put quantized "$goldens"/quantfiles/**/config.json
+    put preference "$goldens"/preference/*.jsonl
+    put prompts "$goldens"/data/*.jsonl "$goldens"/preference/text.jsonl
+    mkdir -p "$data"/corpus/{safetensors,gguf,index,json,csv,kwargs,argument,manifest,state,metrics,events,resolved}
+    mkdir -p "$data"/corpus/{special_tokens,generation_config,quantized,preference,prompts,yaml}
+    printf '\070\0\0\0\0\0\0\0{"a":{"dtype":"F32","shape":[2,1],"data_offsets":[0,8]}}\0\0\0\0\0\0\0\0' >"$data/corpus/safetensors/one"
     printf 'GGUF\003\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0' >"$data/corpus/gguf/one"
     printf '{"metadata": {"total_size": 9}, "weight_map": {"model.norm.weight": "model.safetensors"}}' >"$data/corpus/index/one"
     printf '[{"text": "one"}, {"prompt": "a", "completion": "b"}]' >"$data/corpus/json/one"
     printf 'prompt,completion\n"a, ""b""",c\n1,2\n' >"$data/corpus/csv/one"
     printf '{"enable_thinking": false, "bos_token": "x", "list": [1, {"a": null}]}' >"$data/corpus/kwargs/one"
     printf 'tune.method=lora\ntune.lora.r=4\nmemory.budget=22GiB\nrlhf.rewards=["regex:[a]", "length:4"]' >"$data/corpus/argument/one"
-    printf '{"format": 1, "ft": "0.1.0", "step": 1, "files": [{"name": "a", "size": 1, "blake3": "00"}], "seal": "00"}' >"$data/corpus/manifest/one"
-    cp "$data/corpus/manifest/one" "$data/corpus/state/one"
+    # The hash of `{}`, which the target writes as the state.
+    printf '{"format": 1, "ft": "0.1.0", "step": 1, "files": [{"name": "state.json", "size": 2, "blake3": "%s"}], "seal": "00"}' \
+        6e46dd10defc9b56c29a6ec56b508c21f54c08192194e4df25bf36f0c9c3c279 >"$data/corpus/manifest/one"
+    printf '{"recipe": {"train.seed": "1"}, "made_by": {"program": "a"}, "data": "aa", "base": "b:c", "stage": true, "trained_tokens": 3}' >"$data/corpus/state/one"
     printf '{"step":1,"epoch":0.5,"loss":2.5,"lr":0.1}\n{"step":2,"eval_loss":2.0}\n' >"$data/corpus/metrics/one"
     printf '{"event":"start","steps":2,"time":1.5}\n{"event":"warning","message":"x"}\n{"event":"stop","step":2,"reason":"done"}\n' >"$data/corpus/events/one"
+    printf '{"eos_token": {"content": "<|im_end|>", "lstrip": false}, "pad_token": "<|endoftext|>", "<extra>": 900}' >"$data/corpus/special_tokens/one"
+    printf '{"eos_token_id": [2, 0], "pad_token_id": 0, "do_sample": false}' >"$data/corpus/generation_config/one"
+    printf '{"prompt": "q", "completion": "a", "label": true}\n{"prompt": "r", "completion": "b", "label": "False"}\n' >"$data/corpus/preference/one"
+    printf '{"prompt": "add 3 and 4", "answer": 7}\n{"prompt": [{"role": "user", "content": "q"}], "answer": ["a", "b"]}\n' >"$data/corpus/prompts/one"
+    local n=0 settings
+    for settings in '"gptq", "bits": 4, "group_size": 32, "desc_act": false' '"gptq", "bits": 3, "group_size": 32, "checkpoint_format": "gptq_v2"' \
+        '"awq", "bits": 4, "group_size": 32, "version": "gemm"' '"fp8", "weight_block_size": [32, 32]' '"bitsandbytes", "load_in_8bit": true' \
+        '"bitsandbytes", "load_in_4bit": true, "bnb_4bit_quant_type": "nf4"' \
+        '"compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "int"}}}'; do
+        n=$((n + 1))
+        printf '{"model_type": "llama", "quantization_config": {"quant_method": %s}}' "$settings" >"$data/corpus/quantized/$n"
+    done
+    printf 'base_model: m\ndatasets:\n  - path: rows.jsonl\n    type: alpaca\nadapter: lora\nlora_r: 8\nbetas: [0.9, 0.95]\n' >"$data/corpus/yaml/axolotl"
+    printf 'model_name_or_path: m\nfinetuning_type: lora\nstage: dpo\ndataset: own\nown:\n  file_name: o.json\n  columns: {prompt: q, response: r}\n' >"$data/corpus/yaml/factory"
+    printf '{"model_name": "m", "max_steps": 2, "peft": {"r": 4, "lora_alpha": 8}}' >"$data/corpus/yaml/json"
     printf '[train]\nmax_steps = 2  # recipe\n[model]\npath = "m"  # argument\n' >"$data/corpus/resolved/one"
 }
 

@@ -353,3 +353,103 @@ fn an_answer_with_escapes_is_shown_as_text() {
         );
     }
 }
+
+/// A text that on a terminal is hidden and red, sets the title and clears the window; how it is shown; and what ft never writes
+/// itself.
+const HOSTILE: &str = "seen\u{1b}[8m\u{1b}[31m\u{1b}]0;x\u{7}\u{9b}2Jend";
+const SHOWN: &str = "seen\\u{1b}[8m\\u{1b}[31m\\u{1b}]0;x\\u{7}\\u{9b}2Jend";
+const ACTS: [&str; 5] = ["\u{1b}[8m", "\u{1b}[31m", "\u{1b}]", "\u{7}", "\u{9b}"];
+
+/// An adapter directory with one tensor.
+fn write_adapter(dir: &Path, base: &str, tensor: &str) {
+    let config = serde_json::json!({
+        "peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "base_model_name_or_path": base,
+    });
+    let header = serde_json::json!({tensor: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).to_string();
+    let weights = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &[0; 4]].concat();
+    std::fs::create_dir(dir).unwrap();
+    std::fs::write(dir.join("adapter_config.json"), config.to_string()).unwrap();
+    std::fs::write(dir.join("adapter_model.safetensors"), weights).unwrap();
+}
+
+/// A run directory with this text in its events; `path` is the setting `model.path`, in TOML.
+fn write_run(dir: &Path, path: &str, text: &str) {
+    let resolved = format!("[train]\nstage = \"sft\"  # recipe\n[model]\npath = {path}  # recipe\n");
+    let events = [
+        serde_json::json!({"event": "start", "steps": 2, "time": 1.0}),
+        serde_json::json!({"event": "warning", "message": text, "time": 2.0}),
+        serde_json::json!({"event": text, "time": 3.0}),
+        serde_json::json!({"event": "stop", "reason": text, "time": 4.0}),
+    ];
+    let events: String = events.iter().map(|event| format!("{event}\n")).collect();
+    let metrics = "{\"step\":1,\"loss\":2.0,\"time\":2.0}\n{\"step\":2,\"loss\":1.0,\"time\":3.0}\n";
+    std::fs::create_dir_all(dir).unwrap();
+    std::fs::write(dir.join("resolved.toml"), resolved).unwrap();
+    std::fs::write(dir.join("events.jsonl"), events).unwrap();
+    std::fs::write(dir.join("metrics.jsonl"), metrics).unwrap();
+}
+
+/// Row W6.
+/// Commands that succeed, on files of somebody else. The window is wide, so that no line is broken.
+#[test]
+fn text_of_files_is_shown_and_acts_on_no_terminal() {
+    let dir = workplace();
+    let at = dir.path();
+    write_adapter(&at.join("hostile"), HOSTILE, HOSTILE);
+    write_adapter(&at.join("plain"), "base", "tensor");
+    let run = format!("runs/{HOSTILE}");
+    // TOML allows control characters from U+0080 on.
+    write_run(&at.join(&run), "\"p\u{9b}2J\\u001b[8m\"", HOSTILE);
+    write_run(&at.join("runs/plain"), "\"p\"", "done");
+    let yaml = format!("model_name_or_path: \"{HOSTILE}\"\nlearning_rate: 1e-4\n");
+    std::fs::write(at.join("value.yaml"), yaml).unwrap();
+    let unknown = serde_json::json!({"model_name_or_path": "m", HOSTILE: 1});
+    std::fs::write(at.join("key.json"), unknown.to_string()).unwrap();
+    let message = |role: &str| serde_json::json!({"role": role, "content": HOSTILE});
+    let row = serde_json::json!({"messages": [message("user"), message("assistant")]});
+    std::fs::write(at.join("rows.jsonl"), format!("{row}\n")).unwrap();
+    ft(at, 200, &["recipes", "copy", "quickstart"], &[], 0);
+
+    let run = run.as_str();
+    let commands: [(&[&str], &str); 10] = [
+        (&["adapter", "show", "hostile"], SHOWN),
+        (&["adapter", "diff", "hostile", "plain"], SHOWN),
+        (&["runs"], SHOWN),
+        (&["runs", "show", run], SHOWN),
+        (&["runs", "compare", "runs"], SHOWN),
+        (
+            &["runs", "diff", run, "runs/plain"],
+            "\"p\\u{9b}2J\\u001b[8m\" -> \"p\"",
+        ),
+        (&["runs", "plot", "runs"], SHOWN),
+        // The recipe has TOML's own escapes.
+        (
+            &["import", "value.yaml"],
+            "seen\\u001B[8m\\u001B[31m\\u001B]0;x\\u0007\\u{9b}2Jend",
+        ),
+        (&["import", "key.json"], SHOWN),
+        (&["data", "--recipe", "quickstart.toml", "data.train=rows.jsonl"], SHOWN),
+    ];
+    let plain = [("NO_COLOR", "1"), ("FT_NO_PROGRESS", "1")];
+    for (arguments, shown) in commands {
+        for environment in [&plain[..], &[]] {
+            let seen = Pty::start(at, 200, arguments, environment).finish(PATIENCE);
+            let raw = seen.raw();
+            assert_eq!(seen.code, 0, "{arguments:?}: {raw:?}");
+            assert!(raw.contains(shown), "{arguments:?}: {raw:?}");
+            let acts = ACTS.iter().find(|code| raw.contains(**code));
+            assert_eq!(acts, None, "{arguments:?}: {raw:?}");
+            // Without colors and progress ft itself writes no control character except for line breaks.
+            let control = raw.chars().any(|c| c.is_control() && !"\r\n".contains(c));
+            assert!(environment.is_empty() || !control, "{arguments:?}: {raw:?}");
+        }
+    }
+
+    let mut pty = Pty::start(at, 200, &["watch", run], &[]);
+    pty.wait_for("q quit", PATIENCE);
+    pty.press("q");
+    let seen = pty.finish(PATIENCE);
+    let raw = seen.raw();
+    assert!(seen.code == 0 && raw.contains(SHOWN), "{raw:?}");
+    assert!(!ACTS.iter().any(|code| raw.contains(code)), "{raw:?}");
+}

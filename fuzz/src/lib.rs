@@ -2,13 +2,20 @@
 //!
 //! Bytes that are read by path are put into a file of a directory in memory, beside good files that it belongs to.
 
+mod checkpoints;
 mod events;
+pub mod quantized;
 
 use ft::base::Result;
+use ft::data::preference::PreferencePart;
+use ft::data::prompts::{PromptLimits, PromptSpec, Prompts};
 use ft::data::{self, ChatRender, Dataset, Long, Render, TrainOn};
+use ft::formats::tokenizer::NewToken;
+use ft::formats::writer::{TensorPlan, Values, write_file};
 use ft::formats::{AdapterConfig, ChatTemplate, Config, Tokenizer, Weights, gguf as ggufs};
-use ft::{checkpoint, history, model, recipe};
-use serde_json::{Value, json};
+use ft::recipe::import::{Registry, import, registry_folder};
+use ft::{hf, history, model, recipe};
+use serde_json::{Map, Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -20,7 +27,7 @@ const CHATML: &str = include_str!("../../crates/ft-formats/src/template/named/ch
 pub type Target = fn(&[u8]);
 
 /// Name and function of each target.
-pub const TARGETS: [(&str, Target); 21] = [
+pub const TARGETS: [(&str, Target); 27] = [
     ("safetensors", safetensors),
     ("index", index),
     ("config", config),
@@ -37,11 +44,17 @@ pub const TARGETS: [(&str, Target); 21] = [
     ("arrow", arrow),
     ("recipe", recipe_text),
     ("argument", argument),
-    ("manifest", manifest),
-    ("state", state),
+    ("manifest", checkpoints::manifest),
+    ("state", checkpoints::state),
     ("metrics", metrics),
     ("events", event_lines),
     ("resolved", resolved),
+    ("special_tokens", special_tokens),
+    ("generation_config", generation_config),
+    ("quantized", quantized::target),
+    ("preference", preference),
+    ("prompts", prompts),
+    ("yaml", yaml),
 ];
 
 /// The tiny model of the repository; this file is also a module of `tests/run`. `run.sh` names the repository, because the program
@@ -95,6 +108,18 @@ fn beside_model(name: &str, bytes: &[u8]) -> PathBuf {
     model.clone()
 }
 
+/// A directory with these files of the tiny model.
+fn with_files(name: &str, files: &[&str]) -> PathBuf {
+    let to = dir().join(name);
+    if !to.is_dir() {
+        fs::create_dir_all(&to).unwrap();
+        for file in files {
+            fs::copy(tiny().join(file), to.join(file)).unwrap();
+        }
+    }
+    to
+}
+
 fn good_tokenizer() -> &'static Tokenizer {
     static GOOD: OnceLock<Tokenizer> = OnceLock::new();
     GOOD.get_or_init(|| Tokenizer::load(&tiny()).unwrap())
@@ -105,13 +130,46 @@ fn said<T>(result: Result<T>) -> Option<T> {
     result.map_err(|e| e.to_string().len()).ok()
 }
 
+/// A file that can be read is written again and read again.
 fn safetensors(bytes: &[u8]) {
     let path = put("one.safetensors", bytes);
-    if let Some(weights) = said(Weights::open_file(&path)) {
-        let names: Vec<String> = weights.names().map(str::to_string).collect();
-        for name in names {
-            said(weights.read_f32(&name));
-            said(weights.read_bytes(&name));
+    let Some(first) = said(Weights::open_file(&path)) else {
+        return;
+    };
+    let names: Vec<&str> = first.names().collect();
+    for name in &names {
+        said(first.read_f32(name));
+    }
+    let read: Vec<Vec<u8>> = names.iter().filter_map(|name| said(first.read_bytes(name))).collect();
+    if read.len() < names.len() || first.total_bytes() > 1 << 20 {
+        return;
+    }
+    let plans: Vec<TensorPlan> = first
+        .names()
+        .filter_map(|name| first.info(name))
+        .map(|info| TensorPlan {
+            name: info.name.clone(),
+            dtype: info.dtype,
+            shape: info.shape.clone(),
+        })
+        .collect();
+    let metadata: Vec<(String, String)> = first.metadata().clone().into_iter().collect();
+    let again = dir().join("again.safetensors");
+    let mut data = read.iter();
+    // Numbers that are not finite are not written.
+    let written = write_file(&again, &plans, &metadata, |_, put| {
+        put(Values::Raw(data.next().unwrap()))
+    });
+    if said(written).is_some() {
+        let second = Weights::open_file(&again).unwrap();
+        let mut wanted = first.metadata().clone();
+        wanted.entry("format".into()).or_insert_with(|| "pt".into());
+        assert_eq!(*second.metadata(), wanted);
+        assert!(second.names().eq(first.names()));
+        for (plan, bytes) in plans.iter().zip(&read) {
+            let info = second.info(&plan.name).unwrap();
+            assert_eq!((info.dtype, &info.shape), (plan.dtype, &plan.shape));
+            assert_eq!(second.read_bytes(&plan.name).unwrap(), *bytes);
         }
     }
 }
@@ -132,14 +190,14 @@ fn config(bytes: &[u8]) {
     }
 }
 
-fn with_tokenizer(dir: &Path) {
-    if let Some(tokenizer) = said(Tokenizer::load(dir)) {
-        if let Some(ids) = said(tokenizer.encode("Two plus three is\n<|im_end|> \u{e9}\u{1f600}", true)) {
-            said(tokenizer.decode(&ids, false));
-        }
-        tokenizer.end_conflict();
-        said(ChatTemplate::from_dir(dir, &tokenizer));
+fn with_tokenizer(dir: &Path) -> Option<Tokenizer> {
+    let tokenizer = said(Tokenizer::load(dir))?;
+    if let Some(ids) = said(tokenizer.encode("Two plus three is\n<|im_end|> \u{e9}\u{1f600}", true)) {
+        said(tokenizer.decode(&ids, false));
     }
+    tokenizer.end_conflict();
+    said(ChatTemplate::from_dir(dir, &tokenizer));
+    Some(tokenizer)
 }
 
 fn tokenizer(bytes: &[u8]) {
@@ -148,13 +206,43 @@ fn tokenizer(bytes: &[u8]) {
 }
 
 fn tokenizer_config(bytes: &[u8]) {
-    static FIRST: OnceLock<()> = OnceLock::new();
-    let path = put("named/tokenizer_config.json", bytes);
-    let dir = path.parent().unwrap();
-    FIRST.get_or_init(|| {
-        fs::copy(tiny().join("tokenizer.json"), dir.join("tokenizer.json")).unwrap();
-    });
-    with_tokenizer(dir);
+    let dir = with_files("named", &["tokenizer.json"]);
+    fs::write(dir.join("tokenizer_config.json"), bytes).unwrap();
+    with_tokenizer(&dir);
+}
+
+/// The files that older tokenizers have beside the vocabulary, both with the same bytes.
+fn special_tokens(bytes: &[u8]) {
+    let dir = with_files("special", &["tokenizer.json"]);
+    for name in ["special_tokens_map.json", "added_tokens.json"] {
+        fs::write(dir.join(name), bytes).unwrap();
+    }
+    let Some(mut tokenizer) = with_tokenizer(&dir) else {
+        return;
+    };
+    // An export lists a new token in these files.
+    let token = NewToken {
+        text: "<new>".into(),
+        special: true,
+    };
+    said(tokenizer.add_tokens(&[token]));
+    for (name, text) in said(tokenizer.files_with_added(&dir)).unwrap_or_default() {
+        assert!(serde_json::from_slice::<Value>(&text).is_ok(), "{name}");
+    }
+}
+
+fn generation_config(bytes: &[u8]) {
+    let dir = with_files(
+        "generation",
+        &["tokenizer.json", "tokenizer_config.json", "config.json"],
+    );
+    fs::write(dir.join("generation_config.json"), bytes).unwrap();
+    with_tokenizer(&dir);
+    said(Tokenizer::ends_of(&dir));
+    // An export writes the tokens that end an answer into it.
+    if said(hf::set_stop_ids(&dir, &Map::new(), &[2, 0])).is_some() {
+        assert_eq!(Tokenizer::ends_of(&dir).unwrap(), [2, 0]);
+    }
 }
 
 fn messages() -> [Value; 4] {
@@ -198,7 +286,8 @@ fn adapter(bytes: &[u8]) {
     said(AdapterConfig::load(path.parent().unwrap()));
 }
 
-fn rows(name: &str, bytes: &[u8]) {
+/// Passes the bytes to `load` as a file with rows, with the chat template.
+fn with_rows(name: &str, bytes: &[u8], load: impl FnOnce(&data::DatasetSpec, &dyn ChatRender)) {
     static TEMPLATE: OnceLock<ChatTemplate> = OnceLock::new();
     let template = TEMPLATE.get_or_init(|| {
         let text = ChatTemplate::from_text(CHATML, "chatml", good_tokenizer()).unwrap();
@@ -215,11 +304,69 @@ fn rows(name: &str, bytes: &[u8]) {
         embedding_rows: 512,
         screen: None,
     };
-    said(Dataset::load(
-        &spec,
-        good_tokenizer(),
-        Some(template as &dyn ChatRender),
-    ));
+    load(&spec, template);
+}
+
+fn rows(name: &str, bytes: &[u8]) {
+    with_rows(name, bytes, |spec, template| {
+        said(Dataset::load(spec, good_tokenizer(), Some(template)));
+    });
+}
+
+/// Pairs of answers, and answers with a label.
+fn preference(bytes: &[u8]) {
+    use PreferencePart::{Judged, Pairs, PairsAndPrompts, WholePairs};
+    const LABEL: &[u8] = b"\"label\"";
+    let parts: &[PreferencePart] = if bytes.windows(LABEL.len()).any(|part| part == LABEL) {
+        &[Judged]
+    } else {
+        &[Pairs, PairsAndPrompts, WholePairs, Judged]
+    };
+    with_rows("preference.jsonl", bytes, |spec, template| {
+        for part in parts {
+            let Some(rows) = said(data::preference::load(spec, *part, good_tokenizer(), Some(template))) else {
+                continue;
+            };
+            for row in 0..rows.examples.len() {
+                let documents = rows.parts(row).unwrap();
+                let length: usize = documents.iter().map(|document| document.ids.len()).sum();
+                assert_eq!(length, rows.examples.length(row));
+            }
+            if *part == Judged
+                && let Some(rows) = said(rows.mismatched(2, spec.max_length, Some(1)))
+            {
+                said(rows.flat());
+            }
+        }
+    });
+}
+
+/// Prompts with known answers, as GRPO and PPO read them.
+fn prompts(bytes: &[u8]) {
+    with_rows("prompts.jsonl", bytes, |spec, template| {
+        let encoder = spec.encoder(good_tokenizer(), Some(template));
+        let limits = PromptLimits {
+            window: spec.max_length,
+            answer: 16,
+            long: Long::Drop,
+        };
+        let asked = PromptSpec {
+            sources: spec.sources,
+            render: spec.render,
+            encoder: &encoder,
+            answer: "answer",
+            limits,
+            screen: None,
+        };
+        let Some(found) = said(Prompts::load(&asked)) else {
+            return;
+        };
+        assert_eq!(found.rows.len(), found.origins.len());
+        for prompt in &found.rows {
+            assert!((1..=limits.window - limits.answer).contains(&prompt.ids.len()));
+            said(encoder.encode(&prompt.answered("four")));
+        }
+    });
 }
 
 fn jsonl(bytes: &[u8]) {
@@ -271,18 +418,34 @@ fn gguf(bytes: &[u8]) {
     }
 }
 
+/// The recipe that a run writes is read again: its values are the same, and what is written of it does not change any more.
 fn recipe_text(bytes: &[u8]) {
     if let Ok(text) = std::str::from_utf8(bytes)
         && let Some(loaded) = said(recipe::parse(text, "r.toml", &[]))
     {
-        // The recipe that a run writes is read again.
-        let again = recipe::parse(&loaded.resolved, "resolved.toml", &[]);
-        assert!(
-            again.is_ok(),
-            "{}\n{}",
-            loaded.resolved,
-            again.err().map(|e| e.to_string()).unwrap_or_default()
-        );
+        let again = |text: &str| match recipe::parse(text, "resolved.toml", &[]) {
+            Ok(again) => again,
+            Err(e) => panic!("{text}\n{e}"),
+        };
+        let second = again(&loaded.resolved);
+        assert_eq!(second.values, loaded.values);
+        // The first text says which values are defaults; in the second all of them are written.
+        let third = again(&second.resolved);
+        assert_eq!(third.resolved, second.resolved);
+        assert_eq!(third.values, second.values);
+    }
+}
+
+/// A configuration of another tool, as `ft import` reads it. The same text is the list of datasets that LLaMA-Factory has.
+fn yaml(bytes: &[u8]) {
+    let Ok(text) = std::str::from_utf8(bytes) else { return };
+    let registry = registry_folder(text).and_then(|folder| said(Registry::read(text, &folder)));
+    if let Some(imported) = said(import(text, "c.yaml", registry.as_ref()))
+        && let Err(e) = recipe::parse(&imported.text, "c.toml", &[])
+    {
+        // A recipe that is not complete is an answer, one that is no TOML is not.
+        let e = e.to_string();
+        assert!(!e.contains("recipe is not valid TOML"), "{}\n{e}", imported.text);
     }
 }
 
@@ -293,18 +456,6 @@ fn argument(bytes: &[u8]) {
         let words: Vec<String> = text.split('\n').map(str::to_string).collect();
         said(recipe::parse(TEXT, "r.toml", &words));
     }
-}
-
-fn manifest(bytes: &[u8]) {
-    let path = put("checkpoint-1/manifest.json", bytes);
-    said(checkpoint::verify(path.parent().unwrap()));
-}
-
-/// A checkpoint of which every file is the same bytes.
-fn state(bytes: &[u8]) {
-    let path = put("checkpoint-2/state.json", bytes);
-    put("checkpoint-2/manifest.json", bytes);
-    said(checkpoint::load(path.parent().unwrap()));
 }
 
 fn run_with(name: &str, bytes: &[u8]) {

@@ -197,6 +197,41 @@ fn every_flipped_bit_of_every_file_is_noticed_and_named() {
     load(&path).unwrap();
 }
 
+/// Row C8.
+#[test]
+fn damage_in_files_that_only_some_runs_have_is_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let plans = [plan("model.a.weight", &[7, 5])];
+    let names = ["ranks.safetensors", "averages.safetensors", "stage.safetensors"];
+    let files = names.map(|name| CheckpointFile { name, tensors: &plans });
+    let path = save(dir.path(), 8, &json!({}), &files, &mut |file, plan, sink| {
+        sink(Values::F32(&values(8, file, plan)))
+    })
+    .unwrap();
+    let named = |name: &str, what: &str| {
+        let e = latest(dir.path()).unwrap_err().to_string();
+        assert!(
+            e.contains(name) && e.contains(what) && e.contains("hint: "),
+            "{name}: {e}"
+        );
+    };
+    for name in names {
+        let file = path.join(name);
+        let right = std::fs::read(&file).unwrap();
+        for byte in 0..right.len() {
+            flip(&file, byte, (byte % 8) as u8);
+            named(name, "damaged");
+            flip(&file, byte, (byte % 8) as u8);
+        }
+        std::fs::write(&file, &right[..right.len() - 2]).unwrap();
+        named(name, "damaged");
+        std::fs::remove_file(&file).unwrap();
+        named(name, "missing");
+        std::fs::write(&file, right).unwrap();
+    }
+    latest(dir.path()).unwrap().unwrap();
+}
+
 #[test]
 fn a_checkpoint_that_lacks_something_is_refused_by_name() {
     let dir = tempfile::tempdir().unwrap();

@@ -1,6 +1,6 @@
 //! `ft data`: shows rendered rows with the trained tokens marked, and the counts; rows and statistics as JSON.
 
-use super::out::{out, out_raw, out_text};
+use super::out::{out, out_colored, out_raw};
 use super::recipe_args::RecipeArgs;
 use crate::base::Result;
 use crate::commands::data;
@@ -38,7 +38,7 @@ pub fn run(mut args: Args) -> Result<i32> {
         (true, true) => out(data::counts(recipe)?)?,
         (true, false) => out_raw(&data::statistics(recipe)?)?,
         (false, true) => data::rows(recipe, args.rows.unwrap_or(usize::MAX), &mut |row| out(row))?,
-        (false, false) => out_text(data::describe(
+        (false, false) => out_colored(data::describe(
             recipe,
             args.rows.unwrap_or(SHOWN),
             report::style().color,

@@ -1,6 +1,6 @@
 //! `ft generate`: generates text with a model, once or in a chat.
 
-use super::out::{out, out_answer};
+use super::out::{out, out_raw};
 use crate::base::{Error, Result, signal};
 use crate::commands::generate::{ChatWriter, GeneratedText, LoadSettings, SamplingSettings};
 use crate::generate::KvDtype;
@@ -129,13 +129,13 @@ pub fn run(args: Args) -> Result<i32> {
     let mut writer = ChatWriter::open(&model, args.adapter.as_deref(), template, kwargs, &holding, choice)?;
     writer.notes.iter().for_each(|line| super::note(line));
     if !args.chat {
-        return end(&writer.complete(args.prompt.as_deref().unwrap_or_default(), &mut out_answer)?);
+        return end(&writer.complete(args.prompt.as_deref().unwrap_or_default(), &mut out_raw)?);
     }
     if let Some(system) = &args.system {
         writer.instruct(system);
     }
     if let Some(prompt) = &args.prompt {
-        return end(&writer.reply(prompt, &mut out_answer)?);
+        return end(&writer.reply(prompt, &mut out_raw)?);
     }
     signal::install_for_chat()?;
     chat(&mut writer)
@@ -225,7 +225,7 @@ fn chat(writer: &mut ChatWriter) -> Result<i32> {
             }
             ChatLine::Message(message) => message,
         };
-        match writer.reply(message, &mut out_answer) {
+        match writer.reply(message, &mut out_raw) {
             Ok(written) => {
                 out("")?;
                 if speed {

@@ -290,8 +290,15 @@ fn see(code: &str) -> String {
 
 /// With `--json` the last line of an error is for a program.
 fn show_json(code: &ErrorCode, text: &str) {
-    let line = serde_json::json!({"code": code.code, "title": code.title, "error": text});
-    let _ = writeln!(std::io::stderr(), "{line}");
+    let line = serde_json::json!({"code": code.code, "title": code.title, "error": text}).to_string();
+    let mut stderr = std::io::stderr();
+    // JSON escapes only some of the control characters.
+    let line = if stderr.is_terminal() {
+        report::visible(&line)
+    } else {
+        line
+    };
+    let _ = writeln!(stderr, "{line}");
 }
 
 /// Prints a line for the user; not with `--quiet`.

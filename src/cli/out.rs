@@ -1,4 +1,7 @@
 //! Standard output. A closed pipe (`ft data | head`) is not an error.
+//!
+//! On a terminal no control character acts, color codes included: text of a file could hide itself or what comes after it.
+//! `out_colored` alone lets color codes pass. A pipe or a file gets the text as it is.
 
 use crate::base::{Error, Result};
 use crate::report;
@@ -13,26 +16,32 @@ pub fn out(line: impl Display) -> Result<()> {
 
 /// Prints text for the user: if standard output is a terminal, long lines are wrapped at spaces.
 pub fn out_text(text: impl Display) -> Result<()> {
-    let text = text.to_string();
-    match report::result_width() {
-        Some(width) => out(report::wrapped(text.trim_end_matches('\n'), width, 2, false).join("\n")),
-        None => out(text.trim_end_matches('\n')),
-    }
+    print_lines(&text.to_string(), report::visible)
 }
 
-/// Prints text without a newline and flushes it. On a terminal it can only set colors.
+/// As `out_text`, for lines that ft colors itself: the caller applies `report::visible` to every text of a file in them.
+pub fn out_colored(text: impl Display) -> Result<()> {
+    print_lines(&text.to_string(), report::visible_but_colors)
+}
+
+/// Prints text without a newline and flushes it.
 pub fn out_raw(text: &str) -> Result<()> {
-    print(text, report::visible_but_colors)
-}
-
-/// As `out_raw`, for a piece of an answer: on a terminal nothing of it acts, because colors can hide text.
-pub fn out_answer(text: &str) -> Result<()> {
     print(text, report::visible)
 }
 
-fn print(text: &str, shown: fn(&str) -> String) -> Result<()> {
+fn print_lines(text: &str, escaped: fn(&str) -> String) -> Result<()> {
+    let text = text.trim_end_matches('\n');
+    let text = match report::result_width() {
+        // Escaped first, because that makes a text longer.
+        Some(width) => report::wrapped(&escaped(text), width, 2, false).join("\n"),
+        None => text.to_string(),
+    };
+    print(&format!("{text}\n"), escaped)
+}
+
+fn print(text: &str, escaped: fn(&str) -> String) -> Result<()> {
     let text = if report::result_is_terminal() {
-        let text = shown(text);
+        let text = escaped(text);
         Cow::Owned(if report::style().unicode {
             text
         } else {

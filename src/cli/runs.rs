@@ -1,7 +1,7 @@
 //! `ft runs`: lists, shows, compares, plots and verifies runs from the files of their directories.
 
 use super::completions;
-use super::out::{out, out_raw, out_text};
+use super::out::{out, out_colored, out_text};
 use crate::base::units::{bytes, count, duration};
 use crate::base::{Error, Result, files};
 use crate::history::{self, Curve, RunRecord};
@@ -460,18 +460,16 @@ fn plot(runs: &[RunRecord], metric: &str, raw: bool, svg: Option<&Path>, json: b
         colors,
     );
     out(format!("{metric}{}", if smooth { ", smoothed" } else { "" }))?;
-    for line in lines {
-        out_raw(&format!("{line}\n"))?;
-    }
+    lines.iter().try_for_each(out_colored)?;
     for (n, (run, curve)) in found.iter().enumerate() {
         let last = curve.recent(if smooth { RECENT } else { 1 }).unwrap_or(f64::NAN);
-        let name = run.path.display();
-        let line = format!("  {name}: {last:.4}");
-        out(if colors {
-            format!("\x1b[{}m{line}\x1b[0m", history::color(n))
+        let line = format!("  {}: {last:.4}", run.path.display());
+        if colors {
+            let (color, line) = (history::color(n), report::visible(&line));
+            out_colored(format!("\x1b[{color}m{line}\x1b[0m"))?;
         } else {
-            line
-        })?;
+            out(line)?;
+        }
     }
     Ok(())
 }

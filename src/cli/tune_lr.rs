@@ -1,6 +1,6 @@
 //! `ft tune-lr`: suggests a learning rate.
 
-use super::out::{out, out_text};
+use super::out::{out, out_colored};
 use super::recipe_args::RecipeArgs;
 use crate::base::{Error, Result, files};
 use crate::commands::tune_lr;
@@ -56,7 +56,7 @@ pub fn run(mut args: Args) -> Result<i32> {
         out(found.json())?;
     } else {
         let colors = std::io::stdout().is_terminal() && super::style_of_terminal().color;
-        out_text(found.lines(100, colors).join("\n"))?;
+        out_colored(found.lines(100, colors).join("\n"))?;
     }
     Ok(0)
 }

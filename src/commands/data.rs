@@ -166,11 +166,12 @@ pub fn describe(recipe: &Recipe, rows: usize, color: bool) -> Result<String> {
         out += &format!("warning: {warning}\n");
     }
     out.push('\n');
-    out += &match questions {
-        Some(questions) => describe_prompts(&questions, &dataset.stats, &model, rows)?,
-        None => describe_rows(recipe, &dataset, &model, rows, color)?,
-    };
-    Ok(out)
+    // Only rows have colors, and `describe_rows` escapes the text between them.
+    Ok(visible(&out)
+        + &match questions {
+            Some(questions) => visible(&describe_prompts(&questions, &dataset.stats, &model, rows)?),
+            None => describe_rows(recipe, &dataset, &model, rows, color)?,
+        })
 }
 
 fn describe_rows(recipe: &Recipe, dataset: &Dataset, model: &ModelDir, rows: usize, color: bool) -> Result<String> {

@@ -3,6 +3,7 @@
 use crate::base::{Error, Result, paths};
 use crate::formats::adapter::AdapterConfig;
 use crate::recipe::ModelRef;
+use crate::report;
 use crate::setup::locate::{NamedKind, locate};
 use crate::train::from_checkpoint::{self, ScratchDirectory};
 use std::path::{Path, PathBuf};
@@ -156,6 +157,11 @@ fn base_of(dir: &Path) -> Result<String> {
     match &named {
         ModelRef::Dir(dir) if dir.is_dir() => Ok(base),
         ModelRef::Hub(id) if named.with_revision().is_none() => {
+            // Before the request: the user did not type this id, and a download can be long.
+            report::note(&format!(
+                "{}: the base model that the adapter names, {id}, is loaded from the hub or its local cache",
+                dir.display()
+            ));
             let revision = config.revision.filter(|r| !r.is_empty() && r != "main");
             Ok(revision.map_or(id.clone(), |r| format!("{id}@{r}")))
         }

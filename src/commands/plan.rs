@@ -15,8 +15,8 @@ use crate::setup::rows::{self, RecipeRows};
 use crate::setup::vocabulary::{self, NewRows, TextChanges};
 use crate::setup::{ModelFiles, adapters};
 use crate::source::Placement;
+use crate::train::checkpoint_size::CheckpointSize;
 use crate::train::directory;
-use crate::train::header;
 use crate::train::learning;
 use crate::train::ranks;
 use candle_core::Device;
@@ -256,10 +256,10 @@ pub fn plan_for(recipe: &Recipe, like: Option<&'static GpuRates>, ranks: usize, 
         .map(|stream| stream.steps())
         .or(given)
         .unwrap_or(u64::MAX);
-    let elements = header::trained_elements(&active_schedule, steps, &spec.params(), &adapters.adapters);
+    let checkpoint = CheckpointSize::new(recipe, &active_schedule, steps, &spec.params(), &adapters.adapters);
     let directory = Path::new(&recipe.train.output_dir);
     let disk = DiskSpace {
-        needed: directory::space_needed(recipe, spec, elements, memory.strategy.placement),
+        needed: directory::space_needed(recipe, spec, &checkpoint, memory.strategy.placement),
         free: files::free_space(directory),
         directory: recipe.train.output_dir.clone(),
     };

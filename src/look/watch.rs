@@ -292,11 +292,9 @@ fn event(event: &Value) -> String {
         None => format!("{name} {value}"),
     };
     let text = fields.map(text).collect::<Vec<_>>().join(", ");
-    format!(
-        "{clock} {:<8} {}",
-        event["event"].as_str().unwrap_or("-"),
-        visible(&text).replace('\n', " ")
-    )
+    let shown = |text: &str| visible(text).replace('\n', " ");
+    let kind = event["event"].as_str().unwrap_or("-");
+    format!("{clock} {:<8} {}", shown(kind), shown(&text))
 }
 
 /// The run that a user means by these directories: the newest one in progress, else the newest one.
@@ -342,7 +340,7 @@ mod tests {
             "[train]\nstage = \"s\\u001b[2Jft\"  # recipe\n",
         )
         .unwrap();
-        let start = "{\"event\":\"start\",\"steps\":100,\"time\":0.5}\n{\"event\":\"warning\",\"message\":\"a\\u001b[31mb\\nc\",\"time\":1}\n";
+        let start = "{\"event\":\"start\",\"steps\":100,\"time\":0.5}\n{\"event\":\"warning\",\"message\":\"a\\u001b[31mb\\nc\",\"time\":1}\n{\"event\":\"d\\u001b[8m\\ne\",\"time\":2}\n";
         fs::write(run.join("events.jsonl"), start).unwrap();
         write(run, 1..=40);
         let mut watched = WatchedRun::open(run).unwrap();
@@ -378,6 +376,7 @@ mod tests {
             "rate 2e-5",
             "1.0 MiB",
             "00:00:01 warning",
+            "00:00:02 d\\u{1b}[8m e",
         ] {
             assert!(text.contains(shown), "{shown}\n{text}");
         }

@@ -5,7 +5,7 @@ mod keys;
 mod values;
 
 use super::table;
-use super::value::ValueKind;
+use super::value::{ValueKind, quoted};
 
 /// Names of ft's own keys with another meaning in other tools: here a row of `keys` has priority.
 const SHADOWED: [&str; 1] = ["alpha"];
@@ -111,11 +111,19 @@ pub fn value_for(name: &str, key: &str, value: &str) -> Option<String> {
     let is_number = value.parse::<f64>().is_ok();
     let is_flag = ["true", "false"].contains(&value);
     match kind {
-        ValueKind::Text | ValueKind::Name(_) | ValueKind::Texts | ValueKind::Size => Some(if value.starts_with('[') {
-            value.to_string()
-        } else {
-            format!("\"{value}\"")
-        }),
+        ValueKind::Text | ValueKind::Name(_) | ValueKind::Texts | ValueKind::Size => {
+            let items = value.strip_prefix('[').and_then(|rest| rest.strip_suffix(']'));
+            Some(match (value.parse::<toml_edit::Value>(), items) {
+                (Ok(toml_edit::Value::Array(_)), _) => value.to_string(),
+                (_, Some(items)) if matches!(kind, ValueKind::Texts) => {
+                    let items = items
+                        .split(',')
+                        .map(|item| quoted(item.trim().trim_matches(['"', '\''])));
+                    format!("[{}]", items.collect::<Vec<_>>().join(", "))
+                }
+                _ => quoted(value),
+            })
+        }
         ValueKind::Flag => is_flag.then(|| value.to_string()),
         ValueKind::Map(_) | ValueKind::Fields(_) | ValueKind::Tables(_) | ValueKind::Free => None,
         _ => is_number.then(|| value.to_string()),

@@ -3,17 +3,21 @@
 use super::check::{KeyEntry, KeyValues, ValueOrigin, expectation};
 use super::lower::unused;
 use super::table::{RecipeKey, RecipeSections, TABLES, keys};
-use super::value::{KeyValue, ValueKind};
+use super::value::{KeyValue, ValueKind, in_comment};
+
+/// A text as TOML; one with line breaks has several lines. Checkpoints contain such texts, and a resume compares them.
+fn quoted(text: &str) -> String {
+    toml_edit::Value::from(text).to_string().trim().to_string()
+}
 
 /// A value as TOML.
 pub fn toml(value: &KeyValue) -> String {
-    let quoted = |t: &String| toml_edit::Value::from(t.as_str()).to_string().trim().to_string();
     match value {
         KeyValue::Text(t) => quoted(t),
         KeyValue::Integer(i) => i.to_string(),
         KeyValue::Number(x) => number(*x),
         KeyValue::Flag(b) => b.to_string(),
-        KeyValue::List(l) => format!("[{}]", l.iter().map(quoted).collect::<Vec<_>>().join(", ")),
+        KeyValue::List(l) => format!("[{}]", l.iter().map(|t| quoted(t)).collect::<Vec<_>>().join(", ")),
         KeyValue::Map(m) if m.is_empty() => "{}".into(),
         KeyValue::Map(m) => {
             let lines = m.iter().map(|(k, v)| format!("{} = {}", quoted(k), quoted(v)));
@@ -53,7 +57,6 @@ pub fn without_paths(sources: &str) -> String {
 /// A value of a free table as TOML.
 fn free(value: &serde_json::Value) -> String {
     use serde_json::Value as Json;
-    let quoted = |t: &str| toml_edit::Value::from(t).to_string().trim().to_string();
     match value {
         Json::Object(m) if m.is_empty() => "{}".into(),
         Json::Object(m) => {
@@ -90,7 +93,7 @@ pub fn resolved(values: &KeyValues, settings: &RecipeSections) -> String {
     for (table, _) in TABLES {
         out.push_str(&format!("\n[{table}]\n"));
         for entry in values.0.iter().filter(|e| e.key.table == *table) {
-            let no_effect = unused(values, settings, entry.key);
+            let no_effect = unused(values, settings, entry.key).map(|why| in_comment(&why));
             let origin = match entry.origin {
                 ValueOrigin::Recipe => "recipe".to_string(),
                 ValueOrigin::Argument => "argument".to_string(),

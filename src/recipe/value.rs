@@ -3,12 +3,28 @@
 use super::table::RecipeKey;
 use super::types::{NamedEnum, WeightStorage};
 use crate::base::units;
-use ft_data::{ChatRole, ColumnRole};
+use ft_data::{ChatRole, ColumnRole, describe};
 use serde_json::Map as JsonMap;
 use std::fmt;
 
 /// The text of a value that is not given.
 pub const AUTO: &str = "auto";
+
+/// A text as a value of TOML, on one line.
+pub fn quoted(text: &str) -> String {
+    let value = toml_edit::Value::from(text).to_string();
+    if !value.contains('\n') {
+        return value.trim().to_string();
+    }
+    // The escapes of JSON are escapes of TOML too. Only DEL needs one more.
+    serde_json::Value::from(text).to_string().replace('\u{7f}', "\\u007F")
+}
+
+/// A text in a comment of TOML: a line break would end the comment, and what follows would be a key.
+pub fn in_comment(text: &str) -> String {
+    let shown = describe::visible(text);
+    shown.chars().map(|c| if c.is_control() { ' ' } else { c }).collect()
+}
 
 /// The values that a key accepts.
 #[derive(Debug, Clone, Copy)]

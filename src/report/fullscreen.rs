@@ -49,7 +49,8 @@ impl FullScreen {
         super::screen::size_of(libc::STDOUT_FILENO).unwrap_or((80, 24))
     }
 
-    /// Shows these lines from the top; lines that do not fit are cut. Control characters in them are escaped.
+    /// Shows these lines from the top; lines that do not fit are cut. Control characters in them are escaped, except
+    /// for color codes: the caller applies `visible` to every text of a file.
     pub fn draw(&mut self, lines: &[String]) {
         let (width, height) = self.size();
         let mut text = String::from("\x1b[H");

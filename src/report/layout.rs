@@ -35,7 +35,7 @@ pub fn visible(text: &str) -> String {
     out
 }
 
-/// As `visible`, but color codes stay.
+/// As `visible`, but color codes stay: for lines that ft colors, in which text of a file is escaped already.
 pub fn visible_but_colors(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     let mut rest = text;

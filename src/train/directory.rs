@@ -12,9 +12,9 @@ use crate::report::{self, Reporter};
 use crate::setup::ModelDir;
 use crate::setup::rows::RecipeRows;
 use crate::source::Placement;
+use crate::train::checkpoint_size::CheckpointSize;
 use crate::train::owner::{self, DirectoryState, OwnedFiles};
 use crate::train::starts;
-use crate::train::state;
 use crate::train::{Resume, TrainOptions};
 use serde_json::json;
 use std::collections::BTreeSet;
@@ -322,8 +322,8 @@ pub fn list_rows(run_dir: &Path, rows: &RecipeRows, model: &ModelDir) -> Result<
     files::write_atomic(&run_dir.join(owner::ROWS), text.as_bytes())
 }
 
-/// Bytes that a run writes: checkpoints (one more than the limit) and `final/`. `elements`: all elements it trains.
-pub fn space_needed(recipe: &Recipe, spec: &Spec, elements: u64, place: Placement) -> u64 {
+/// Bytes that a run writes: checkpoints (one more than the limit), each of this size, and `final/`.
+pub fn space_needed(recipe: &Recipe, spec: &Spec, checkpoint: &CheckpointSize, place: Placement) -> u64 {
     let best = u64::from(recipe.train.load_best_model_at_end);
     let kept = if recipe.train.save_steps + best as usize > 0 {
         recipe.train.save_total_limit as u64 + 1 + best
@@ -335,19 +335,19 @@ pub fn space_needed(recipe: &Recipe, spec: &Spec, elements: u64, place: Placemen
     let out = match recipe.tune.method {
         // Random weights of a shape are not exported.
         _ if recipe.model.path.is_shape() => 0,
-        // A first product that is subtracted doubles the rank.
-        Method::Lora if starts::requantizes_base(recipe) => elements * 8 + all as u64 * 4,
-        Method::Lora => elements * 8,
+        // A first product that is subtracted doubles the rank; it is not known yet.
+        Method::Lora if starts::requantizes_base(recipe) => 2 * checkpoint.weights + all as u64 * 4,
+        Method::Lora => 2 * checkpoint.weights,
         _ => all as u64 * stored,
     };
     // Scratch files: trained parameters, and random weights.
     let scratch = match (place, recipe.tune.method) {
-        (Placement::Disk { .. }, method) if method != Method::Lora => 4 * elements,
+        (Placement::Disk { .. }, method) if method != Method::Lora => checkpoint.weights,
         _ => 0,
     };
     let drawn = match (place, recipe.model.init) {
         (Placement::Disk { .. }, recipe::ModelInit::Random) => all as u64 * stored,
         _ => 0,
     };
-    kept * state::bytes(elements, elements, recipe.train.ema().is_some()) + out + scratch + drawn
+    kept * checkpoint.total() + out + scratch + drawn
 }

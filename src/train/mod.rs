@@ -3,6 +3,7 @@
 
 mod best;
 mod budget;
+pub mod checkpoint_size;
 pub mod directory;
 mod ended;
 pub mod finish;

@@ -10,23 +10,29 @@ use crate::model::Spec;
 use crate::recipe::{Method, Recipe};
 use crate::report::Reporter;
 use crate::setup::active_schedule::ActiveSchedule;
+use crate::train::checkpoint_size::CheckpointSize;
 use crate::train::finish::{self, TrainedModel};
 use crate::train::owner::FINAL;
 use crate::train::state;
 use serde_json::json;
 use std::path::Path;
 
-/// Tries the file operations of a save and of the export, with the space that both need at least. `elements`: all elements
-/// that the run trains; `step`: the first step.
-pub fn of_disk(recipe: &Recipe, spec: &Spec, run_dir: &Path, elements: u64, step: u64) -> Result<()> {
-    let weights = 4 * elements;
+/// Tries the file operations of a save and of the export, with the space that both need at least. The large files of the
+/// checkpoint are divided by `parts` ranks; `step`: the first step.
+pub fn of_disk(
+    recipe: &Recipe,
+    spec: &Spec,
+    run_dir: &Path,
+    (checkpoint, parts): (&CheckpointSize, usize),
+    step: u64,
+) -> Result<()> {
     let mut result = match recipe.tune.method {
         _ if recipe.model.path.is_shape() => 0,
-        Method::Lora => weights,
+        Method::Lora => checkpoint.weights,
         _ => spec.params().iter().map(|p| p.elements() as u64).sum::<u64>() * recipe.model.dtype.bytes(),
     };
     // As one save and the export are on the disk at the same time.
-    let mut sizes = vec![weights];
+    let mut sizes = checkpoint.files(parts);
     while result > 0 {
         let shard = result.min(SHARD_BYTES);
         sizes.push(shard);

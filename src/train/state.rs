@@ -185,12 +185,6 @@ pub fn rehearse(engine: &Engine, schedule: &ActiveSchedule, last: u64) -> Result
     Ok(sizes.iter().map(|(elements, _)| 4 * *elements as u64).sum())
 }
 
-/// Largest size of a checkpoint in bytes: exact weights, moments and, if the run has them, averages of all trained parameters.
-pub fn bytes(trained_elements: u64, active_elements: u64, averages: bool) -> u64 {
-    let average = if averages { 4 } else { 0 };
-    4 * trained_elements + (8 + average) * active_elements + (1 << 20)
-}
-
 /// The values that `save` stored beside tensors.
 pub fn fingerprint(loaded: &LoadedState) -> RunFingerprint {
     let text = |key: &str| {

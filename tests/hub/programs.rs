@@ -8,6 +8,8 @@ use std::process::Output;
 
 const MODEL: &str = "tester/base";
 const ADAPTER: &str = "tester/skill";
+/// The hub answers no request without it.
+const TOKEN: &str = "hf_planted1111111111111111111111";
 
 /// The files of a directory.
 fn files(dir: &Path) -> BTreeMap<String, Vec<u8>> {
@@ -29,6 +31,7 @@ impl World {
     fn new() -> Self {
         let (hub, dir) = (Hub::start(), tempfile::tempdir().unwrap());
         let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+        hub.state().token = Some(TOKEN.into());
         hub.put(&format!("models/{MODEL}"), files(&root.join("assets/tiny")));
         let world = Self { hub, dir };
         let rows = root.join("assets/world/train.jsonl");
@@ -45,16 +48,37 @@ impl World {
         world
     }
 
+    /// Runs a command with the token; it must not be in the output.
     fn ft(&self, arguments: &[&str]) -> Output {
-        std::process::Command::new(env!("CARGO_BIN_EXE_ft"))
+        let out = std::process::Command::new(env!("CARGO_BIN_EXE_ft"))
             .args(arguments)
             .current_dir(self.dir.path())
             .env("HF_HUB_CACHE", self.dir.path().join("cache"))
+            .env("FT_CACHE_DIR", self.dir.path().join("cache-of-ft"))
             .env("HF_ENDPOINT", &self.hub.address)
             .env_remove("HF_HUB_OFFLINE")
-            .env_remove("HF_TOKEN")
+            .env("HF_TOKEN", TOKEN)
             .output()
-            .unwrap()
+            .unwrap();
+        for shown in [&out.stdout, &out.stderr] {
+            assert!(!has_token(shown), "{arguments:?}: {}", String::from_utf8_lossy(shown));
+        }
+        out
+    }
+
+    /// No file that the commands wrote has the token: runs, results, the caches.
+    fn keeps_no_token(&self) {
+        let (mut waiting, mut searched) = (vec![self.dir.path().to_path_buf()], 0);
+        while let Some(path) = waiting.pop() {
+            assert!(!has_token(path.as_os_str().as_encoded_bytes()), "{}", path.display());
+            if path.is_dir() {
+                waiting.extend(std::fs::read_dir(&path).unwrap().map(|entry| entry.unwrap().path()));
+            } else {
+                assert!(!has_token(&std::fs::read(&path).unwrap()), "{}", path.display());
+                searched += 1;
+            }
+        }
+        assert!(searched > 10, "{searched} files");
     }
 
     fn good(&self, arguments: &[&str]) -> String {
@@ -70,6 +94,21 @@ impl World {
     fn weights(&self, name: &str) -> Vec<u8> {
         std::fs::read(self.dir.path().join(name).join("model.safetensors")).unwrap()
     }
+}
+
+fn has_token(bytes: &[u8]) -> bool {
+    bytes.windows(TOKEN.len()).any(|part| part == TOKEN.as_bytes())
+}
+
+/// Row W5.
+#[test]
+fn a_run_from_the_hub_with_a_token_keeps_no_token() {
+    let world = World::new();
+    assert!(world.hub.state().tokens > 0);
+    for file in ["environment.json", "events.jsonl", "resolved.toml", "final"] {
+        assert!(world.dir.path().join("run").join(file).exists(), "{file}");
+    }
+    world.keeps_no_token();
 }
 
 #[test]
@@ -135,6 +174,7 @@ fn models_and_adapters_of_the_hub_are_used_by_their_ids() {
         answer(&["--model", MODEL, "--adapter", ADAPTER]),
         answer(&["--model", tiny, "--adapter", "run/final"])
     );
+    world.keeps_no_token();
 }
 
 /// Row R7.

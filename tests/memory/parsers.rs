@@ -110,6 +110,11 @@ fn open_all(dir: &Path) -> usize {
     fs::copy(goldens.join("arrow/types.arrow"), dir.join("rows.arrow")).unwrap();
     fs::copy(goldens.join("parquet/zstd.parquet"), dir.join("rows.parquet")).unwrap();
     fs::copy(root.join("recipes/quickstart.toml"), dir.join("r.toml")).unwrap();
+    fs::write(
+        dir.join("c.yaml"),
+        "base_model: m\ndatasets:\n  - path: rows.jsonl\n    type: alpaca\nlora_r: 8\nbetas: [0.9, 0.95]\nx: {a: [1, {b: 2}]}\n",
+    )
+    .unwrap();
     let keys = [
         (
             "general.architecture".to_string(),
@@ -180,6 +185,11 @@ fn open_all(dir: &Path) -> usize {
     let of_recipe = |path: &Path| {
         let _ = recipe::load(path, &[]);
     };
+    let of_yaml = |path: &Path| {
+        if let Ok(text) = fs::read_to_string(path) {
+            let _ = recipe::import::import(&text, "c.yaml", None);
+        }
+    };
     let of_template = |path: &Path| {
         if let Ok(text) = fs::read_to_string(path) {
             let _ = ChatTemplate::from_text(&text, "t", &tokenizer);
@@ -191,7 +201,7 @@ fn open_all(dir: &Path) -> usize {
         }
     };
     let of_run = |path: &Path| drop(history::RunRecord::read(path.parent().unwrap()));
-    let targets: [Target; 20] = [
+    let targets: [Target; 21] = [
         ("one.safetensors", &|path| {
             if let Ok(weights) = Weights::open_file(path) {
                 let _ = weights.read_f32("model.norm.weight");
@@ -225,6 +235,7 @@ fn open_all(dir: &Path) -> usize {
         ("run/metrics.jsonl", &of_run),
         ("run/events.jsonl", &of_run),
         ("run/resolved.toml", &of_run),
+        ("c.yaml", &of_yaml),
     ];
     let mut cases = 0;
     for (n, (name, open)) in targets.iter().enumerate() {

@@ -327,7 +327,7 @@ fn store(spec: &Spec, storage: &StoragePolicy, dtype: Dtype, place: Placement, d
     Arc::new(DiskWeights::open(spec.params(), Weights::open_file(&file).unwrap(), options).unwrap())
 }
 
-/// Most bytes out during an optimizer step beyond the `before` of the program's start, and the forecast of it.
+/// Most bytes out during an optimizer step and a save beyond the `before` of the program's start, and the forecast of it.
 /// Buffers that threads keep from an earlier run count again: they are part of the forecast too.
 fn measure(s: &Shape, way: Way, dtype: Dtype, place: Placement, before: usize) -> (u64, plan::Plan) {
     let spec = spec(s);
@@ -372,6 +372,14 @@ fn measure(s: &Shape, way: Way, dtype: Dtype, place: Placement, before: usize) -
     engine.step(1, &batches, &active, 1e-3).unwrap();
     MOST.store(LIVE.load(Relaxed), Relaxed);
     engine.step(2, &batches, &active, 1e-3).unwrap();
+    // A checkpoint and `final/` read one weight at a time.
+    let saved: Vec<String> = match recipe.tune.method {
+        Method::Lora => active.names().map(str::to_string).collect(),
+        _ => spec.params().iter().map(|p| p.name.to_string()).collect(),
+    };
+    for name in &saved {
+        engine.exact(name, &mut |_| Ok(())).unwrap();
+    }
     let most = MOST.load(Relaxed) - before;
     let inputs = PlanInputs {
         batch_tokens: s.rows * s.length,

@@ -1,4 +1,5 @@
-//! Damaged files of a run: each is found by its name, and a run goes on from an older checkpoint if that is allowed.
+//! Damaged files of a run: each is found by its name, and a run goes on from an older checkpoint if that is allowed. A
+//! damaged token cache is written again; stored outputs of a teacher are repaired by the command that stored them.
 
 use crate::bench::{Bench, copy_all, files, said};
 use crate::same::{assert_same, assert_same_final};
@@ -117,6 +118,114 @@ fn damage_in_a_checkpoint_is_named_and_an_older_one_is_used_only_if_allowed() {
         said(&out)
     );
     assert_eq!(train(&bench, &["--allow-older"]).status.code(), Some(2));
+}
+
+/// A run with preferences, averages of the weights and a token cache.
+const PREFERENCES: [&str; 4] = [
+    "train.stage=dpo",
+    "data.train=pairs.jsonl",
+    "train.ema_decay=0.9",
+    "data.cache=true",
+];
+
+/// Row C8.
+/// The files that only some checkpoints have.
+#[test]
+fn damage_in_the_averages_and_in_the_state_of_a_stage_is_named() {
+    let bench = Bench::new();
+    bench.train(&[&RUN[..], &PREFERENCES, &["train.output_dir=whole"]].concat());
+    let resume = |more: &[&str]| train(&bench, &[&PREFERENCES[..], &["--resume"], more].concat());
+    for name in ["averages.safetensors", "stage.safetensors"] {
+        for how in DAMAGES {
+            restore(&bench);
+            damage(&bench.path("run/checkpoint-4").join(name), how);
+            let out = resume(&[]);
+            let text = said(&out);
+            assert_eq!(out.status.code(), Some(1), "{name} {how}\n{text}");
+            assert!(
+                text.contains(name) && text.contains("--allow-older"),
+                "{name} {how}\n{text}"
+            );
+        }
+        let out = resume(&["--allow-older"]);
+        assert!(
+            out.status.success() && said(&out).contains("resumed after step 2"),
+            "{name}\n{}",
+            said(&out)
+        );
+        assert_same(&bench, "whole", "run");
+    }
+}
+
+/// Row C8.
+/// The rows of a run, and the hash of them that a resume compares, are not those of a damaged cache.
+#[test]
+fn a_damaged_token_cache_is_written_again_and_the_run_resumes() {
+    let bench = Bench::new();
+    bench.train(&[&RUN[..], &PREFERENCES, &["train.output_dir=whole"]].concat());
+    let cache = bench.path(".ft-tokens");
+    let kinds = ["chunks.jsonl", "index", "pairs", "rows.json", "tokens"];
+    let kind = |name: &str| name.rsplit('/').next().unwrap_or_default().to_string();
+    let written = || {
+        let mut all = files(&cache);
+        all.retain(|(name, _)| kinds.contains(&kind(name).as_str()));
+        all
+    };
+    let right = written();
+    let found: Vec<String> = right.iter().map(|(name, _)| kind(name)).collect();
+    assert_eq!(found, kinds);
+    for (name, bytes) in &right {
+        for how in DAMAGES {
+            restore(&bench);
+            damage(&cache.join(name), how);
+            let out = train(&bench, &[&PREFERENCES[..], &["--resume", "run/checkpoint-2"]].concat());
+            let text = said(&out);
+            assert!(out.status.success(), "{name} {how}\n{text}");
+            // The list of the parts is read only after a stop, and without `rows.json` nothing was finished.
+            let kind = kind(name);
+            let is_silent = kind == "chunks.jsonl" || kind == "rows.json" && how == "gone";
+            let is_said = text.contains("is damaged: its rows are tokenized again");
+            assert_eq!(is_said, !is_silent, "{name} {how}\n{text}");
+            assert_same(&bench, "whole", "run");
+            if kind == "chunks.jsonl" {
+                fs::write(cache.join(name), bytes).unwrap();
+            }
+            assert!(written() == right, "{name} {how}: the files are others");
+        }
+    }
+}
+
+/// Row C8.
+#[test]
+fn damage_in_stored_outputs_is_named_and_the_same_command_repairs_it() {
+    let bench = Bench::new();
+    let store = || {
+        let settings = ["train.stage=distill", "distill.teacher=model"];
+        let command = ["distill", "cache", "--recipe", "r.toml", "--out", "outputs"];
+        let out = bench.ft(&[&command[..], &settings].concat());
+        assert!(out.status.success(), "{}", said(&out));
+    };
+    let learn = || train(&bench, &["train.stage=distill", "distill.teacher_cache=outputs"]);
+    store();
+    let right = files(&bench.path("outputs"));
+    let names: Vec<&str> = right.iter().map(|(name, _)| name.as_str()).collect();
+    assert_eq!(names, ["cache.json", "rows-00000.safetensors"]);
+    for name in names {
+        for how in DAMAGES {
+            damage(&bench.path("outputs").join(name), how);
+            let out = learn();
+            let text = said(&out);
+            assert_eq!(out.status.code(), Some(1), "{name} {how}\n{text}");
+            assert!(
+                text.contains(name) && text.contains("`ft distill cache"),
+                "{name} {how}\n{text}"
+            );
+            store();
+            assert!(files(&bench.path("outputs")) == right, "{name} {how}");
+        }
+    }
+    let out = learn();
+    assert!(out.status.success(), "{}", said(&out));
 }
 
 /// Row C8.

@@ -5,8 +5,9 @@ use crate::bench::Bench;
 use ft::base::rng::{Rng, Stream};
 use std::collections::BTreeMap;
 use std::fs;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Output};
 use std::sync::OnceLock;
 
 /// A library that was compiled, and the directory that has it.
@@ -63,6 +64,8 @@ pub enum Fault {
     Once(i32),
     /// It and all later ones fail.
     From(i32),
+    /// Only syncs are counted, and this one fails.
+    Sync(i32),
     /// It takes so many seconds.
     Stall(i32),
     /// Nothing: the operations are counted.
@@ -78,6 +81,7 @@ pub fn on_disk(bench: &Bench, command: &mut Command, fault: Fault, at: usize) ->
         Fault::Half => ("half", 0),
         Fault::Once(errno) => ("once", errno),
         Fault::From(errno) => ("from", errno),
+        Fault::Sync(errno) => ("sync", errno),
         Fault::Stall(seconds) => ("stall", seconds),
         Fault::Count => ("count", 0),
         Fault::Record => ("record", 0),
@@ -94,6 +98,14 @@ pub fn on_disk(bench: &Bench, command: &mut Command, fault: Fault, at: usize) ->
     Some(())
 }
 
+/// As `on_disk`; runs the command and returns its record too, in which the operations that had to fail are marked.
+pub fn ran_on_disk(bench: &Bench, command: &mut Command, fault: Fault, at: usize) -> Option<(Output, Vec<Operation>)> {
+    on_disk(bench, command, fault, at)?;
+    command.env("FT_DISK_LOG", record_of(bench));
+    let out = command.output().unwrap();
+    Some((out, recorded(bench)))
+}
+
 /// The clock that the program sees: begins at this second since 1970 and jumps by days.
 pub fn with_clock(command: &mut Command, seconds: i64) -> Option<()> {
     command
@@ -103,7 +115,7 @@ pub fn with_clock(command: &mut Command, seconds: i64) -> Option<()> {
 }
 
 /// The file appears if the program opens a socket.
-pub fn tell_sockets(command: &mut Command, file: &Path) -> Option<()> {
+pub fn report_sockets(command: &mut Command, file: &Path) -> Option<()> {
     command.env("LD_PRELOAD", library()?).env("FT_SOCKETS", file);
     Some(())
 }
@@ -125,10 +137,12 @@ fn take(bench: &Bench) -> Vec<u8> {
     bytes
 }
 
-/// One operation that changed the disk; paths are relative to the root.
+/// One operation that changed the disk, or had to fail; paths are relative to the root.
 #[derive(Debug)]
 pub struct Operation {
     pub what: char,
+    /// It failed and changed nothing.
+    pub failed: bool,
     pub path: String,
     /// The second name of a rename or an exchange; the target of a link.
     pub other: String,
@@ -145,7 +159,8 @@ impl Operation {
 
 impl std::fmt::Display for Operation {
     fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
-        write!(f, "{} {} {}", self.what, self.path, self.other)
+        let failed = if self.failed { " (failed)" } else { "" };
+        write!(f, "{} {} {}{failed}", self.what, self.path, self.other)
     }
 }
 
@@ -177,12 +192,13 @@ pub fn recorded(bench: &Bench) -> Vec<Operation> {
         path.strip_prefix(&root).map(str::to_string).unwrap_or(path)
     };
     while !rest.is_empty() {
-        let what = char::from(bytes(&mut rest, 1)[0]);
+        let letter = char::from(bytes(&mut rest, 1)[0]);
         let (path, other) = (text(&mut rest), text(&mut rest));
         let offset = number(&mut rest, 8);
         let size = number(&mut rest, 8);
         out.push(Operation {
-            what,
+            what: letter.to_ascii_lowercase(),
+            failed: letter.is_ascii_uppercase(),
             path,
             other,
             offset,
@@ -238,6 +254,29 @@ struct Dir {
 struct File {
     now: Vec<u8>,
     synced: Vec<u8>,
+    /// Written since the last sync.
+    dirty: Vec<Range<usize>>,
+    /// Written before a sync that failed: the system drops such data, and no later sync writes them.
+    lost: Vec<Range<usize>>,
+}
+
+impl File {
+    /// The contents that can become durable.
+    fn kept(&self) -> Vec<u8> {
+        let mut kept = self.now.clone();
+        for at in self.lost.iter().cloned().flatten() {
+            kept[at] = self.synced.get(at).copied().unwrap_or(0);
+        }
+        kept
+    }
+
+    /// What begins at `from` and ends at `to` is written again, or cut off: it is not lost any more.
+    fn renew(&mut self, from: usize, to: usize) {
+        for ranges in [&mut self.dirty, &mut self.lost] {
+            let parts = |r: &Range<usize>| [r.start..r.end.min(from), r.start.max(to)..r.end];
+            *ranges = ranges.iter().flat_map(parts).filter(|r| !r.is_empty()).collect();
+        }
+    }
 }
 
 /// The data that survives a loss of power beside synced data.
@@ -254,7 +293,7 @@ pub enum Loss {
 }
 
 /// A disk that records which contents and names are synced. A file's sync covers its contents, a directory's sync the names in it; nothing else
-/// is promised, as in POSIX.
+/// is promised, as in POSIX. What a failed sync had to write is never durable.
 pub struct Disk {
     files: Vec<File>,
     dirs: Vec<Dir>,
@@ -297,25 +336,37 @@ impl Disk {
 
     pub fn apply(&mut self, operation: &Operation) {
         let Operation { what, path, other, .. } = operation;
+        if operation.failed {
+            if *what == 's' {
+                self.lose(path);
+            }
+            return;
+        }
         match what {
             'w' | 't' => {
                 let Entry::File(id) = self.entry(path) else {
                     panic!("{operation:?} of no file")
                 };
-                let data = &mut self.files[id].now;
+                let (file, from) = (&mut self.files[id], operation.offset);
                 if *what == 't' {
-                    return data.resize(operation.offset, 0);
+                    file.renew(from, usize::MAX);
+                    return file.now.resize(from, 0);
                 }
-                let end = operation.offset + operation.bytes.len();
-                data.resize(data.len().max(end), 0);
-                data[operation.offset..end].copy_from_slice(&operation.bytes);
+                let end = from + operation.bytes.len();
+                file.renew(from, end);
+                file.dirty.push(from..end);
+                file.now.resize(file.now.len().max(end), 0);
+                file.now[from..end].copy_from_slice(&operation.bytes);
             }
             's' => match self.entry(path) {
-                Entry::File(id) => self.files[id].synced = self.files[id].now.clone(),
+                Entry::File(id) => {
+                    let file = &mut self.files[id];
+                    file.synced = file.kept();
+                    file.dirty.clear();
+                }
                 Entry::Dir(id) => {
                     let dir = &mut self.dirs[id];
-                    dir.synced = dir.now.clone();
-                    dir.pending.clear();
+                    dir.pending.drain(..).for_each(|c| change(&mut dir.synced, &c));
                 }
                 Entry::Link(_) => panic!("sync of a link"),
             },
@@ -353,6 +404,18 @@ impl Disk {
                 );
             }
             other => panic!("operation {other}"),
+        }
+    }
+
+    /// A sync of this path failed.
+    fn lose(&mut self, path: &str) {
+        match self.entry(path) {
+            Entry::File(id) => {
+                let file = &mut self.files[id];
+                file.lost.append(&mut file.dirty);
+            }
+            Entry::Dir(id) => self.dirs[id].pending.clear(),
+            Entry::Link(_) => panic!("sync of a link"),
         }
     }
 
@@ -396,13 +459,14 @@ impl Disk {
                 Entry::Dir(id) => self.leave_dir(id, loss, &path, below),
                 Entry::Link(target) => std::os::unix::fs::symlink(target, path).unwrap(),
                 Entry::File(id) => {
-                    let File { now, synced } = &self.files[id];
+                    let file = &self.files[id];
+                    let (synced, kept) = (&file.synced, file.kept());
                     let mut zeros = synced.clone();
-                    zeros.resize(now.len(), 0);
+                    zeros.resize(kept.len(), 0);
                     let left = match loss {
                         Loss::Strict => synced,
                         Loss::Zeros => &zeros,
-                        Loss::Drawn(_) | Loss::Reordered(_) => [synced, &zeros, now][below(3) as usize],
+                        Loss::Drawn(_) | Loss::Reordered(_) => [synced, &zeros, &kept][below(3) as usize],
                     };
                     fs::write(path, left).unwrap();
                 }

@@ -1,7 +1,9 @@
-//! Nothing leaves the machine: no socket is opened without a hub id, and secrets of the environment are in no file.
+//! Nothing leaves the machine: no socket is opened and no name is looked up without a hub id, and secrets of the environment are
+//! in no file.
 
 use crate::bench::{Bench, files, said};
-use crate::disk::tell_sockets;
+use crate::disk::report_sockets;
+use std::fs;
 
 const SECRETS: [&str; 3] = [
     "hf_planted0000000000000000000000",
@@ -9,11 +11,14 @@ const SECRETS: [&str; 3] = [
     "user-planted-2222",
 ];
 
+/// A hub with a name, which no machine has (RFC 2606); a test that reports sockets looks no name up.
+const NAMED_HUB: &str = "https://hub.invalid";
+
 /// Rows W1, W5.
 #[test]
 fn no_program_opens_a_socket_and_no_secret_is_kept() {
     let bench = Bench::new();
-    let told = bench.path("socket");
+    let seen = bench.path("socket");
     // Without biases, as a mixture of experts needs it.
     let tiny = concat!(env!("CARGO_MANIFEST_DIR"), "/assets/tiny");
     let lora = [
@@ -24,7 +29,6 @@ fn no_program_opens_a_socket_and_no_secret_is_kept() {
     ];
     let train = |more: &[&'static str]| [&["train", "--recipe", "r.toml"][..], &lora, more].concat();
     let commands = [
-        vec!["doctor"],
         vec!["models"],
         vec!["recipes"],
         vec!["plan", "--recipe", "r.toml"],
@@ -118,8 +122,8 @@ fn no_program_opens_a_socket_and_no_secret_is_kept() {
         train(&["data.train=none.jsonl", "--overwrite"]),
         train(&["nothing=1"]),
     ];
-    std::fs::copy(bench.path("model/chat_template.jinja"), bench.path("template.jinja")).unwrap();
-    std::fs::write(
+    fs::copy(bench.path("model/chat_template.jinja"), bench.path("template.jinja")).unwrap();
+    fs::write(
         bench.path("axolotl.yml"),
         "base_model: model\nadapter: lora\nlora_r: 8\n",
     )
@@ -133,12 +137,12 @@ fn no_program_opens_a_socket_and_no_secret_is_kept() {
             .env("SERVICE_API_KEY", SECRETS[1])
             .env("USER", SECRETS[2])
             .env("LOGNAME", SECRETS[2]);
-        if tell_sockets(&mut command, &told).is_none() {
+        if report_sockets(&mut command, &seen).is_none() {
             return;
         }
         let out = command.output().unwrap();
         assert_eq!(out.status.success(), n < last, "{arguments:?}\n{}", said(&out));
-        assert!(!told.exists(), "{arguments:?} opens a socket");
+        assert!(!seen.exists(), "{arguments:?} uses the network");
         let shown = [&out.stdout[..], &out.stderr].concat();
         assert!(!has_secret(&shown), "{arguments:?}\n{}", said(&out));
     }
@@ -149,10 +153,81 @@ fn no_program_opens_a_socket_and_no_secret_is_kept() {
     let mut command = bench.command(&["plan", "--recipe", "r.toml", "model.path=none/such"]);
     command
         .env_remove("HF_HUB_OFFLINE")
+        .env("NO_PROXY", "*")
         .env("HF_ENDPOINT", "http://127.0.0.1:9");
     command.env("HF_HOME", bench.path("hub"));
-    tell_sockets(&mut command, &told).unwrap();
-    assert!(!command.output().unwrap().status.success() && told.exists());
+    report_sockets(&mut command, &seen).unwrap();
+    assert!(!command.output().unwrap().status.success() && seen.exists());
+    fs::remove_file(&seen).unwrap();
+    // `ft doctor` asks the hub, which has a name here: this name is looked up before there is a socket. Not if it is offline.
+    for (offline, says) in [("1", "HF_HUB_OFFLINE is set"), ("0", "cannot be reached")] {
+        let mut command = bench.command(&["doctor"]);
+        command
+            .env("HF_HUB_OFFLINE", offline)
+            .env_remove("TRANSFORMERS_OFFLINE")
+            .env("HF_ENDPOINT", NAMED_HUB)
+            .env("HF_TOKEN", SECRETS[0])
+            .env("NO_PROXY", "*");
+        report_sockets(&mut command, &seen).unwrap();
+        let out = command.output().unwrap();
+        let shown = String::from_utf8([&out.stdout[..], &out.stderr].concat()).unwrap();
+        assert!(out.status.success() && shown.contains(says), "{shown}");
+        assert_eq!(seen.exists(), offline == "0", "{shown}");
+        assert!(!has_secret(shown.as_bytes()), "{shown}");
+    }
+}
+
+/// Row W1. The base of an adapter directory can be a hub id that the user did not type.
+#[test]
+fn the_base_that_an_adapter_names_is_requested_only_online_and_after_a_note() {
+    let bench = Bench::new();
+    let seen = bench.path("socket");
+    let config = r#"{"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"],
+        "base_model_name_or_path": "none/such-base"}"#;
+    fs::create_dir(bench.path("adapter")).unwrap();
+    fs::write(bench.path("adapter/adapter_config.json"), config).unwrap();
+    // Read only after the base.
+    fs::write(bench.path("adapter/adapter_model.safetensors"), "").unwrap();
+    let generate = ["generate", "--model", "adapter", "--prompt", "a"];
+    let commands = [
+        &generate[..],
+        &["eval", "--model", "adapter", "--data", "rows.jsonl"],
+        &["merge", "--adapter", "adapter", "--out", "merged"],
+        &["export", "adapter", "--to", "gguf", "--out", "gguf"],
+        &["export", "adapter", "--to", "mlx", "--out", "mlx"],
+    ];
+    let run = |arguments: &[&str], offline: Option<&str>| {
+        let mut command = bench.command(arguments);
+        command.env_remove("HF_HUB_OFFLINE").env_remove("TRANSFORMERS_OFFLINE");
+        command
+            .env("HF_HOME", bench.path("hub"))
+            .env_remove("HF_HUB_CACHE")
+            .env("HF_ENDPOINT", NAMED_HUB)
+            .env("NO_PROXY", "*");
+        if let Some(name) = offline {
+            command.env(name, "1");
+        }
+        report_sockets(&mut command, &seen)?;
+        let out = command.output().unwrap();
+        assert!(!out.status.success(), "{arguments:?}");
+        let said = said(&out);
+        // A command that fails does not print the notes of its result: this one was printed before.
+        let note = said.find("the base model that the adapter names, none/such-base, is loaded from the hub");
+        let error = said.find("error:");
+        assert!(note.is_some() && note < error, "{arguments:?}\n{said}");
+        Some(said)
+    };
+    for (n, arguments) in commands.iter().enumerate() {
+        let name = ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"][n % 2];
+        let Some(said) = run(arguments, Some(name)) else { return };
+        assert!(!seen.exists(), "{arguments:?} uses the network");
+        assert!(
+            said.contains("none/such-base") && said.contains("offline mode"),
+            "{arguments:?}\n{said}"
+        );
+    }
+    let said = run(&generate, None).unwrap();
+    assert!(seen.exists() && said.contains("cannot reach the hub"), "{said}");
 }
 
 fn has_secret(bytes: &[u8]) -> bool {

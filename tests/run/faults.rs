@@ -26,7 +26,7 @@ const CRASHES: [Row; 14] = [
         "C3",
         "a write fails with \"no space\", a quota that is used up or an input/output error: this write alone, or all later ones too",
         "error with the path (logs and caches: a warning), earlier checkpoints stay whole, the resume has the same bits; if `final/` fails, the last state is saved",
-        "tests/run/power.rs::a_result_that_cannot_be_written_is_not_lost tests/run/power.rs::writes_that_fail_are_told_and_lose_nothing tests/run/limits.rs::a_run_works_under_limits_or_is_refused src/checkpoint/tests.rs::a_failed_save_leaves_the_old_state_and_nothing_else",
+        "tests/run/power.rs::a_result_that_cannot_be_written_is_not_lost tests/run/power.rs::writes_that_fail_are_told_and_lose_nothing tests/run/limits.rs::a_run_works_under_limits_or_is_refused src/checkpoint/tests.rs::a_failed_save_leaves_the_old_state_and_nothing_else tests/run/power.rs::a_failed_sync_and_a_loss_of_power_keep_the_last_saved_state",
     ),
     (
         "C4",
@@ -44,7 +44,7 @@ const CRASHES: [Row; 14] = [
         "C6",
         "loss of power after numbered file operations. The test drops the bytes that were not synced, sets them to zero, or chooses at random what the disk kept. It also keeps later changes of the names in a directory and drops earlier ones",
         "the last checkpoint that was saved survives, and the resume has the same bits. An incomplete directory stays, and is named, if its mark was lost and other names in it were not",
-        "tests/run/power.rs::a_loss_of_power_keeps_the_last_saved_state",
+        "tests/run/power.rs::a_loss_of_power_keeps_the_last_saved_state tests/run/power.rs::a_failed_sync_and_a_loss_of_power_keep_the_last_saved_state",
     ),
     (
         "C7",
@@ -56,7 +56,7 @@ const CRASHES: [Row; 14] = [
         "C8",
         "a bit flipped, the end cut off, a file removed: each file of a checkpoint, of `final/`, a cache, a run directory",
         "the file is named; `--resume --allow-older` continues from the newest whole checkpoint and says so; a cache is computed again, stored outputs of a teacher are an error with the command that repairs them; `ft runs verify` compares checkpoints and `final/` with their hashes",
-        "tests/run/decay.rs::damage_in_a_checkpoint_is_named_and_an_older_one_is_used_only_if_allowed tests/run/decay.rs::damage_beside_the_checkpoints_changes_no_result tests/run/decay.rs::damage_in_a_result_is_named tests/run/decay.rs::a_flipped_bit_in_a_result_is_named src/checkpoint/tests.rs::every_flipped_bit_of_every_file_is_noticed_and_named tests/run/directory.rs::a_stored_start_that_was_damaged_is_computed_again tests/run/distill.rs::stored_outputs_teach_like_the_teacher crates/ft-data/src/tokens/tests.rs::a_damaged_file_is_found_and_written_again_with_one_note",
+        "tests/run/decay.rs::damage_in_a_checkpoint_is_named_and_an_older_one_is_used_only_if_allowed tests/run/decay.rs::damage_beside_the_checkpoints_changes_no_result tests/run/decay.rs::damage_in_a_result_is_named tests/run/decay.rs::a_flipped_bit_in_a_result_is_named src/checkpoint/tests.rs::every_flipped_bit_of_every_file_is_noticed_and_named tests/run/directory.rs::a_stored_start_that_was_damaged_is_computed_again tests/run/distill.rs::stored_outputs_teach_like_the_teacher crates/ft-data/src/tokens/tests.rs::a_damaged_file_is_found_and_written_again_with_one_note crates/ft-data/src/tokens/tests.rs::a_flipped_bit_in_each_file_of_the_cache_is_found crates/ft-data/src/tokens/tests.rs::damage_in_each_file_of_the_cache_changes_no_row_and_no_fingerprint crates/ft-data/src/tokens/tests.rs::a_flipped_bit_in_a_made_result_makes_it_again_with_a_note src/train/teacher_cache/tests.rs::a_flipped_bit_in_any_byte_is_an_error_or_changes_nothing src/train/teacher_cache/tests.rs::a_changed_value_in_the_manifest_is_named src/train/teacher_cache/tests.rs::only_damaged_files_of_the_same_outputs_are_stored_again src/checkpoint/tests.rs::damage_in_files_that_only_some_runs_have_is_named tests/run/decay.rs::damage_in_the_averages_and_in_the_state_of_a_stage_is_named tests/run/decay.rs::a_damaged_token_cache_is_written_again_and_the_run_resumes tests/run/decay.rs::damage_in_stored_outputs_is_named_and_the_same_command_repairs_it",
     ),
     (
         "C9",
@@ -80,7 +80,7 @@ const CRASHES: [Row; 14] = [
         "C12",
         "a reason to fail that is there from the beginning: no permission, read-only, no inode, no quota, too little space, a limit on the size of files, an export that cannot be written",
         "error before the first step: a save and the export are tried, with the space that they need, and an evaluation: a new run begins with one, a resume tries the longest held-out batch. Memory is forecast (S4, S5)",
-        "tests/run/rehearsal.rs::a_resume_tries_an_evaluation_first tests/run/rehearsal.rs::what_would_fail_after_hours_fails_before_the_first_step tests/run/rehearsal.rs::a_rehearsal_that_fails_once_leaves_nothing crates/ft-base/src/rehearse.rs::what_would_fail_later_fails_now_and_leaves_nothing tests/run/mounts.rs::any_number_of_inodes_or_bytes_works_or_is_refused_before_the_first_step tests/run/limits.rs::a_run_works_under_limits_or_is_refused",
+        "tests/run/rehearsal.rs::a_resume_tries_an_evaluation_first tests/run/rehearsal.rs::what_would_fail_after_hours_fails_before_the_first_step tests/run/rehearsal.rs::a_rehearsal_that_fails_once_leaves_nothing tests/run/rehearsal.rs::the_rehearsal_reserves_what_a_save_and_the_export_write tests/run/rehearsal.rs::a_file_of_moments_above_the_limit_is_refused_before_the_first_step crates/ft-base/src/rehearse.rs::what_would_fail_later_fails_now_and_leaves_nothing tests/run/mounts.rs::any_number_of_inodes_or_bytes_works_or_is_refused_before_the_first_step tests/run/limits.rs::a_run_works_under_limits_or_is_refused",
     ),
     (
         "C13",
@@ -161,7 +161,7 @@ const FORMATS: [Row; 11] = [
         "F11",
         "random damage to the bytes of every format that ft parses",
         "a value or an error: no panic, no hang, memory bounded by the size of the input",
-        "crates/ft-formats/src/header.rs::random_damage_never_panics tests/memory/parsers.rs::damaged_files_end_in_time_and_within_memory tests/run/fuzzed.rs::fuzz_targets_take_whole_and_damaged_seeds crates/ft-data/src/read/parquet/limits/tests.rs::a_page_that_would_take_much_memory_is_refused crates/ft-data/src/read/parquet/limits/tests.rs::a_page_header_that_can_be_read_in_two_ways_is_refused crates/ft-data/src/read/parquet/limits/tests.rs::a_footer_with_lists_of_nothing_is_refused crates/ft-data/src/read/arrow/tests.rs::damaged_bits_give_rows_or_one_error",
+        "crates/ft-formats/src/header.rs::random_damage_never_panics tests/memory/parsers.rs::damaged_files_end_in_time_and_within_memory tests/run/fuzzed.rs::fuzz_targets_take_whole_and_damaged_seeds crates/ft-data/src/read/parquet/limits/tests.rs::a_page_that_would_take_much_memory_is_refused crates/ft-data/src/read/parquet/limits/tests.rs::a_page_header_that_can_be_read_in_two_ways_is_refused crates/ft-data/src/read/parquet/limits/tests.rs::a_footer_with_lists_of_nothing_is_refused crates/ft-data/src/read/arrow/tests.rs::damaged_bits_give_rows_or_one_error src/recipe/import/yaml.rs::deep_nesting_is_an_error_in_time",
     ),
 ];
 
@@ -365,7 +365,7 @@ const RUNNING: [Row; 11] = [
         "S7",
         "a clock that is in 1970 or 2100 and jumps, no HOME, no `/dev/shm`, `/sys` or `/proc`, few open files, little memory and stack, one processor, no huge pages, umask 0777, an unwritable cache, no terminal, closed or broken output",
         "the run has the same bits, or is refused at the start",
-        "tests/run/limits.rs::a_clock_that_jumps_changes_nothing tests/run/limits.rs::a_run_without_huge_pages_has_the_same_bits tests/run/limits.rs::a_run_works_under_limits_or_is_refused tests/run/mounts.rs::missing_and_locked_places_are_no_obstacle_or_refused tests/run/resume.rs::a_run_goes_on_if_nobody_reads_its_messages tests/cli.rs::a_reader_that_goes_away_is_no_failure",
+        "tests/run/limits.rs::a_clock_that_jumps_changes_nothing tests/run/limits.rs::a_run_without_huge_pages_has_the_same_bits tests/run/limits.rs::any_number_of_open_files_works_or_is_refused_before_the_first_step tests/run/limits.rs::a_run_works_under_limits_or_is_refused tests/run/mounts.rs::missing_and_locked_places_are_no_obstacle_or_refused tests/run/resume.rs::a_run_goes_on_if_nobody_reads_its_messages tests/cli.rs::a_reader_that_goes_away_is_no_failure",
     ),
     (
         "S8",
@@ -398,7 +398,7 @@ const SURFACE: [Row; 8] = [
         "W1",
         "what listens on the network",
         "`ft dash` listens, on 127.0.0.1. Ranks without MPI listen for each other; those of `ft launch` listen on 127.0.0.1. No other command listens, and none opens a socket unless it uses a hub",
-        "tests/run/egress.rs::no_program_opens_a_socket_and_no_secret_is_kept tests/cli/dash.rs::the_page_is_for_this_machine_and_its_token_only",
+        "tests/run/egress.rs::no_program_opens_a_socket_and_no_secret_is_kept tests/cli/dash.rs::the_page_is_for_this_machine_and_its_token_only tests/run/egress.rs::the_base_that_an_adapter_names_is_requested_only_online_and_after_a_note",
     ),
     (
         "W2",
@@ -422,13 +422,13 @@ const SURFACE: [Row; 8] = [
         "W5",
         "a hub that lies about names, hashes, sizes and redirects; a stolen token",
         "nothing is written outside of the cache, wrong contents are thrown away, the token goes to the hub alone",
-        "tests/hub/lies.rs::a_lying_hub_writes_and_removes_nothing_outside_the_cache tests/hub/lies.rs::a_redirect_to_another_host_gets_no_token tests/hub.rs::damaged_content_never_gets_into_the_cache tests/run/egress.rs::no_program_opens_a_socket_and_no_secret_is_kept",
+        "tests/hub/lies.rs::a_lying_hub_writes_and_removes_nothing_outside_the_cache tests/hub/lies.rs::a_redirect_to_another_host_gets_no_token tests/hub.rs::damaged_content_never_gets_into_the_cache tests/run/egress.rs::no_program_opens_a_socket_and_no_secret_is_kept tests/hub/programs.rs::a_run_from_the_hub_with_a_token_keeps_no_token",
     ),
     (
         "W6",
-        "names with `../`, spaces, quotes, line breaks, escapes, and bytes that are not UTF-8; answers of a model with escapes",
-        "used as they are, or refused; no control sequence in them reaches the terminal, not even a color",
-        "tests/terminal.rs::an_answer_with_escapes_is_shown_as_text tests/run/limits.rs::odd_names_work_or_are_refused tests/run/hostile.rs::nothing_from_a_file_acts_on_the_terminal src/report/layout.rs::nothing_from_a_file_acts_on_the_terminal",
+        "names with `../`, spaces, quotes, line breaks, escapes, and bytes that are not UTF-8; text of adapters, runs and configurations, and answers of a model, with escapes",
+        "used as they are, or refused; no control sequence in them reaches the terminal, not even a color, and none adds a key to a recipe",
+        "tests/terminal.rs::an_answer_with_escapes_is_shown_as_text tests/terminal.rs::text_of_files_is_shown_and_acts_on_no_terminal src/recipe/import/tests.rs::what_the_file_says_adds_no_keys_to_the_recipe tests/run/limits.rs::odd_names_work_or_are_refused tests/run/hostile.rs::nothing_from_a_file_acts_on_the_terminal src/report/layout.rs::nothing_from_a_file_acts_on_the_terminal",
     ),
     (
         "W7",
@@ -440,7 +440,7 @@ const SURFACE: [Row; 8] = [
         "W8",
         "a reward program that opens sockets, reads secrets of the environment, or takes all memory",
         "the system refuses its sockets, the secrets are not there, its memory is limited; `rlhf.reward_network` and `rlhf.reward_memory` change that",
-        "crates/ft-base/src/worker.rs::a_program_without_rights_opens_no_socket_sees_no_secret_and_has_a_limit tests/run/rl.rs::a_reward_program_has_no_network_and_no_secrets",
+        "crates/ft-base/src/worker.rs::a_program_without_rights_opens_no_socket_sees_no_secret_and_has_a_limit tests/run/rl.rs::a_reward_program_has_no_network_and_no_secrets crates/ft-base/src/worker.rs::a_program_and_its_children_are_one_group_and_end_together",
     ),
 ];
 
@@ -454,56 +454,8 @@ const TABLES: [(&str, &[Row]); 7] = [
     ("Surface", &SURFACE),
 ];
 
-const HEAD: &str = "# Faults that are tested
-
-Each line of the tables has a fault, what ft does then, and the tests that show it. `FT_BLESS=1 cargo test` writes this file from
-the list in `tests/run/faults.rs`; the tests of each line must exist, with `Row` and the name of the line in their comment. The rules are in [runs.md](runs.md) and
-[SECURITY.md](../SECURITY.md).
-
-A library that is loaded into the program (`tests/run/disk/disk.c`) simulates kills, failing writes and losses of power. It counts
-the file operations of a run. At a chosen operation it kills the process or lets the operation fail; or it records all operations.
-From a record, `tests/run/disk.rs` computes which bytes and names a disk may have after a loss of power. CI tests some of the
-operations, of some methods always and of others in turn (`tests/run/turn.rs`). All operations, and many kills at random moments, are tested by hand:
-`cargo test --release --test run -- --ignored every_ any_operation`; 100,000 steps and metrics of 1 GB: `--ignored long::`. File systems and control groups with limits (`--ignored mounts::`)
-need root; CI tests them where it may mount. With `FT_TEST_CASES=4000` each file of F11 is damaged 4000 times. The figures are in [lab-book.md](lab-book.md).
-
-Not covered: network file systems, a real GPU that fails, a real quota (the error is injected), a control group of version 2 (its files are read in unit tests).
-
-No option disables these checks: rows that cannot be read, numbers that are not finite (except for the loss scale of f16), locks of a process that runs and other
-base models are refused, not skipped. If a checkpoint cannot be written, ft does not try another directory. The remedy is to fix the cause and resume.
-
-## Fuzzing with coverage
-
-`fuzz/` has targets for every parser ([fuzz/README.md](../fuzz/README.md)); CI replays the inputs of `fuzz/kept`. What ran on 2026-11-26, with one
-process of the lowest priority on a busy machine, without sanitizers (those need nightly Rust): 0.11 processor hours of the 24 that are wanted. Of 0.62 hours
-more on 2026-11-28 the first 0.28 found a damaged parquet file that was read without an end; it is refused now. 0.36 hours more on 2026-11-29 found nothing. A
-panic of a library that ft catches and reports as an error is no failure.
-
-| target | processor minutes | executions | failed |
-|---|---|---|---|
-| safetensors | 0.5 | 270,671 | 0 |
-| index | 0.5 | 61,826 | 0 |
-| config | 0.5 | 258,330 | 0 |
-| tokenizer | 0.4 | 7,558 | 0 |
-| tokenizer_config | 0.6 | 2,046 | 0 |
-| template | 0.3 | 86,240 | 0 |
-| kwargs | 0.3 | 568,686 | 0 |
-| adapter | 0.4 | 397,709 | 0 |
-| jsonl | 0.4 | 3,384 | 0 |
-| json | 0.2 | 57,155 | 0 |
-| csv | 0.4 | 55,653 | 0 |
-| parquet | 0.1 | 28,971 | 0 |
-| gguf | 0.0 | 20,872 | 0 |
-| arrow | 0.0 | 6,646 | 0 |
-| recipe | 0.3 | 21,330 | 0 |
-| argument | 0.1 | 1,358 | 0 |
-| manifest | 0.1 | 88,752 | 0 |
-| state | 0.3 | 286,293 | 0 |
-| metrics | 0.3 | 35,187 | 0 |
-| events | 0.3 | 96,652 | 0 |
-| resolved | 0.3 | 125,478 | 0 |
-| all | 6.3 | 2,480,797 | 0 |
-";
+/// The text before the tables.
+const HEAD: &str = include_str!("faults/head.txt");
 
 /// Whether the file has this test; then whether it runs by hand only, and its comment.
 pub fn found(file: &str, function: &str) -> Option<(bool, String)> {

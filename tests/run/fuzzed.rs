@@ -9,6 +9,34 @@ use std::fs;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+/// Settings of quantized weights, and one that they are of in the model of the target.
+const QUANTIZED: [(&str, &str); 7] = [
+    (
+        "\"gptq\", \"bits\": 4, \"group_size\": 32, \"desc_act\": false",
+        "gptq4",
+    ),
+    (
+        "\"gptq\", \"bits\": 3, \"group_size\": 32, \"checkpoint_format\": \"gptq_v2\"",
+        "gptq3",
+    ),
+    ("\"awq\", \"bits\": 4, \"group_size\": 32, \"version\": \"gemm\"", "awq"),
+    ("\"fp8\", \"weight_block_size\": [32, 32]", "block"),
+    ("\"bitsandbytes\", \"load_in_8bit\": true", "int8"),
+    (
+        "\"bitsandbytes\", \"load_in_4bit\": true, \"bnb_4bit_quant_type\": \"nf4\"",
+        "nf4",
+    ),
+    (
+        "\"compressed-tensors\", \"format\": \"pack-quantized\", \"config_groups\": \
+         {\"group_0\": {\"weights\": {\"num_bits\": 4, \"type\": \"int\"}}}",
+        "packed4",
+    ),
+];
+
+fn quantized(settings: &str) -> Vec<u8> {
+    format!("{{\"model_type\": \"llama\", \"quantization_config\": {{\"quant_method\": {settings}}}}}").into_bytes()
+}
+
 /// Good inputs of a target.
 fn seeds(name: &str) -> Vec<Vec<u8>> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
@@ -16,7 +44,10 @@ fn seeds(name: &str) -> Vec<Vec<u8>> {
     let golden = |path: &str| fs::read(goldens().join(path)).unwrap();
     let text = |text: &str| text.as_bytes().to_vec();
     match name {
-        "safetensors" => vec![golden("training/models/llama/model.safetensors")[..4096].to_vec()],
+        "safetensors" => vec![
+            golden("training/models/llama/model.safetensors")[..4096].to_vec(),
+            safetensors_file(),
+        ],
         "index" => vec![text(
             "{\"metadata\": {\"total_size\": 9}, \"weight_map\": {\"model.norm.weight\": \"model.safetensors\"}}",
         )],
@@ -27,6 +58,11 @@ fn seeds(name: &str) -> Vec<Vec<u8>> {
         ],
         "tokenizer" => vec![golden("tokenizers/chat/tokenizer.json")],
         "tokenizer_config" => vec![golden("tokenizers/chat/tokenizer_config.json")],
+        "special_tokens" => vec![text(
+            "{\"eos_token\": {\"content\": \"<|im_end|>\", \"lstrip\": false}, \"pad_token\": \"<|endoftext|>\", \"<extra>\": 900}",
+        )],
+        "generation_config" => vec![file("assets/tiny/generation_config.json")],
+        "quantized" => QUANTIZED.map(|(settings, _)| quantized(settings)).into(),
         "template" => ["chatml", "qwen3", "llama3.1"]
             .map(|name| file(&format!("crates/ft-formats/src/template/named/{name}.jinja")))
             .into(),
@@ -42,14 +78,40 @@ fn seeds(name: &str) -> Vec<Vec<u8>> {
             "[{\"text\": \"one\"}, {\"prompt\": \"a\", \"completion\": \"b\"}]",
         )],
         "csv" => vec![text("prompt,completion\n\"a, \"\"b\"\"\",c\n1,2\n")],
+        "preference" => ["text", "messages", "implicit", "margins", "judged"]
+            .map(|name| golden(&format!("preference/{name}.jsonl")))
+            .into(),
+        "prompts" => vec![
+            text(
+                "{\"prompt\": \"add 3 and 4\", \"answer\": 7}\n\
+                 {\"prompt\": [{\"role\": \"user\", \"content\": \"q\"}], \"answer\": [\"a\", \"b\"]}\n",
+            ),
+            golden("data/messages.jsonl"),
+        ],
         "arrow" => vec![golden("arrow/types.arrow")],
         "recipe" => vec![file("recipes/quickstart.toml"), file("recipes/sft-qwen.toml")],
         "argument" => vec![text(
             "tune.method=lora\ntune.lora.r=4\nmemory.budget=22GiB\nrlhf.rewards=[\"regex:[a]\", \"length:4\"]",
         )],
-        "manifest" | "state" => vec![text(
-            "{\"format\": 1, \"ft\": \"0.1.0\", \"step\": 1, \"files\": [{\"name\": \"a\", \"size\": 1, \"blake3\": \"00\"}], \
-             \"seal\": \"00\"}",
+        "yaml" => vec![
+            text(
+                "base_model: m\ndatasets:\n  - path: rows.jsonl\n    type: alpaca\nadapter: lora\nlora_r: 8\n\
+                 betas: [0.9, 0.95]\nx: |\n  one\n\n  two\n",
+            ),
+            text(
+                "model_name_or_path: m\nfinetuning_type: lora\nstage: dpo\ndataset: own\nown:\n  file_name: o.json\n  \
+                 columns: {prompt: q, response: r}\n",
+            ),
+        ],
+        "manifest" => {
+            let hash = blake3::hash(b"{}").to_hex();
+            let files = format!("[{{\"name\": \"state.json\", \"size\": 2, \"blake3\": \"{hash}\"}}]");
+            let head = "{\"format\": 1, \"ft\": \"0.1.0\", \"step\": 1, \"files\":";
+            vec![text(&format!("{head} {files}, \"seal\": \"00\"}}"))]
+        }
+        "state" => vec![text(
+            "{\"recipe\": {\"train.seed\": \"1\"}, \"made_by\": {\"program\": \"a\"}, \"data\": \"aa\", \"base\": \"b:c\", \
+             \"stage\": true, \"trained_tokens\": 3}",
         )],
         "metrics" => vec![text(
             "{\"step\":1,\"loss\":2.5,\"lr\":0.1}\n{\"step\":2,\"eval_loss\":2.0}\n",
@@ -92,6 +154,11 @@ fn unescaped(line: &str) -> Vec<u8> {
         });
     }
     out
+}
+
+fn safetensors_file() -> Vec<u8> {
+    let head = br#"{"__metadata__":{"a":"b"},"w":{"dtype":"F32","shape":[2,1],"data_offsets":[0,8]},"e":{"dtype":"U8","shape":[],"data_offsets":[8,9]}}"#;
+    [&(head.len() as u64).to_le_bytes()[..], &head[..], &[0u8; 9][..]].concat()
 }
 
 fn gguf_file() -> Vec<u8> {
@@ -151,7 +218,20 @@ fn damaged(good: &[u8], rng: &Rng) -> Vec<u8> {
     bytes
 }
 
-/// Row F11. The seeds, and what fuzzing found: it reaches parts of the parsers that the seeds do not. `FT_TEST_CASES=100000` damages each seed so often.
+/// A panic, or more than 20 s, is a fault.
+fn run(target: targets::Target, bytes: &[u8], what: std::fmt::Arguments) {
+    let started = Instant::now();
+    let ran = std::panic::catch_unwind(|| target(bytes));
+    assert!(
+        ran.is_ok() && started.elapsed() < Duration::from_secs(20),
+        "{what}: {} bytes: {}",
+        bytes.len(),
+        bytes[..bytes.len().min(2000)].escape_ascii()
+    );
+}
+
+/// Row F11. The seeds, and what fuzzing found: it reaches parts of the parsers that the seeds do not. `FT_TEST_CASES=100000` damages
+/// each seed so often, and each input of `fuzz/kept` a sixth of that.
 #[test]
 fn fuzz_targets_take_whole_and_damaged_seeds() {
     let most = std::env::var("FT_TEST_CASES")
@@ -160,31 +240,36 @@ fn fuzz_targets_take_whole_and_damaged_seeds() {
         .unwrap_or(12u64);
     let only = std::env::var("FT_FUZZ").ok();
     assert_eq!(unescaped(r"a\\\n\x0fz"), b"a\\\n\x0fz");
+    for (settings, weight) in QUANTIZED {
+        let found = targets::quantized::read(&quantized(settings));
+        assert!(found.contains(&weight), "{settings}: {found:?}");
+    }
     let mut files = 0;
     for (n, (name, target)) in targets::TARGETS.iter().enumerate() {
         if only.as_ref().is_some_and(|only| only != name) {
             continue;
         }
+        let damage =
+            |bytes: &[u8], k: usize, case| damaged(bytes, &Rng::new(case, Stream::Sampling, &[n as u64, k as u64]));
         for (k, good) in seeds(name).iter().enumerate() {
-            target(good);
+            run(*target, good, format_args!("{name}, seed {k}"));
             for case in 0..most {
-                let bytes = damaged(good, &Rng::new(case, Stream::Sampling, &[n as u64, k as u64]));
-                let started = Instant::now();
-                let ran = std::panic::catch_unwind(|| target(&bytes));
-                assert!(
-                    ran.is_ok() && started.elapsed() < Duration::from_secs(20),
-                    "{name}, seed {k}, case {case}"
+                run(
+                    *target,
+                    &damage(good, k, case),
+                    format_args!("{name}, seed {k}, case {case}"),
                 );
             }
         }
-        for bytes in kept(name) {
-            let started = Instant::now();
-            let ran = std::panic::catch_unwind(|| target(&bytes));
-            let text = bytes.escape_ascii();
-            assert!(
-                ran.is_ok() && started.elapsed() < Duration::from_secs(20),
-                "{name}: {text}"
-            );
+        for (k, bytes) in kept(name).iter().enumerate() {
+            run(*target, bytes, format_args!("{name}, input {k} of fuzz/kept"));
+            for case in 0..most / 6 {
+                run(
+                    *target,
+                    &damage(bytes, 1000 + k, case),
+                    format_args!("{name}, input {k} of fuzz/kept, case {case}"),
+                );
+            }
             files += 1;
         }
     }

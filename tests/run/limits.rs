@@ -70,6 +70,26 @@ fn a_run_works_under_limits_or_is_refused() {
     }
 }
 
+/// Row S7: with any number of open files a run has the same bits, or ends before its first step.
+#[test]
+fn any_number_of_open_files_works_or_is_refused_before_the_first_step() {
+    let bench = Bench::new();
+    bench.train(&[&RUN[3..], &["train.output_dir=whole"]].concat());
+    let mut worked = Vec::new();
+    for files in [3, 4, 5, 7, 9, 10, 11, 12, 13, 14, 16, 18, 20, 24, 64] {
+        let _ = fs::remove_dir_all(bench.path("run"));
+        let out = under(&bench, &format!("ulimit -n {files}"), "run");
+        if out.status.success() {
+            assert_same_lines(&bench, "whole", "run");
+            worked.push(files);
+        } else {
+            let lines = fs::read_to_string(bench.path("run/metrics.jsonl")).unwrap_or_default();
+            assert!(!lines.contains("\"loss\""), "{files}\n{}\n{lines}", said(&out));
+        }
+    }
+    assert!(worked.contains(&64) && !worked.contains(&4), "{worked:?}");
+}
+
 /// Row S7: the system gives the process no huge pages.
 #[test]
 fn a_run_without_huge_pages_has_the_same_bits() {
@@ -110,6 +130,9 @@ fn a_clock_that_jumps_changes_nothing() {
 fn odd_names_work_or_are_refused() {
     use std::os::unix::ffi::OsStrExt;
     let bench = Bench::new();
+    let not_utf8 = std::ffi::OsStr::from_bytes(b"odd\xff");
+    fs::write(bench.path("model").join(not_utf8), "x").unwrap();
+    fs::copy(bench.path("rows.jsonl"), bench.path("model/rows.jsonl")).unwrap();
     for name in [
         "a b",
         "a\nb",
@@ -124,14 +147,29 @@ fn odd_names_work_or_are_refused() {
             &RUN[..],
             &[
                 &format!("model.path=./{name}"),
+                &format!("data.train=./{name}/rows.jsonl"),
                 &format!("train.output_dir=./{name}/run"),
             ],
         ]
         .concat());
         assert!(out.status.success(), "{name:?}\n{}", said(&out));
         assert!(!said(&out).contains('\u{1b}'), "{:?}", said(&out));
-        assert!(bench.path(name).join("run/final").exists() && !bench.path("x").exists());
+        assert!(bench.path(name).join("run/final").exists());
+        let (run, copy) = (format!("./{name}/run"), format!("./{name}/copy"));
+        let result = format!("{run}/final");
+        for command in [
+            &["runs", "list", &format!("./{name}")][..],
+            &["runs", "show", &run],
+            &["runs", "verify", &run],
+            &["export", &run, "--out", &copy],
+            &["generate", "--model", &result, "--prompt", "a", "--max-new-tokens", "1"],
+        ] {
+            let out = bench.ft(command);
+            assert!(out.status.success(), "{name:?} {command:?}\n{}", said(&out));
+        }
+        assert!(bench.path(name).join("copy").exists() && !bench.path("x").exists());
         fs::remove_dir_all(bench.path(name).join("run")).unwrap();
+        fs::remove_dir_all(bench.path(name).join("copy")).unwrap();
         fs::rename(bench.path(name), bench.path("model")).unwrap();
     }
     // Not UTF-8: as the place of the recipe and of all it names; refused as a word on the command line.

@@ -39,14 +39,32 @@ fn held(process: u32) -> Option<[u64; 3]> {
     Some([status(process, "VmRSS:")?, count("fd")?, count("task")?])
 }
 
-/// Sizes of the files of a run whose lines do not grow with the steps; numbers of steps in names are one name.
-fn sizes(bench: &Bench, run: &str) -> BTreeMap<String, usize> {
-    let plain = |name: &str| name.replace(|c: char| c.is_ascii_digit(), "");
-    let all = files(&bench.path(run)).into_iter();
-    all.filter(|f| !f.0.ends_with(".jsonl") && f.0.contains('/'))
-        .map(|f| (plain(&f.0), f.1.len()))
-        .collect()
+/// Sizes of all files of a run by name; numbers of steps in names are one name, which may have several files.
+fn sizes(bench: &Bench, run: &str) -> BTreeMap<String, Vec<usize>> {
+    let mut out: BTreeMap<String, Vec<usize>> = BTreeMap::new();
+    for (name, bytes) in files(&bench.path(run)) {
+        let plain = name.replace(|c: char| c.is_ascii_digit(), "");
+        out.entry(plain).or_default().push(bytes.len());
+    }
+    out
 }
+
+/// How many more bytes a file may have in a longer run. `None`: it has lines for its steps.
+fn grows_by(name: &str) -> Option<usize> {
+    // A few numbers of steps, tokens, bytes and processes: they have more digits.
+    const NUMBERS: usize = 64;
+    match name {
+        "metrics.jsonl" | "events.jsonl" | "samples.jsonl" => None,
+        _ if name.contains("tfevents") => None,
+        // A limited number of points for each curve: see `CURVES`.
+        "curves.svg" => None,
+        "plan.json" | "run.json" | "run.lock" | "checkpoint-/state.json" => Some(NUMBERS),
+        _ => Some(0),
+    }
+}
+
+/// Most bytes of the picture of the curves.
+const CURVES: usize = 64 << 10;
 
 /// The step of the last whole line of the metrics of a run; 0 before the first.
 fn last_step(bench: &Bench, run: &str) -> usize {
@@ -94,13 +112,25 @@ fn grows_not(part: usize, save: usize, pause: Duration) {
         println!("{what}: {first} in the second third, {later} in the last");
         assert!(later <= first + more, "{what}: {first}, later {later}");
     }
-    bench.train(&with(&few, "train.output_dir=short"));
-    let (short, long) = (sizes(&bench, "short"), sizes(&bench, "long"));
-    assert_eq!(short.keys().collect::<Vec<_>>(), long.keys().collect::<Vec<_>>());
-    for (name, size) in &short {
-        // Numbers of steps have more digits.
-        assert!(long[name] <= size + 64, "{name}: {size}, longer {}", long[name]);
+    // A name of the same length: files contain it.
+    bench.train(&with(&few, "train.output_dir=part"));
+    let (short, long) = (sizes(&bench, "part"), sizes(&bench, "long"));
+    let counts = |all: &BTreeMap<String, Vec<usize>>| -> Vec<(String, usize)> {
+        all.iter().map(|(name, sizes)| (name.clone(), sizes.len())).collect()
+    };
+    assert_eq!(counts(&short), counts(&long));
+    assert!(short.contains_key("run.json") && short.contains_key("checkpoint-/weights.safetensors"));
+    for (name, sizes) in &short {
+        let Some(more) = grows_by(name) else { continue };
+        for (size, longer) in sizes.iter().zip(&long[name]) {
+            assert!(
+                longer.abs_diff(*size) <= more,
+                "{name}: {size} bytes, of a longer run {longer}"
+            );
+        }
     }
+    let curves = long["curves.svg"][0];
+    assert!(curves <= CURVES, "curves.svg: {curves} bytes");
 }
 
 /// Row S11.

@@ -2,8 +2,11 @@
 //! switches, rotation, evaluations, the export, and resumes. The tests of `cargo test` take some of the operations of
 //! some methods, and fewer of another method in turn; the ignored ones take all.
 
+mod lost;
+mod expected;
+
 use crate::bench::{Bench, files, said};
-use crate::disk::{Disk, Fault, Loss, Operation, counted, on_disk, recorded};
+use crate::disk::{Disk, Fault, Loss, Operation, counted, on_disk, ran_on_disk, recorded};
 use crate::same::{METHODS, assert_same, assert_same_final, assert_same_lines};
 use crate::turn::{in_turn, turn};
 use ft::base::rng::{Rng, Stream};
@@ -39,8 +42,11 @@ fn settings(method: &str) -> Vec<&'static str> {
     let more: &[&str] = match method {
         "adalora" => &["train.max_steps=10"],
         "kto" => &["train.batch_size=2"],
-        // Rotation leaves one checkpoint only.
-        "lora" => &["train.save_total_limit=1"],
+        // Rotation leaves one checkpoint only; texts of SFT are generated too.
+        "lora" => &[
+            "train.save_total_limit=1",
+            "train.sample_prompts=[\"Is it raining?\", \"Add 17 and 25.\"]",
+        ],
         _ => &[],
     };
     [&base[..], own, more].concat()
@@ -91,6 +97,11 @@ impl Round {
             }
         }
         go(&[])
+    }
+
+    /// Starts `run` with a fault; its file operations too, also those that failed.
+    fn failing(&self, fault: Fault, at: usize) -> (Output, Vec<Operation>) {
+        ran_on_disk(&self.bench, &mut self.command("run", &[]), fault, at).unwrap()
     }
 
     /// Resumes `run` without a fault to its end. Nothing incomplete stays.
@@ -236,10 +247,10 @@ fn kills_at_every_file_operation_lose_nothing() {
     );
 }
 
-/// Errors at every `every`-th operation, once or from there on.
+/// Errors at every `every`-th operation, once or from there on: `expected` says what each path requires.
 fn errors(method: &str, every: usize) -> usize {
     let Some(round) = Round::new(method) else { return 0 };
-    let (mut faults, mut n, mut cases) = (0, 0, Cases::default());
+    let (mut faults, mut failed, mut n, mut cases) = (0, 0, 0, Cases::default());
     let first = 1 + Rng::new(3, Stream::Sampling, &[]).below(0, every as u64) as usize;
     for at in (first..=round.operations).step_by(every) {
         let kinds = [
@@ -256,18 +267,13 @@ fn errors(method: &str, every: usize) -> usize {
             round.clear();
             let what = format!("{method}: {fault:?} at {at} of {}", round.operations);
             cases.check(&what.clone(), || {
-                let out = round.start(Some((*fault, at)));
+                let (out, done) = round.failing(*fault, at);
                 let text = said(&out);
-                assert!(
-                    matches!(out.status.code(), Some(0 | 1)),
-                    "{what}: {:?}\n{text}",
-                    out.status
-                );
+                failed += usize::from(expected::assert_expected(&done, &out) > 0);
                 if out.status.success() {
                     // Only logs, caches and marks may fail, with an equal result.
                     assert_same_final(&round.bench, "whole", "run");
                 } else {
-                    assert!(text.contains("error:") && text.contains("-->"), "{what}\n{text}");
                     assert!(NAMED.iter().any(|n| text.contains(n)), "{what}\n{text}");
                     round.finish(&what);
                     assert_same_final(&round.bench, "whole", "run");
@@ -281,6 +287,11 @@ fn errors(method: &str, every: usize) -> usize {
         }
     }
     cases.assert_none();
+    // The curves are drawn less often on a slow machine: the last numbers may have no operation.
+    assert!(
+        2 * failed > faults,
+        "{method}: {failed} of {faults} faults met an operation"
+    );
     println!("{method}: {faults} faults, {} operations", round.operations);
     faults
 }
@@ -337,6 +348,13 @@ fn a_result_that_cannot_be_written_is_not_lost() {
 fn acknowledged(done: &[Operation]) -> u64 {
     let (mut renamed, mut out) = (0, 0);
     for operation in done {
+        if operation.failed {
+            if operation.what == 's' && operation.path == "run" {
+                // Its new names are lost.
+                renamed = out;
+            }
+            continue;
+        }
         if matches!(operation.what, 'r' | 'x')
             && let Some(step) = operation.other.strip_prefix("run/checkpoint-")
             && let Ok(step) = step.parse()
@@ -434,6 +452,22 @@ fn a_loss_of_power_at_any_operation_keeps_the_last_saved_state() {
     println!("{} states", by_hand(&names).iter().map(|m| losses(m, 1)).sum::<usize>());
 }
 
+/// Rows C3, C6: a sync fails, and the power is lost later.
+#[test]
+fn a_failed_sync_and_a_loss_of_power_keep_the_last_saved_state() {
+    let all: usize = ["block from the disk", "lora"].iter().map(|m| lost::syncs(m, 19)).sum();
+    assert!(all == 0 || all >= 4, "{all} states");
+    method_in_turn(29, lost::syncs);
+}
+
+#[test]
+#[ignore = "by hand: minutes"]
+fn any_failed_sync_and_a_loss_of_power_keep_the_last_saved_state() {
+    let names = ["block", "block from the disk", "lora", "dpo", "grpo"];
+    let all = by_hand(&names);
+    println!("{} states", all.iter().map(|m| lost::syncs(m, 1)).sum::<usize>());
+}
+
 /// Kills `ft export` at every `every`-th operation, or lets that fail: the directory is whole or not there, and a second export
 /// writes it.
 fn broken_exports(method: &str, every: usize) -> usize {
@@ -468,22 +502,17 @@ fn broken_exports(method: &str, every: usize) -> usize {
             let what = format!("{method}: {fault:?} at {at} of {operations}");
             cases.check(&what.clone(), || {
                 let _ = fs::remove_dir_all(bench.path("out"));
-                let mut command = export();
-                on_disk(bench, &mut command, *fault, at).unwrap();
-                let out = command.output().unwrap();
+                let (out, done) = ran_on_disk(bench, &mut export(), *fault, at).unwrap();
                 let text = said(&out);
-                match fault {
-                    Fault::Kill => {}
-                    _ if out.status.success() => assert!(bench.path("out").exists(), "{what}\n{text}"),
-                    _ => {
-                        let named = NAMED.iter().any(|n| text.contains(n));
-                        assert!(
-                            out.status.code() == Some(1) && named && text.contains("-->"),
-                            "{what}\n{text}"
-                        );
-                    }
+                if !matches!(fault, Fault::Kill) {
+                    expected::assert_expected(&done, &out);
+                    let named = NAMED.iter().any(|n| text.contains(n));
+                    assert!(out.status.success() || named, "{what}\n{text}");
                 }
-                if bench.path("out").exists() {
+                // It gets its name last, and the sync of that name may fail.
+                let written = done.iter().any(|o| o.what == 'r' && o.other == "out" && !o.failed);
+                assert_eq!(bench.path("out").exists(), written, "{what}\n{text}");
+                if written {
                     assert!(files(&bench.path("out")) == right, "{what}: out is not whole\n{text}");
                     return;
                 }

@@ -4,7 +4,9 @@ use crate::bench::{Bench, number, said};
 use crate::disk::{Fault, Operation, on_disk, recorded};
 use crate::same::assert_same;
 use std::fs;
-use std::process::Output;
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Command, Output};
 use std::time::Instant;
 
 const RUN: [&str; 8] = [
@@ -177,4 +179,105 @@ fn a_resume_tries_an_evaluation_first() {
     }
     // An evaluation that is due at the checkpoint itself was made, or is made up for.
     assert!(run(&["train.eval_steps=3", "train.max_steps=4", "--resume"]).is_empty());
+}
+
+fn is_memory(dir: &Path) -> bool {
+    let kind = Command::new("stat").args(["-f", "-c", "%T"]).arg(dir).output().unwrap();
+    kind.stdout.trim_ascii() == b"tmpfs"
+}
+
+/// The bytes of the tensors in a file of a checkpoint.
+fn tensor_bytes(file: &Path) -> usize {
+    let bytes = fs::read(file).unwrap();
+    bytes.len() - 8 - u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize
+}
+
+/// Row C12: the space that is reserved before the first step is that of the last checkpoint and of the export.
+#[test]
+fn the_rehearsal_reserves_what_a_save_and_the_export_write() {
+    let bench = Bench::new();
+    if is_memory(bench.dir.path()) {
+        println!("skipped: on tmpfs no space is reserved");
+        return;
+    }
+    for more in [
+        &["tune.method=lora"][..],
+        &["tune.method=full", "optimizer.state=int8", "train.ema_decay=0.9"],
+        &["tune.method=full", "optimizer.name=adafactor"],
+        &["tune.method=block", "tune.block.switch_every=1", "train.max_steps=8"],
+    ] {
+        let _ = fs::remove_dir_all(bench.path("run"));
+        let command = [&RUN[..], &["train.save_total_limit=1"], more].concat();
+        let mut command = bench.command(&command);
+        let Some(()) = on_disk(&bench, &mut command, Fault::Record, 0) else {
+            return;
+        };
+        let out = command.output().unwrap();
+        assert!(out.status.success(), "{}", said(&out));
+        let all = recorded(&bench);
+        let reserved = all.iter().filter(|o| o.what == 'f');
+        let mut reserved: Vec<usize> = reserved.map(|o| o.offset).collect();
+        let entries = fs::read_dir(bench.path("run")).unwrap().map(|e| e.unwrap().path());
+        let named = |path: &Path| path.file_name().unwrap().to_string_lossy().starts_with("checkpoint-");
+        let last = entries.filter(|path| named(path)).max().unwrap();
+        let mut written: Vec<usize> = ["weights", "optimizer", "averages"]
+            .iter()
+            .map(|name| last.join(format!("{name}.safetensors")))
+            .filter(|file| file.exists())
+            .map(|file| tensor_bytes(&file))
+            .collect();
+        let result = ["model", "adapter_model"].map(|name| bench.path("run/final").join(format!("{name}.safetensors")));
+        written.extend(
+            result
+                .iter()
+                .filter(|file| file.exists())
+                .map(|file| tensor_bytes(file)),
+        );
+        assert!(
+            written.len() > 2 && reserved.len() == written.len(),
+            "{more:?}: {reserved:?} {written:?}"
+        );
+        if more[0] == "tune.method=block" {
+            // The largest block is not the last one.
+            assert!(reserved[1] >= written[1], "{reserved:?} {written:?}");
+            (reserved[1], written[1]) = (0, 0);
+        }
+        assert_eq!(reserved, written, "{more:?}");
+    }
+}
+
+/// Row C12: a limit on the size of files between those of the weights and of the optimizer state.
+#[test]
+fn a_file_of_moments_above_the_limit_is_refused_before_the_first_step() {
+    let bench = Bench::new();
+    let run = [&RUN[..], &["tune.method=full"]].concat();
+    let out = bench.ft(&run);
+    assert!(out.status.success(), "{}", said(&out));
+    let size = |name: &str| fs::metadata(bench.path("run/checkpoint-2").join(name)).unwrap().len();
+    let (weights, moments) = (size("weights.safetensors"), size("optimizer.safetensors"));
+    let limit = (weights + moments) / 2;
+    assert!(weights < limit && size("manifest.json") < limit, "{weights} {moments}");
+    fs::remove_dir_all(bench.path("run")).unwrap();
+    let mut command = bench.command(&run);
+    // SAFETY: one system call between fork and exec.
+    unsafe {
+        command.pre_exec(move || {
+            let limit = libc::rlimit {
+                rlim_cur: limit,
+                rlim_max: limit,
+            };
+            match libc::setrlimit(libc::RLIMIT_FSIZE, &limit) {
+                0 => Ok(()),
+                _ => Err(std::io::Error::last_os_error()),
+            }
+        });
+    }
+    let out = command.output().unwrap();
+    let text = said(&out);
+    assert_eq!(out.status.code(), Some(1), "{text}");
+    assert!(
+        text.contains("before the first step") && text.contains("ulimit -f"),
+        "{text}"
+    );
+    assert!(!bench.path("run/metrics.jsonl").exists(), "{text}");
 }

@@ -1,11 +1,11 @@
 //! Runs that are stopped, killed, or started twice.
 
-use crate::bench::{Bench, said};
+use crate::bench::{Bench, files, said};
 pub use crate::same::{METHODS, assert_same};
 use ft::base::rng::{Rng, Stream};
 use std::fs;
 use std::io::Read;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 /// Rows C1, R4.
@@ -83,7 +83,14 @@ fn signal(child: &Child, name: &str) {
 }
 
 /// Signals that stop a run, with its exit code.
-const SIGNALS: [(&str, i32); 4] = [("-INT", 130), ("-TERM", 143), ("-HUP", 129), ("-USR1", 138)];
+const SIGNALS: [(&str, i32); 6] = [
+    ("-INT", 130),
+    ("-TERM", 143),
+    ("-HUP", 129),
+    ("-USR1", 138),
+    ("-USR2", 140),
+    ("-XCPU", 152),
+];
 
 /// Row S3.
 #[test]
@@ -414,35 +421,98 @@ fn a_resume_by_another_program_or_processor_says_so() {
 #[test]
 fn a_resume_of_another_run_is_refused() {
     let bench = Bench::new();
-    let base = ["train.max_steps=4", "train.save_steps=2", "train.output_dir=run"];
+    fs::copy(bench.path("rows.jsonl"), bench.path("eval.jsonl")).unwrap();
+    let base = [
+        "train.max_steps=4",
+        "train.save_steps=2",
+        "train.output_dir=run",
+        "data.eval=eval.jsonl",
+    ];
     bench.train(&base);
     let again = |more: &[&str]| bench.ft(&[&["train", "--recipe", "r.toml", "--resume"][..], &base, more].concat());
+    let result = || (files(&bench.path("run/checkpoint-4")), files(&bench.path("run/final")));
+    let before = result();
+    let refused = |out: Output, change: &str, name: &str| {
+        let text = said(&out);
+        assert_eq!(out.status.code(), Some(1), "{change}\n{text}");
+        let mut lines = text.lines();
+        assert!(
+            lines.any(|line| line.trim_start().starts_with(&format!("{name}: ")) && line.contains(" -> ")),
+            "{change}: {name} is not named\n{text}"
+        );
+    };
     for change in [
         "train.seed=7",
         "optimizer.learning_rate=1",
+        "optimizer.name=adafactor",
         "model.dtype=bf16",
         "train.batch_size=3",
+        "train.gradient_accumulation_steps=3",
+        "data.max_length=500",
+        "data.chat_template=chatml",
     ] {
-        let out = again(&[change]);
-        assert_eq!(out.status.code(), Some(1), "{change}");
-        let key = change.split('=').next().unwrap();
-        assert!(said(&out).contains(key) && said(&out).contains("->"), "{}", said(&out));
+        refused(again(&[change]), change, change.split('=').next().unwrap());
     }
-    let mut rows = fs::read_to_string(bench.path("rows.jsonl")).unwrap();
-    rows.push_str("{\"messages\": [{\"role\": \"user\", \"content\": \"More?\"}, {\"role\": \"assistant\", \"content\": \"Yes.\"}]}\n");
-    fs::write(bench.path("rows.jsonl"), rows).unwrap();
-    let out = again(&[]);
-    assert!(said(&out).contains("training rows"), "{}", said(&out));
+    // Files that the recipe names, or that are beside the model. The rows are compared as the model reads them.
+    let row = "{\"messages\": [{\"role\": \"user\", \"content\": \"More?\"}, {\"role\": \"assistant\", \"content\": \"Yes.\"}]}\n";
+    let more = |text: &str| format!("{text}{row}");
+    let token = |text: &str| {
+        let mut json: serde_json::Value = serde_json::from_str(text).unwrap();
+        let tokens = json["model"]["vocab"].as_object_mut().unwrap();
+        let id = tokens.remove(".").unwrap();
+        tokens.insert("\u{2603}".into(), id);
+        json.to_string()
+    };
+    let template = |text: &str| text.replace("<|im_start|>", "<|im_start|>!");
+    type Change<'a> = &'a dyn Fn(&str) -> String;
+    let changes: [(&str, Change, &[&str]); 4] = [
+        ("rows.jsonl", &more, &["training rows"]),
+        ("eval.jsonl", &more, &["evaluation rows"]),
+        ("model/tokenizer.json", &token, &["training rows", "evaluation rows"]),
+        (
+            "model/chat_template.jinja",
+            &template,
+            &["training rows", "evaluation rows"],
+        ),
+    ];
+    for (file, change, names) in changes {
+        let text = fs::read_to_string(bench.path(file)).unwrap();
+        let changed = change(&text);
+        assert_ne!(text, changed, "{file}");
+        fs::write(bench.path(file), changed).unwrap();
+        for name in names {
+            refused(again(&[]), file, name);
+        }
+        fs::write(bench.path(file), text).unwrap();
+    }
+    assert!(result() == before, "a refused resume changes nothing");
+
+    // What the steps do not depend on may change; `resolved.toml` has the new values.
+    let harmless = [
+        "train.logging_steps=2",
+        "train.save_steps=3",
+        "train.save_total_limit=1",
+    ];
+    let out = again(&harmless);
+    let text = said(&out);
+    assert!(out.status.success() && text.contains("resumed after step 4"), "{text}");
+    let resolved = fs::read_to_string(bench.path("run/resolved.toml")).unwrap();
+    for change in harmless {
+        let (key, value) = change.strip_prefix("train.").unwrap().split_once('=').unwrap();
+        let line = format!("{key} = {value}");
+        assert!(resolved.lines().any(|l| l.starts_with(&line)), "{line}\n{resolved}");
+    }
+    assert!(result() == before, "nothing was left to do");
 
     // A flipped bit in a checkpoint is detected.
-    let bench = Bench::new();
-    bench.train(&base);
+    let (bench, base) = (Bench::new(), &base[..3]);
+    bench.train(base);
     let file = bench.path("run/checkpoint-4/weights.safetensors");
     let mut bytes = fs::read(&file).unwrap();
     let last = bytes.len() - 1;
     bytes[last] ^= 1;
     fs::write(&file, bytes).unwrap();
-    let out = bench.ft(&[&["train", "--recipe", "r.toml", "--resume"][..], &base].concat());
+    let out = bench.ft(&[&["train", "--recipe", "r.toml", "--resume"][..], base].concat());
     assert_eq!(out.status.code(), Some(1));
     assert!(said(&out).contains("weights.safetensors"), "{}", said(&out));
 }

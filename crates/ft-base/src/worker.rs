@@ -340,14 +340,21 @@ pub fn limit_time() {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::io::{BufRead, BufReader};
     use std::os::unix::fs::PermissionsExt;
 
-    /// A worker that runs this shell script.
-    fn script(lines: &str) -> (tempfile::TempDir, Worker) {
+    /// A file with this shell script.
+    fn script_file(lines: &str) -> (tempfile::TempDir, PathBuf) {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("worker");
         std::fs::write(&path, format!("#!/bin/sh\n{lines}\n")).unwrap();
         std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o700)).unwrap();
+        (dir, path)
+    }
+
+    /// A worker that runs this shell script.
+    fn script(lines: &str) -> (tempfile::TempDir, Worker) {
+        let (dir, path) = script_file(lines);
         let variables = vec![("GIVEN".into(), "yes".into())];
         let worker = Worker::of(&WorkerCommand { path, variables }).unwrap();
         (dir, worker)
@@ -426,6 +433,39 @@ mod tests {
                 .all(|n| is_secret(n))
         );
         assert!(!["PATH", "HOME", "KEYBOARD", "PYTHONPATH"].iter().any(|n| is_secret(n)));
+    }
+
+    /// Row W8. ft ends a reward program by its group. Without a group of its own its children would stay, and Ctrl-C in the
+    /// terminal would reach it before ft.
+    #[test]
+    fn a_program_and_its_children_are_one_group_and_end_together() {
+        let (_dir, path) = script_file("sleep 600 & echo $!; wait");
+        for network in [false, true] {
+            let mut command = Command::new(&path);
+            command.stdout(Stdio::piped());
+            reduce(&mut command, ProcessRights { network, memory: None });
+            let mut started = command.spawn().unwrap();
+            let mut output = BufReader::new(started.stdout.take().unwrap());
+            let mut line = String::new();
+            output.read_line(&mut line).unwrap();
+            let (id, grandchild) = (started.id() as i32, line.trim().parse::<i32>().unwrap());
+            // SAFETY: only return numbers.
+            let groups = unsafe { [libc::getpgid(0), libc::getpgid(id), libc::getpgid(grandchild)] };
+            // SAFETY: signals to the processes that were started above; touches no memory.
+            let ended = unsafe { libc::kill(-id, libc::SIGKILL) };
+            if ended != 0 {
+                let _ = started.kill();
+                // SAFETY: as above.
+                unsafe { libc::kill(grandchild, libc::SIGKILL) };
+            }
+            started.wait().unwrap();
+            assert!(
+                ended == 0 && groups[0] != id && groups[1..] == [id, id],
+                "{groups:?} of {id}, {grandchild}"
+            );
+            // Both have the pipe: it ends when both have.
+            assert_eq!(output.read_line(&mut line).unwrap(), 0);
+        }
     }
 
     /// Row W4.

@@ -9,7 +9,7 @@ mod yaml;
 
 use super::peers;
 use super::table;
-use super::value::ValueKind;
+use super::value::{ValueKind, in_comment, quoted};
 use crate::base::{Error, Result};
 pub use registry::Registry;
 use tools::{ToolConfig, TrainingTool};
@@ -190,15 +190,29 @@ fn one(found: &mut Findings, file: &ToolConfig, table: &str, name: &str, node: &
 
 /// A table of TOML in one line; `None`: it has more than texts and numbers.
 fn inline(entries: &[(String, YamlNode)]) -> Option<String> {
-    let pair = |(name, node): &(String, YamlNode)| Some(format!("{name} = {}", item(node.scalar()?)));
+    let pair = |(name, node): &(String, YamlNode)| Some(format!("{} = {}", key_name(name), item(node.scalar()?)));
     let pairs: Option<Vec<String>> = entries.iter().map(pair).collect();
     Some(format!("{{ {} }}", pairs?.join(", ")))
 }
 
-/// Leaves out the values that ft refuses whatever the other keys are.
+/// A key in TOML: with quotes where it needs them.
+fn key_name(name: &str) -> String {
+    toml_edit::Key::new(name).to_string()
+}
+
+/// Leaves out values that are not TOML, because such a text could add keys to the recipe. Also leaves out the values that ft
+/// refuses whatever the other keys are.
 fn refuse(found: &mut Findings) {
     const LEAST: &str = "[model]\npath = \"m\"\n[data]\ntrain = \"t\"\n";
-    for taken in std::mem::take(&mut found.taken) {
+    for mut taken in std::mem::take(&mut found.taken) {
+        if taken.value.parse::<toml_edit::Value>().is_err() {
+            // Numbers such as `.1`.
+            taken.value = number(&taken.value);
+        }
+        if taken.value.parse::<toml_edit::Value>().is_err() {
+            found.leave(&taken.from, format!("`{}` has no value `{}`", taken.key, taken.value));
+            continue;
+        }
         let argument = format!("{}={}", taken.key, taken.value);
         let refused = super::parse(LEAST, "", &[argument]).err();
         let wrong = ["has the wrong type", "is out of range", "is not a value of"];
@@ -212,6 +226,7 @@ fn refuse(found: &mut Findings) {
 /// A number as TOML has it: `.1` is `0.1`.
 fn number(text: &str) -> String {
     match (text.parse::<i64>(), text.parse::<f64>()) {
+        (Ok(n), _) => n.to_string(),
         (Err(_), Ok(x)) if x.is_finite() => format!("{x:?}"),
         _ => text.to_string(),
     }
@@ -226,14 +241,9 @@ fn item(text: &str) -> String {
     }
 }
 
-/// A text in TOML.
-fn quoted(text: &str) -> String {
-    format!("\"{}\"", text.replace('\\', "\\\\").replace('"', "\\\""))
-}
-
 /// The recipe, in the order of the tables of ft.
 fn recipe(found: &Findings, name: &str) -> String {
-    let mut out = format!("# From {name}. `ft plan` shows what this recipe needs.\n");
+    let mut out = format!("# From {}. `ft plan` shows what this recipe needs.\n", in_comment(name));
     let mut current = "";
     for key in table::keys() {
         let Some(taken) = found.taken.iter().find(|t| t.key == key.path.0) else {
@@ -244,7 +254,7 @@ fn recipe(found: &Findings, name: &str) -> String {
             out += &format!("\n[{current}]\n");
         }
         let line = format!("{} = {}", key.name, taken.value);
-        out += &format!("{line:<44} # {}\n", taken.from);
+        out += &format!("{line:<44} # {}\n", in_comment(&taken.from));
     }
     let rows = |t: &ImportedKey| ["data.train", "data.sources"].contains(&t.key.as_str());
     if !found.taken.iter().any(rows) {
@@ -254,7 +264,7 @@ fn recipe(found: &Findings, name: &str) -> String {
         out += "\n# Without a counterpart:\n";
     }
     for (from, why) in &found.left {
-        out += &format!("#   {from}: {}\n", why.replace('\n', " "));
+        out += &format!("#   {}: {}\n", in_comment(from), in_comment(why));
     }
     out
 }

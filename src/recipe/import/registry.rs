@@ -50,9 +50,10 @@ pub(super) type DatasetTable = Vec<(&'static str, String)>;
 impl Registry {
     /// Errors: a text that is not JSON.
     pub fn read(text: &str, folder: &str) -> Result<Self> {
+        let folder = folder.trim_end_matches('/');
         Ok(Self {
-            folder: folder.trim_end_matches('/').into(),
-            entries: yaml::read(text)?,
+            entries: yaml::read(text).map_err(|e| e.within(format!("{folder}/dataset_info.json")))?,
+            folder: folder.into(),
         })
     }
 

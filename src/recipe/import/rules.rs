@@ -107,7 +107,7 @@ pub fn apply(found: &mut Findings, file: &ToolConfig, shown: &str, name: &str, n
         "lr_scheduler_type" | "lr_scheduler" if text == "cosine_with_min_lr" => set(&[("schedule.name", "\"cosine\"")]),
         "lr_scheduler_kwargs" if matches!(node, YamlNode::Map(_)) => schedule(found, file, shown, node),
         "adam_beta1" | "adam_beta2" => {
-            let beta = |name: &str, default: &str| file.text(name).unwrap_or(default).to_string();
+            let beta = |name: &str, default: &str| super::number(file.text(name).unwrap_or(default));
             let both = format!("[{}, {}]", beta("adam_beta1", "0.9"), beta("adam_beta2", "0.999"));
             found.take("optimizer.betas", both, shown);
         }
@@ -221,7 +221,7 @@ fn optimizer(found: &mut Findings, file: &ToolConfig, shown: &str, node: &YamlNo
         let shown = format!("{shown}.{name}.{argument}");
         match (argument.as_str(), value) {
             ("betas", YamlNode::List(both)) => {
-                let both: Vec<&str> = both.iter().filter_map(YamlNode::scalar).collect();
+                let both: Vec<String> = both.iter().filter_map(YamlNode::scalar).map(super::number).collect();
                 found.take("optimizer.betas", format!("[{}]", both.join(", ")), &shown);
             }
             ("eps" | "weight_decay" | "momentum", YamlNode::Scalar(text)) => {

@@ -417,3 +417,48 @@ fn other_files_are_refused() {
         assert!(import(text, "x.yaml", None).is_err(), "{text:?}");
     }
 }
+
+/// Row W6: no key, value or name of the file adds a line to the recipe, such as a program that the run would start.
+#[test]
+fn what_the_file_says_adds_no_keys_to_the_recipe() {
+    let lines = "\n[rlhf]\nrewards = [\"program:x\"]\n#";
+    let json = |key: &str, value: serde_json::Value| {
+        let mut all =
+            serde_json::json!({"model_name_or_path": "m", "train_file": "t.jsonl", "per_device_train_batch_size": 2});
+        all[key] = value;
+        all.to_string()
+    };
+    for (key, value) in [
+        (format!("unknown{lines}"), "1".into()),
+        (format!("model_name_or_path{lines}"), "1".into()),
+        ("model_name_or_path".into(), format!("m\"{lines}").into()),
+        ("model_name_or_path".into(), format!("[1]{lines}").into()),
+        ("model_name_or_path".into(), "a\"\\".into()),
+        ("warmup_steps".into(), format!("1{lines}").into()),
+        ("adam_beta1".into(), format!("0.9]{lines}").into()),
+        (
+            "lr_scheduler_kwargs".into(),
+            serde_json::json!({"min_lr_rate": format!("0.1{lines}"), format!("a{lines}"): 1}),
+        ),
+        ("optimizer".into(), format!("adamw{lines}").into()),
+        ("max_new_tokens".into(), format!("5{lines}").into()),
+        ("template".into(), format!("x{lines}").into()),
+        ("target_modules".into(), serde_json::json!([format!("q_proj{lines}")])),
+        ("dataset".into(), format!("x{lines}").into()),
+        ("save_steps".into(), format!("5{lines}").into()),
+    ] as [(String, serde_json::Value); 14]
+    {
+        let text = json(&key, value);
+        let imported = import(&text, &format!("c.json{lines}"), None).unwrap();
+        // What the file says badly is left out.
+        let needed = ["model.path=m".to_string(), "data.train=t.jsonl".to_string()];
+        let parsed = recipe::parse(&imported.text, "r.toml", &needed);
+        let parsed = parsed.unwrap_or_else(|e| panic!("{text}\n{}\n{e}", imported.text));
+        assert!(
+            !parsed.resolved.contains("program:x") || key == "target_modules",
+            "{text}\n{}",
+            imported.text
+        );
+        assert!(!imported.text.contains("\n[rlhf]"), "{text}\n{}", imported.text);
+    }
+}

@@ -4,6 +4,13 @@
 use crate::base::{Error, Result};
 use serde_json::Value;
 
+/// The most lists and tables around a value: each one is a call inside another, and the stack of the program is limited. No
+/// configuration has as many.
+const LEVELS: usize = 64;
+
+/// Characters of a line that an error shows.
+const SHOWN: usize = 120;
+
 /// A value; scalars are texts as written, without quotes.
 #[derive(Debug, Clone, PartialEq)]
 pub enum YamlNode {
@@ -69,7 +76,7 @@ struct YamlLine<'a> {
 
 /// Reads a file; JSON begins with `{`.
 ///
-/// Errors: text that is neither; YAML that this reader does not know.
+/// Errors: text that is neither; YAML that this reader does not know; more than `LEVELS` lists and tables in each other.
 pub fn read(text: &str) -> Result<YamlNode> {
     if text.trim_start().starts_with('{') {
         let value: Value =
@@ -96,8 +103,11 @@ pub fn read(text: &str) -> Result<YamlNode> {
         if content[..indent].contains('\t') {
             return Err(wrong(index + 1, "a tab before the text"));
         }
-        // The key of an item of a list stands after the dash.
-        let key = text.strip_prefix('-').map_or(text, str::trim_start);
+        // The key of an item of a list stands after its dashes.
+        let mut key = text;
+        while let Some(rest) = key.strip_prefix("- ") {
+            key = rest.trim_start();
+        }
         open = begins_text(text).then_some(indent + text.len() - key.len());
         lines.push(YamlLine {
             number: index + 1,
@@ -107,7 +117,7 @@ pub fn read(text: &str) -> Result<YamlNode> {
         });
     }
     let mut rest = lines.as_slice();
-    let node = block(&mut rest, 0)?;
+    let node = block(&mut rest, 0, 0)?;
     match rest.first() {
         Some(line) => Err(wrong(line.number, "less or more indentation than expected")),
         None => Ok(node),
@@ -137,7 +147,30 @@ fn joined(lines: &[&str]) -> String {
 fn wrong(line: usize, what: &str) -> Error {
     Error::usage("the file has YAML that ft does not read")
         .at(format!("line {line}"))
-        .found(what)
+        .found(clipped(what))
+}
+
+fn clipped(text: &str) -> String {
+    match text.char_indices().nth(SHOWN) {
+        Some((end, _)) => format!("{}...", &text[..end]),
+        None => text.to_string(),
+    }
+}
+
+/// The number of lists and tables around what is inside one that has `depth` around it.
+fn deeper(depth: usize, line: usize) -> Result<usize> {
+    if depth < LEVELS {
+        return Ok(depth + 1);
+    }
+    Err(Error::usage("the lists and tables in the file are nested too deep")
+        .at(format!("line {line}"))
+        .found(format!("more than {LEVELS} levels"))
+        .expected(format!("at most {LEVELS}")))
+}
+
+/// True for the first line of an item of a list.
+fn is_item(text: &str) -> bool {
+    text == "-" || text.starts_with("- ")
 }
 
 /// Cuts a comment: `#` at the start or after a space, outside of quotes.
@@ -156,71 +189,91 @@ fn without_comment(line: &str) -> &str {
     line
 }
 
-/// A map or a list whose lines have at least this indentation.
-fn block(lines: &mut &[YamlLine], least: usize) -> Result<YamlNode> {
+/// A map or a list whose lines have at least this indentation. `depth`: the lists and tables around it.
+fn block(lines: &mut &[YamlLine], least: usize, depth: usize) -> Result<YamlNode> {
     let Some(first) = lines.first().filter(|line| line.indent >= least) else {
         return Ok(YamlNode::Nothing);
     };
     let indent = first.indent;
-    if first.text == "-" || first.text.starts_with("- ") {
-        return list(lines, indent);
+    if is_item(first.text) {
+        return list(lines, indent, depth);
     }
+    let inside = deeper(depth, first.number)?;
     let mut entries = Vec::new();
     while let Some((line, rest)) = lines.split_first().filter(|(line, _)| line.indent == indent) {
         let Some((key, value)) = pair(line.text) else {
             return Err(wrong(line.number, line.text));
         };
         *lines = rest;
-        entries.push((key.to_string(), value_of(lines, line, value, indent)?));
+        entries.push((key.to_string(), value_of(lines, line, value, indent, inside)?));
     }
     Ok(YamlNode::Map(entries))
 }
 
-fn list(lines: &mut &[YamlLine], indent: usize) -> Result<YamlNode> {
+fn list(lines: &mut &[YamlLine], indent: usize, depth: usize) -> Result<YamlNode> {
     let mut items = Vec::new();
     while let Some((line, rest)) = lines.split_first().filter(|(line, _)| line.indent == indent) {
         let Some(text) = line.text.strip_prefix('-') else { break };
         *lines = rest;
-        let inner = text.trim_start();
-        if inner.is_empty() {
-            items.push(block(lines, indent + 1)?);
-            continue;
-        }
-        let Some((key, value)) = pair(inner).filter(|_| !inner.starts_with(['"', '\'', '{', '['])) else {
-            items.push(scalar(line.number, inner)?);
-            continue;
-        };
-        // The other keys of this item stand below the first one.
-        let column = indent + line.text.len() - inner.len();
-        let mut entries = vec![(key.to_string(), value_of(lines, line, value, column)?)];
-        if lines
-            .first()
-            .is_some_and(|next| next.indent == column && !next.text.starts_with("- "))
-            && let YamlNode::Map(more) = block(lines, column)?
-        {
-            entries.extend(more);
-        }
-        items.push(YamlNode::Map(entries));
+        items.push(item(lines, line, text, deeper(depth, line.number)?)?);
     }
     Ok(YamlNode::List(items))
 }
 
+/// Whether the next line is an item of a list; `None`: it begins in another column.
+fn item_below(lines: &[YamlLine], column: usize) -> Option<bool> {
+    let next = lines.first().filter(|next| next.indent == column)?;
+    Some(is_item(next.text))
+}
+
+/// An item of a list: `text` is what follows the dash in its line, `lines` are those below it.
+fn item(lines: &mut &[YamlLine], line: &YamlLine, text: &str, depth: usize) -> Result<YamlNode> {
+    let inner = text.trim_start();
+    // Where the rest of the line begins.
+    let column = line.indent + line.text.len() - inner.len();
+    if inner.is_empty() {
+        return block(lines, column - text.len(), depth);
+    }
+    if is_item(inner) {
+        // The other items of this list stand below its first one.
+        let mut items = vec![item(lines, line, &inner[1..], deeper(depth, line.number)?)?];
+        if item_below(lines, column) == Some(true)
+            && let YamlNode::List(more) = list(lines, column, depth)?
+        {
+            items.extend(more);
+        }
+        return Ok(YamlNode::List(items));
+    }
+    let Some((key, value)) = pair(inner).filter(|_| !inner.starts_with(['"', '\'', '{', '['])) else {
+        return scalar(line.number, inner, depth);
+    };
+    let inside = deeper(depth, line.number)?;
+    let mut entries = vec![(key.to_string(), value_of(lines, line, value, column, inside)?)];
+    // The other keys of this item stand below the first one.
+    if item_below(lines, column) == Some(false)
+        && let YamlNode::Map(more) = block(lines, column, depth)?
+    {
+        entries.extend(more);
+    }
+    Ok(YamlNode::Map(entries))
+}
+
 /// The value after `key:`, on this line or below it.
-fn value_of(lines: &mut &[YamlLine], line: &YamlLine, value: &str, indent: usize) -> Result<YamlNode> {
+fn value_of(lines: &mut &[YamlLine], line: &YamlLine, value: &str, indent: usize, depth: usize) -> Result<YamlNode> {
     if is_mark(value) && !value.is_empty() {
         return Ok(YamlNode::Scalar(joined(&line.more)));
     }
     if !value.is_empty() {
-        return scalar(line.number, value);
+        return scalar(line.number, value, depth);
     }
     // A list may have the indentation of its key.
     let listed = lines
         .first()
-        .is_some_and(|next| next.indent == indent && next.text.starts_with("- "));
+        .is_some_and(|next| next.indent == indent && is_item(next.text));
     if listed {
-        list(lines, indent)
+        list(lines, indent, depth)
     } else {
-        block(lines, indent + 1)
+        block(lines, indent + 1, depth)
     }
 }
 
@@ -230,25 +283,33 @@ fn pair(text: &str) -> Option<(&str, &str)> {
     (!key.is_empty() && !key.contains(['{', '['])).then_some((key, value.trim()))
 }
 
-fn scalar(line: usize, text: &str) -> Result<YamlNode> {
+/// A value in one line. Each level of brackets is searched for commas once more: the limit of the levels keeps this short.
+fn scalar(line: usize, text: &str, depth: usize) -> Result<YamlNode> {
     let text = text.trim();
     let inner = |open: char, close: char| text.strip_prefix(open).and_then(|t| t.strip_suffix(close));
     if let Some(list) = inner('[', ']') {
+        let depth = deeper(depth, line)?;
         return Ok(YamlNode::List(
-            split(list)
+            split(list, line, depth)?
                 .into_iter()
-                .map(|item| scalar(line, item))
+                .map(|item| scalar(line, item, depth))
                 .collect::<Result<_>>()?,
         ));
     }
     if let Some(map) = inner('{', '}') {
+        let depth = deeper(depth, line)?;
         let one = |item: &str| {
             let (key, value) = pair(item)
                 .or_else(|| item.split_once(':'))
                 .ok_or_else(|| wrong(line, item))?;
-            Ok((key.trim().trim_matches(['"', '\'']).to_string(), scalar(line, value)?))
+            Ok((
+                key.trim().trim_matches(['"', '\'']).to_string(),
+                scalar(line, value, depth)?,
+            ))
         };
-        return Ok(YamlNode::Map(split(map).into_iter().map(one).collect::<Result<_>>()?));
+        return Ok(YamlNode::Map(
+            split(map, line, depth)?.into_iter().map(one).collect::<Result<_>>()?,
+        ));
     }
     if text.starts_with(['&', '*', '!', '|', '>', '[', '{']) && text.len() > 1 || ["|", ">"].contains(&text) {
         return Err(wrong(line, text));
@@ -264,17 +325,20 @@ fn scalar(line: usize, text: &str) -> Result<YamlNode> {
     })
 }
 
-/// Splits at commas outside of brackets and quotes.
-fn split(text: &str) -> Vec<&str> {
-    let (mut depth, mut quote, mut start, mut out) = (0i32, None, 0, Vec::new());
+/// Splits at commas outside of brackets and quotes. Errors: brackets that are too deep, before anything in them is read.
+fn split(text: &str, line: usize, depth: usize) -> Result<Vec<&str>> {
+    let (mut open, mut quote, mut start, mut out) = (0i32, None, 0, Vec::new());
     for (at, c) in text.char_indices() {
         match (quote, c) {
             (Some(q), c) if c == q => quote = None,
             (Some(_), _) => {}
             (None, '"' | '\'') => quote = Some(c),
-            (None, '[' | '{') => depth += 1,
-            (None, ']' | '}') => depth -= 1,
-            (None, ',') if depth == 0 => {
+            (None, '[' | '{') => {
+                deeper(depth + open.max(0) as usize, line)?;
+                open += 1;
+            }
+            (None, ']' | '}') => open -= 1,
+            (None, ',') if open == 0 => {
                 out.push(&text[start..at]);
                 start = at + 1;
             }
@@ -282,12 +346,13 @@ fn split(text: &str) -> Vec<&str> {
         }
     }
     out.push(&text[start..]);
-    out.into_iter().map(str::trim).filter(|part| !part.is_empty()).collect()
+    Ok(out.into_iter().map(str::trim).filter(|part| !part.is_empty()).collect())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::time::{Duration, Instant};
 
     #[test]
     fn what_configurations_use() {
@@ -330,5 +395,58 @@ mod tests {
         assert_eq!(text.get("b"), Some(&s("c")));
         let item = YamlNode::Map(vec![("d".into(), s("e")), ("f".into(), s("1"))]);
         assert_eq!(text.get("list"), Some(&YamlNode::List(vec![item])));
+    }
+
+    #[test]
+    fn lists_in_lists_may_begin_in_one_line() {
+        let s = |text: &str| YamlNode::Scalar(text.into());
+        let map = |entries: &[(&str, &str)]| {
+            let entries = entries.iter().map(|&(key, value)| (key.to_string(), s(value)));
+            YamlNode::Map(entries.collect())
+        };
+        let node = read("x:\n  - - a\n    - -5\n  - - c: |\n        t\n      d: 2\n    - e\n  - f\n").unwrap();
+        let lists = vec![
+            YamlNode::List(vec![s("a"), s("-5")]),
+            YamlNode::List(vec![map(&[("c", "t"), ("d", "2")]), s("e")]),
+            s("f"),
+        ];
+        assert_eq!(node.get("x"), Some(&YamlNode::List(lists)));
+        assert_eq!(
+            read("a:\n-\n  b: 1\n").unwrap().get("a"),
+            Some(&YamlNode::List(vec![map(&[("b", "1")])]))
+        );
+    }
+
+    /// Row F11: without a limit each of these texts overflows the stack, which ends the program.
+    #[test]
+    fn deep_nesting_is_an_error_in_time() {
+        const DEEP: usize = 100_000;
+        let started = Instant::now();
+        let indented = |line: &str| -> String {
+            let lines = (0..3000).map(|level| format!("{}{line}\n", " ".repeat(level)));
+            lines.collect()
+        };
+        for (text, line) in [
+            (format!("a: {}{}", "[".repeat(DEEP), "]".repeat(DEEP)), 1),
+            (format!("b: 1\na: {}1{}", "{c: ".repeat(DEEP), "}".repeat(DEEP)), 2),
+            (format!("a:\n  - {}{}", "[".repeat(DEEP), "]".repeat(DEEP)), 2),
+            (format!("{}a", "- ".repeat(DEEP)), 1),
+            (format!("{}a: 1", "- ".repeat(DEEP)), 1),
+            (indented("a:"), LEVELS + 1),
+            (indented("-"), LEVELS + 1),
+        ] {
+            let e = read(&text).unwrap_err().to_string();
+            let place = format!("line {line}\n  found more than 64 levels, expected at most 64");
+            assert!(e.contains("too deep") && e.contains(&place), "{e}");
+        }
+        // Brackets without an end, and JSON.
+        let open = read(&format!("a: {}", "[".repeat(DEEP))).unwrap_err().to_string();
+        assert!(open.contains("line 1") && open.len() < 400, "{open}");
+        assert!(read(&"{\"a\": ".repeat(DEEP)).is_err());
+        assert!(started.elapsed() < Duration::from_secs(10), "{:?}", started.elapsed());
+        // The last level that is read: the table around the lists is one too.
+        let lists = |levels: usize| read(&format!("a: {}{}", "[".repeat(levels), "]".repeat(levels)));
+        assert!(lists(LEVELS - 1).is_ok());
+        assert!(lists(LEVELS).is_err());
     }
 }

@@ -11,6 +11,7 @@ use crate::recipe::{self, Method, ModelInit, ReportTo};
 use crate::report::Reporter;
 use crate::setup::active_schedule::ActiveSchedule;
 use crate::setup::{locate, rows};
+use crate::train::checkpoint_size::CheckpointSize;
 use crate::train::directory::{self, RunDirectory};
 use crate::train::gpus::OwnDevice;
 use crate::train::header::{HeaderInput, header, trained_elements};
@@ -69,7 +70,8 @@ impl OpenedRun {
         }
         let params = model.spec.params();
         let elements = trained_elements(schedule, cx.total_steps, &params, &adapters.adapters);
-        let needed = directory::space_needed(recipe, &model.spec, elements, strategy.placement);
+        let size = CheckpointSize::new(recipe, schedule, cx.total_steps, &params, &adapters.adapters);
+        let needed = directory::space_needed(recipe, &model.spec, &size, strategy.placement);
         if ranks.several() {
             ranks.same(&ranks::agreed(
                 &fingerprint,
@@ -84,7 +86,12 @@ impl OpenedRun {
             let (directory, resumed) = directory::open(run_dir, options, &same)?;
             owner::remove_scratch_of_ranks(run_dir)?;
             let first = resumed.as_ref().map_or(1, |checkpoint| checkpoint.step + 1);
-            rehearsal::of_disk(recipe, &model.spec, run_dir, elements, first)?;
+            let parts = if recipe.distributed.writes_parts(ranks.size()) {
+                ranks.size()
+            } else {
+                1
+            };
+            rehearsal::of_disk(recipe, &model.spec, run_dir, (&size, parts), first)?;
             ranks.path(resumed.as_ref().map(|checkpoint| checkpoint.path.as_path()))?;
             (directory, resumed)
         } else {

@@ -2,10 +2,11 @@
 // FT_DISK_AT kills the process or fails, or records all of them. Compiled by tests/run/disk.rs.
 //
 // FT_DISK_MODE: "kill" (before the operation), "half" (the same; of a write half is done), "once"
-// (this operation fails with FT_DISK_ERRNO), "from" (this and all later writes fail), "stall" (it takes FT_DISK_ERRNO
-// seconds), "slow" (this and all later ones take FT_DISK_ERRNO milliseconds), "record".
+// (this operation fails with FT_DISK_ERRNO), "from" (this and all later writes fail), "sync" (only syncs are counted, and
+// this one fails), "stall" (it takes FT_DISK_ERRNO seconds), "slow" (this and all later ones take FT_DISK_ERRNO
+// milliseconds), "record", "count".
 // FT_DISK_ROOT that ends with "*": all paths that begin with what is before it.
-// FT_DISK_LOG: the record, or the number of operations (a byte each) in the other modes.
+// FT_DISK_LOG: the record, of an operation that failed with a capital letter; in the mode "count" a byte for each operation.
 
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -79,7 +80,7 @@ static void put(const void *bytes, size_t size) {
 static void note(char what, const char *a, const char *b, uint64_t offset, const void *bytes, uint64_t size) {
     if (record < 0) return;
     put(&what, 1);
-    if (strcmp(mode, "record")) return;
+    if (!strcmp(mode, "count")) return;
     uint32_t length = (uint32_t)strlen(a);
     put(&length, 4), put(a, length);
     length = (uint32_t)strlen(b);
@@ -88,10 +89,12 @@ static void note(char what, const char *a, const char *b, uint64_t offset, const
 }
 
 // Before an operation, with the lock. True if it has to fail.
-static int fails_at(int is_write) {
+static int fails(char what) {
+    int only_syncs = !strcmp(mode, "sync");
+    if (only_syncs && what != 's') return 0;
     count++;
     int here = count == at;
-    if (here && (!strcmp(mode, "kill") || (!strcmp(mode, "half") && !is_write))) kill(getpid(), SIGKILL), pause();
+    if (here && (!strcmp(mode, "kill") || (!strcmp(mode, "half") && what != 'w'))) kill(getpid(), SIGKILL), pause();
     if (here && !strcmp(mode, "stall")) {
         struct timespec left = {error, 0};
         while (nanosleep(&left, &left)) {}
@@ -100,14 +103,17 @@ static int fails_at(int is_write) {
         struct timespec left = {error / 1000, error % 1000 * 1000000L};
         while (nanosleep(&left, &left)) {}
     }
-    if ((here && !strcmp(mode, "once")) || (count >= at && !strcmp(mode, "from"))) {
+    if ((here && (only_syncs || !strcmp(mode, "once"))) || (count >= at && !strcmp(mode, "from"))) {
         errno = error;
         return 1;
     }
     return 0;
 }
 
-static int fails(void) { return fails_at(0); }
+// An operation after it, with its result, or -1 if it had to fail. One that the system refused is not recorded.
+static void done(char what, int failed, long result, const char *a, const char *b, uint64_t offset) {
+    if (failed || result >= 0) note(failed ? (char)(what - 'a' + 'A') : what, a, b, offset, "", 0);
+}
 
 #define BEGIN pthread_mutex_lock(&lock)
 #define END(value)                  \
@@ -127,8 +133,9 @@ static int opened(int dir, const char *path, int flags, mode_t permission) {
     if (!known || (exists && (!(flags & O_TRUNC) || flags & O_EXCL)))
         return (int)syscall(SYS_openat, dir, path, flags, permission);
     BEGIN;
-    int fd = fails() ? -1 : (int)syscall(SYS_openat, dir, path, flags, permission);
-    if (fd >= 0) note(exists ? 't' : 'c', known, "", 0, "", 0);
+    char what = exists ? 't' : 'c';
+    int failed = fails(what), fd = failed ? -1 : (int)syscall(SYS_openat, dir, path, flags, permission);
+    done(what, failed, fd, known, "", 0);
     END(fd);
 }
 
@@ -157,7 +164,9 @@ static ssize_t written(int fd, const void *bytes, size_t size, off_t offset, int
     if (!positioned) place = fcntl(fd, F_GETFL) & O_APPEND ? (uint64_t)stat_.st_size : (uint64_t)lseek(fd, 0, SEEK_CUR);
     int half = count + 1 == at && !strcmp(mode, "half");
     ssize_t n = -1;
-    if (!fails_at(1)) {
+    if (fails('w')) {
+        done('w', 1, n, known, "", place);
+    } else {
         if (half) size /= 2;
         n = positioned ? syscall(SYS_pwrite64, fd, bytes, size, offset) : syscall(SYS_write, fd, bytes, size);
         if (half) kill(getpid(), SIGKILL), pause();
@@ -186,8 +195,8 @@ static int of_file(char what, int fd, long number, off_t size) {
     const char *known = below(fd, "", full);
     if (!known) return (int)syscall(number, fd, size);
     BEGIN;
-    int rc = fails() ? -1 : (int)syscall(number, fd, size);
-    if (rc == 0) note(what, known, "", (uint64_t)size, "", 0);
+    int failed = fails(what), rc = failed ? -1 : (int)syscall(number, fd, size);
+    done(what, failed, rc, known, "", (uint64_t)size);
     END(rc);
 }
 
@@ -202,8 +211,8 @@ int fallocate64(int fd, int flags, off64_t from, off64_t size) {
     const char *known = below(fd, "", full);
     if (!known) return (int)syscall(SYS_fallocate, fd, flags, from, size);
     BEGIN;
-    int rc = fails() ? -1 : (int)syscall(SYS_fallocate, fd, flags, from, size);
-    if (rc == 0) note('f', known, "", (uint64_t)size, "", 0);
+    int failed = fails('f'), rc = failed ? -1 : (int)syscall(SYS_fallocate, fd, flags, from, size);
+    done('f', failed, rc, known, "", (uint64_t)size);
     END(rc);
 }
 
@@ -214,8 +223,8 @@ static int of_path(char what, int dir, const char *path, long number, long third
     // What fails anyway changes nothing.
     if (!known || (lstat(known, &stat_) == 0) == (what == 'm')) return (int)syscall(number, dir, path, third);
     BEGIN;
-    int rc = fails() ? -1 : (int)syscall(number, dir, path, third);
-    if (rc == 0) note(what, known, "", 0, "", 0);
+    int failed = fails(what), rc = failed ? -1 : (int)syscall(number, dir, path, third);
+    done(what, failed, rc, known, "", 0);
     END(rc);
 }
 
@@ -232,8 +241,9 @@ static int renamed(const char *from, const char *to, unsigned flags) {
     if (!below(AT_FDCWD, from, a) || !below(AT_FDCWD, to, b) || lstat(a, &stat_))
         return (int)syscall(SYS_renameat2, AT_FDCWD, from, AT_FDCWD, to, flags);
     BEGIN;
-    int rc = fails() ? -1 : (int)syscall(SYS_renameat2, AT_FDCWD, from, AT_FDCWD, to, flags);
-    if (rc == 0) note(flags & 2 ? 'x' : 'r', a, b, 0, "", 0);
+    char what = flags & 2 ? 'x' : 'r';
+    int failed = fails(what), rc = failed ? -1 : (int)syscall(SYS_renameat2, AT_FDCWD, from, AT_FDCWD, to, flags);
+    done(what, failed, rc, a, b, 0);
     END(rc);
 }
 
@@ -243,8 +253,8 @@ int symlink(const char *target, const char *path) {
     char full[PATH_MAX];
     if (!below(AT_FDCWD, path, full)) return (int)syscall(SYS_symlinkat, target, AT_FDCWD, path);
     BEGIN;
-    int rc = fails() ? -1 : (int)syscall(SYS_symlinkat, target, AT_FDCWD, path);
-    if (rc == 0) note('l', full, target, 0, "", 0);
+    int failed = fails('l'), rc = failed ? -1 : (int)syscall(SYS_symlinkat, target, AT_FDCWD, path);
+    done('l', failed, rc, full, target, 0);
     END(rc);
 }
 
@@ -315,12 +325,31 @@ int clock_gettime(clockid_t clock, struct timespec *out) {
     return rc;
 }
 
-// FT_SOCKETS: a file that appears if the program opens a socket.
-int socket(int domain, int type, int protocol) {
+// FT_SOCKETS: a file that appears if the program opens or connects a socket, or looks up a name.
+static int tell_network(void) {
     const char *told = getenv("FT_SOCKETS");
-    if (told) {
-        long fd = syscall(SYS_openat, AT_FDCWD, told, O_WRONLY | O_CREAT | O_CLOEXEC, 0644);
-        if (fd >= 0) syscall(SYS_close, fd);
-    }
+    if (!told) return 0;
+    long fd = syscall(SYS_openat, AT_FDCWD, told, O_WRONLY | O_CREAT | O_CLOEXEC, 0644);
+    if (fd >= 0) syscall(SYS_close, fd);
+    return 1;
+}
+
+int socket(int domain, int type, int protocol) {
+    tell_network();
     return (int)syscall(SYS_socket, domain, type, protocol);
+}
+
+// Without <sys/socket.h> and <netdb.h>: their types do not matter here.
+int connect(int fd, const void *to, unsigned size) {
+    tell_network();
+    return (int)syscall(SYS_connect, fd, to, size);
+}
+
+// The C library looks names up with its own sockets, which are not seen above. With FT_SOCKETS it is not asked, so that a test
+// does not depend on the network: the answer is EAI_NONAME.
+int getaddrinfo(const char *node, const char *service, const void *hints, void **found) {
+    if (tell_network()) return -2;
+    int (*next)(const char *, const char *, const void *, void **);
+    *(void **)&next = dlsym(RTLD_NEXT, "getaddrinfo");
+    return next(node, service, hints, found);
 }

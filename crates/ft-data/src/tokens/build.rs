@@ -4,7 +4,7 @@ use super::{
     CHUNKS, CachePart, ENTRY_BYTES, FORMAT, FileReading, INDEX, PAIR_BYTES, PAIRS, PartEnd, ROWS, RowEntry, RowsFile,
     TOKEN_BYTES, TOKENS, TRAINED, TokenFile, TokenRequest,
 };
-use super::{chunks, example, hash, pairs};
+use super::{chunks, example, hash, pairs, seal};
 use crate::batch::Example;
 use crate::dataset::{DatasetStats, RowOrigin};
 use crate::examples::RowMeasure;
@@ -73,8 +73,9 @@ pub(super) fn run(dir: &Path, request: &TokenRequest) -> Result<()> {
         chunks: builder.all,
         screened: request.spec.screen.filter(|screen| screen.drops()).map(Screen::report),
     };
-    let text = serde_json::to_vec(&finished).map_err(|e| ft_base::Error::internal("a number of the cache").cause(e))?;
-    files::write_atomic(&dir.join(ROWS), &text)
+    let text =
+        serde_json::to_string(&finished).map_err(|e| ft_base::Error::internal("a number of the cache").cause(e))?;
+    files::write_atomic(&dir.join(ROWS), seal::sealed(&text).as_bytes())
 }
 
 /// Adds a row to a fingerprint of a dataset.
@@ -143,7 +144,7 @@ impl Builder {
 }
 
 fn line(chunk: &PartEnd) -> String {
-    serde_json::to_string(chunk).unwrap_or_default() + "\n"
+    seal::sealed(&serde_json::to_string(chunk).unwrap_or_default())
 }
 
 /// Adds the rows of a part, which starts at token `first`, to a fingerprint, except those that are placed last. Returns

@@ -3,6 +3,7 @@
 //! The directory of a result is named by a hash of everything on which it depends: `made` has the bytes, `chunks.jsonl`
 //! their hash, written last.
 
+use super::seal::hash;
 use super::{CHUNKS, FORMAT, TokenCache, wait};
 use ft_base::lock::UseMark;
 use ft_base::{Error, Result, files};
@@ -64,10 +65,6 @@ fn key(names: &[&str]) -> String {
         hasher.update(text.as_bytes());
     }
     hasher.finalize().to_hex()[..32].to_string()
-}
-
-fn hash(bytes: &[u8]) -> String {
-    blake3::hash(bytes).to_hex()[..32].to_string()
 }
 
 /// `None`: the bytes are missing or damaged.

@@ -5,10 +5,13 @@
 //! - `tokens`: for each token 4 bytes, little-endian: the id, and in bit 31 whether it is trained;
 //! - `index`: for each row 32 bytes (`RowEntry`);
 //! - `pairs`: for each row of preferences 16 bytes (`pairs`);
-//! - `chunks.jsonl`: for each part of both files its end and a hash. The listed parts are complete, so that a stopped
-//!   writer continues after the last part, and a damaged part is found;
+//! - `chunks.jsonl`: for each part of these files its end, the counts up to there, and a hash. The listed parts are
+//!   complete, so that a stopped writer continues after the last part, and a damaged part is found;
 //! - `rows.json`: counts, the fingerprint, and which rows were dropped before, written last;
 //! - `used`: the time of the last use; locked while a process reads the files (`limit`).
+//!
+//! The lines of `chunks.jsonl`, and `rows.json`, have a hash of their own text (`seal`): every file of rows is checked with a
+//! hash before it is used.
 //!
 //! Prompts (`prompts`), and what a caller computes from datasets (`made`), are directories with one file of bytes.
 //!
@@ -21,6 +24,7 @@ mod limit;
 mod made;
 mod pairs;
 mod prompts;
+mod seal;
 
 pub(super) use build::hash_row;
 
@@ -44,7 +48,6 @@ use ft_base::{Error, Result, files, progress};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use std::fs::File;
-use std::io::Read;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
@@ -53,7 +56,7 @@ const INDEX: &str = "index";
 const CHUNKS: &str = "chunks.jsonl";
 const ROWS: &str = "rows.json";
 /// Version of the files; another one is another key.
-const FORMAT: &str = "ft token cache 2";
+const FORMAT: &str = "ft token cache 3";
 /// Marks a trained token.
 const TRAINED: u32 = 1 << 31;
 const TOKEN_BYTES: u64 = 4;
@@ -299,22 +302,19 @@ fn hash(part: &CachePart) -> String {
     hasher.finalize().to_hex()[..32].to_string()
 }
 
-/// Reads `chunks.jsonl` up to the first line that is not complete.
+/// Reads `chunks.jsonl` up to the first line that is not complete, or is damaged.
 fn chunks(dir: &Path) -> Vec<PartEnd> {
-    let mut bytes = Vec::new();
-    let read = files::open(&dir.join(CHUNKS)).map(|mut file| file.read_to_end(&mut bytes));
-    if !matches!(read, Ok(Ok(_))) {
-        return Vec::new();
-    }
-    let lines = bytes
-        .split_inclusive(|b| *b == b'\n')
-        .filter(|line| line.ends_with(b"\n"));
-    lines.map_while(|line| serde_json::from_slice(line).ok()).collect()
+    let bytes = files::read(&dir.join(CHUNKS)).unwrap_or_default();
+    let lines = bytes.split_inclusive(|b| *b == b'\n');
+    lines
+        .map_while(|line| serde_json::from_str(seal::content(line)?).ok())
+        .collect()
 }
 
+/// `None`: there is no `rows.json`, or it is damaged.
 fn finished(dir: &Path) -> Option<RowsFile> {
-    let text = files::read_text(&dir.join(ROWS)).ok()?;
-    let found: RowsFile = serde_json::from_str(&text).ok()?;
+    let bytes = files::read(&dir.join(ROWS)).ok()?;
+    let found: RowsFile = serde_json::from_str(seal::content(&bytes)?).ok()?;
     (found.format == FORMAT).then_some(found)
 }
 
@@ -335,8 +335,9 @@ impl TokenCache<'_> {
         let Some(used) = self.mark(&dir)? else {
             return Ok(None);
         };
-        if let Some(found) = finished(&dir) {
-            if let Some(rows) = self.open(&dir, &found, request)? {
+        // Without this file the cache was never complete: no message.
+        if dir.join(ROWS).is_file() {
+            if let Some(rows) = self.stored(&dir, request)? {
                 return Ok(Some(rows.in_use(used)));
             }
             (self.note)(&format!(
@@ -346,20 +347,25 @@ impl TokenCache<'_> {
         }
         let _lock = wait(&dir)?;
         // Another run may have finished it.
-        if let Some(found) = finished(&dir)
-            && let Some(rows) = self.open(&dir, &found, request)?
-        {
+        if let Some(rows) = self.stored(&dir, request)? {
             return Ok(Some(rows.in_use(used)));
         }
         build::run(&dir, request)?;
         limit::remove_old(self);
-        let found = finished(&dir).ok_or_else(|| Error::io("the token cache cannot be read").at_path(&dir))?;
-        let rows = self.open(&dir, &found, request)?.ok_or_else(|| {
+        let rows = self.stored(&dir, request)?.ok_or_else(|| {
             Error::io("the token cache does not have the bytes that were written")
                 .at_path(&dir)
                 .hint("check the disk, or name another directory in `TokenCache::dir`")
         })?;
         Ok(Some(rows.in_use(used)))
+    }
+
+    /// The rows in `dir`. `None`: they are not complete, or damaged.
+    fn stored(&self, dir: &Path, request: &TokenRequest) -> Result<Option<CachedDataset>> {
+        match finished(dir) {
+            Some(found) => self.open(dir, &found, request),
+            None => Ok(None),
+        }
     }
 
     /// `None`: the files are damaged.

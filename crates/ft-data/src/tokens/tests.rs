@@ -5,8 +5,8 @@ use crate::codec::IdsAndOffsets;
 use crate::mapping::Mapping;
 use crate::source::Source;
 use crate::testing::{Files, files, real, short_rows as spec};
-use crate::{BatchStream, ColumnRole, RunLength, StreamSpec};
-use std::cell::RefCell;
+use crate::{BatchStream, ColumnRole, Long, RunLength, StreamSpec};
+use std::cell::{Cell, RefCell};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// A real tokenizer that counts its texts and fails, as if the process ended, when none are left.
@@ -277,6 +277,130 @@ fn a_damaged_file_is_found_and_written_again_with_one_note() {
     files::remove_dir_all(&place.set()).unwrap();
     assert_same(&place.load(&spec(&files), &real()).unwrap(), &memory);
     assert_eq!(place.notes.borrow().len(), 3);
+}
+
+/// Pairs in two parts, so that each kind of file is there.
+fn pairs_of_two_parts() -> Files {
+    let row = |i: usize| format!("{{\"prompt\": \"row {i}\", \"chosen\": \" yes {i}\", \"rejected\": \" no\"}}\n");
+    files(&[("p.jsonl", &(0..600).map(row).collect::<String>())])
+}
+
+const NAMES: [&str; 5] = [super::ROWS, CHUNKS, TOKENS, INDEX, PAIRS];
+
+/// Row C8.
+#[test]
+fn a_flipped_bit_in_each_file_of_the_cache_is_found() {
+    let (files, place, want) = (pairs_of_two_parts(), Place::new(), PreferencePart::Pairs);
+    let spec = DatasetSpec {
+        long: Long::Truncate,
+        ..spec(&files)
+    };
+    place.within(u64::MAX, &spec, Some(want), &real()).unwrap();
+    let dir = place.set();
+    let (whole, file) = (chunks(&dir), TokenFile::open(&dir, true).unwrap());
+    assert!(whole.len() > 1 && file.intact(&whole) == whole.len() && finished(&dir).is_some());
+    for name in NAMES {
+        let path = dir.join(name);
+        let right = std::fs::read(&path).unwrap();
+        // Each byte of what is read as text, and many of the numbers.
+        let is_text = [super::ROWS, CHUNKS].contains(&name);
+        for at in (0..right.len()).step_by(if is_text { 1 } else { 61 }) {
+            let mut bytes = right.clone();
+            bytes[at] ^= 1u8 << (at % 8);
+            std::fs::write(&path, bytes).unwrap();
+            let is_found = match name {
+                super::ROWS => finished(&dir).is_none(),
+                CHUNKS => {
+                    let found = chunks(&dir);
+                    found.len() < whole.len() && whole.starts_with(&found)
+                }
+                _ => file.intact(&whole) < whole.len(),
+            };
+            assert!(is_found, "{name}: byte {at}");
+        }
+        std::fs::write(&path, right).unwrap();
+    }
+}
+
+/// Row C8.
+#[test]
+fn damage_in_each_file_of_the_cache_changes_no_row_and_no_fingerprint() {
+    let (files, place, codec, want) = (pairs_of_two_parts(), Place::new(), real(), PreferencePart::Pairs);
+    let spec = DatasetSpec {
+        long: Long::Truncate,
+        ..spec(&files)
+    };
+    let memory = preference::load(&spec, want, &codec, None).unwrap();
+    let load = || place.within(u64::MAX, &spec, Some(want), &codec).unwrap();
+    assert_same(&load(), &memory);
+    let dir = place.set();
+    let read = || NAMES.map(|name| std::fs::read(dir.join(name)).unwrap());
+    let right = read();
+    for (name, bytes) in NAMES.into_iter().zip(&right) {
+        let (path, end) = (dir.join(name), bytes.len());
+        // Whether `rows.json` is there: without it, as after a stop, the list of the parts is read.
+        for is_finished in [true, false] {
+            for how in ["flipped", "cut", "gone"] {
+                let mut bytes = bytes.clone();
+                match how {
+                    "flipped" => bytes[end / 3] ^= 4,
+                    _ => bytes.truncate(end - 2),
+                }
+                std::fs::write(&path, bytes).unwrap();
+                if how == "gone" {
+                    std::fs::remove_file(&path).unwrap();
+                }
+                if !is_finished && dir.join(super::ROWS).exists() {
+                    std::fs::remove_file(dir.join(super::ROWS)).unwrap();
+                }
+                let is_known = dir.join(super::ROWS).exists();
+                assert_same(&load(), &memory);
+                // The list of the parts is not read if `rows.json` is whole.
+                let says = is_known && name != CHUNKS;
+                let notes = place.notes.take();
+                assert_eq!(notes.len(), usize::from(says), "{name} {how}: {notes:?}");
+                assert!(notes.iter().all(|note| note.contains("is damaged")), "{notes:?}");
+                if is_known && name == CHUNKS {
+                    std::fs::write(&path, &right[1]).unwrap();
+                }
+                assert!(read() == right, "{name} {how}: other files are written");
+            }
+        }
+    }
+}
+
+/// Row C8.
+#[test]
+fn a_flipped_bit_in_a_made_result_makes_it_again_with_a_note() {
+    let (place, made, noted) = (Place::new(), Cell::new(0), Cell::new(0));
+    let note = |line: &str| noted.set(noted.get() + usize::from(line.contains("is damaged")));
+    let cache = TokenCache {
+        note: &note,
+        ..place.cache()
+    };
+    let make = || -> Result<Vec<u8>> {
+        made.set(made.get() + 1);
+        Ok(b"a result".to_vec())
+    };
+    let get = || cache.made(&["its", "names"], &make).unwrap().unwrap();
+    assert_eq!(
+        (get(), get(), made.get()),
+        (b"a result".to_vec(), b"a result".to_vec(), 1)
+    );
+    let mut flipped = 0;
+    for name in [made::MADE, CHUNKS] {
+        let path = place.set().join(name);
+        let right = std::fs::read(&path).unwrap();
+        for at in 0..right.len() {
+            let mut bytes = right.clone();
+            bytes[at] ^= 1u8 << (at % 8);
+            std::fs::write(&path, bytes).unwrap();
+            flipped += 1;
+            assert_eq!(get(), b"a result", "{name}: byte {at}");
+            assert_eq!((made.get(), noted.get()), (1 + flipped, flipped), "{name}: byte {at}");
+            assert!(std::fs::read(&path).unwrap() == right);
+        }
+    }
 }
 
 #[test]

@@ -1,0 +1,129 @@
+//! What a file operation that fails requires, by its path: an error, a warning, or nothing.
+
+use crate::bench::said;
+use crate::disk::Operation;
+use std::process::Output;
+
+/// What has to follow an operation that fails.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Due {
+    /// Exit code 1, and an error that names the path or its directory: all that a later start or the user needs.
+    Error,
+    /// The run goes on, and a warning names the path.
+    Warning,
+    /// The run goes on, and needs no message.
+    Nothing,
+}
+
+/// Files of a run that its result does not need: "never blocks or fails a step".
+const LOGS: [&str; 4] = [
+    "run/metrics.jsonl",
+    "run/events.jsonl",
+    "run/samples.jsonl",
+    "run/curves.svg",
+];
+
+/// The mark of a directory that ft may remove.
+const MARK: &str = ".ft-temporary";
+
+/// Splits a path into its directory and its name.
+fn parts(path: &str) -> (&str, &str) {
+    path.rsplit_once('/').unwrap_or(("", path))
+}
+
+/// The path that gets the contents of a temporary file.
+fn lasting(path: &str) -> &str {
+    let (_, name) = parts(path);
+    let cut = name.find(".tmp-").map_or(0, |at| name.len() - at);
+    &path[..path.len() - cut]
+}
+
+/// `before`: the operations before this one.
+pub fn due(operation: &Operation, before: &[Operation]) -> Due {
+    let Operation { what, path, .. } = operation;
+    let (dir, name) = parts(path);
+    // Only what is being removed was given a temporary name, or has got one in exchange.
+    let is_removed = |dir: &str| {
+        let mut done = before.iter().filter(|o| !o.failed);
+        done.any(|o| (o.what == 'r' && o.other == dir) || (o.what == 'x' && o.path == dir))
+    };
+    // It is computed again.
+    let is_cache = path == "cache" || path.starts_with("cache/");
+    // The rest of a file that could not be written, which is an error already: the next start removes it.
+    let is_rest = *what == 'u' && name.contains(".tmp-");
+    // The mark of a directory that is being removed, and the sync of its name: without space for it the removal goes on.
+    let is_mark = name.starts_with(MARK) && matches!(what, 'c' | 'w' | 's' | 'r') && is_removed(dir);
+    let is_its_sync = *what == 's' && name.contains(".tmp-") && is_removed(path);
+    // The directory is synced for the name of a log.
+    let of_log = *what == 's' && path == "run" && before.last().is_some_and(|o| LOGS.contains(&o.other.as_str()));
+    if is_cache || is_rest || is_mark || is_its_sync {
+        Due::Nothing
+    } else if of_log || LOGS.contains(&lasting(path)) {
+        Due::Warning
+    } else {
+        Due::Error
+    }
+}
+
+/// The places (`--> ...`) in the messages with this label.
+fn places<'a>(text: &'a str, label: &str) -> Vec<&'a str> {
+    let (mut is_own, mut out) = (false, Vec::new());
+    for line in text.lines() {
+        if !line.starts_with(' ') {
+            is_own = line.starts_with(label);
+        }
+        out.extend(line.trim_start().strip_prefix("--> ").filter(|_| is_own));
+    }
+    out
+}
+
+/// True if one of the places is the path of the operation, the one that it was to become, or the directory.
+fn names(operation: &Operation, places: &[&str]) -> bool {
+    let Operation { path, other, .. } = operation;
+    let mut all = vec![if path.is_empty() { "." } else { parts(path).0 }];
+    for path in [path, other] {
+        all.extend([
+            path.as_str(),
+            lasting(path),
+            path.split(".tmp-").next().unwrap_or_default(),
+        ]);
+    }
+    all.retain(|name| !name.is_empty());
+    let is_in = |place: &str| {
+        all.iter()
+            .any(|name| place == *name || place.ends_with(&format!("({name})")))
+    };
+    places.iter().any(|place| is_in(place))
+}
+
+/// Asserts the exit code and the messages that are due for the operations of `done` that failed. The number of them.
+pub fn assert_expected(done: &[Operation], out: &Output) -> usize {
+    let text = said(out);
+    let code = out.status.code();
+    let lines: Vec<&str> = text.lines().collect();
+    let end = lines[lines.len().saturating_sub(12)..].join("\n");
+    let failed = (0..done.len()).filter(|at| done[*at].failed);
+    let failed: Vec<_> = failed.map(|at| (&done[at], due(&done[at], &done[..at]))).collect();
+    let fatal = failed.iter().position(|(_, due)| *due == Due::Error);
+    // What fails behind an error is part of its end.
+    for (operation, due) in &failed[..fatal.map_or(failed.len(), |at| at + 1)] {
+        let (expected, label) = match due {
+            Due::Error => (Some(1), "error:"),
+            Due::Warning => (code, "warning:"),
+            Due::Nothing => continue,
+        };
+        assert!(
+            code == expected && names(operation, &places(&text, label)),
+            "{operation}: {due:?} is due, exit code {code:?}; the end of what ft said:\n{end}"
+        );
+    }
+    if fatal.is_none() {
+        let all: Vec<String> = failed.iter().map(|(operation, _)| operation.to_string()).collect();
+        assert!(
+            code == Some(0),
+            "exit code {code:?}, but these may fail: {}; the end of what ft said:\n{end}",
+            all.join(", ")
+        );
+    }
+    failed.len()
+}

@@ -1,0 +1,57 @@
+//! One sync fails, then the power is lost: what that sync had to write is never durable, whatever is synced later.
+
+use super::{Cases, EIO, Round, acknowledged, expected};
+use crate::bench::said;
+use crate::disk::{Disk, Fault, Loss};
+use crate::same::{assert_same, assert_same_final};
+use crate::turn::turn;
+
+/// Lets every `every`-th sync of a run fail, then loses the power when the run has ended.
+pub fn syncs(method: &str, every: usize) -> usize {
+    let Some(round) = Round::new(method) else { return 0 };
+    let (_, all) = round.failing(Fault::Record, 0);
+    let count = all.iter().filter(|o| o.what == 's').count();
+    let (mut states, mut n, mut cases) = (0, 0, Cases::default());
+    for at in (1 + turn() % every..=count).step_by(every) {
+        let losses = [Loss::Strict, Loss::Drawn(at as u64), Loss::Zeros];
+        let losses = if every == 1 { &losses[..] } else { &losses[n % 3..][..1] };
+        n += 1;
+        round.clear();
+        let (out, done) = round.failing(Fault::Sync(EIO), at);
+        let Some(lost) = done.iter().find(|o| o.failed) else {
+            // The curves are drawn less often on a slow machine: there is no sync of this number.
+            continue;
+        };
+        let mut disk = Disk::new();
+        done.iter().for_each(|o| disk.apply(o));
+        cases.check(&format!("{method}: sync {at} of {count}"), || {
+            expected::assert_expected(&done, &out);
+        });
+        for loss in losses {
+            round.clear();
+            disk.leave(*loss, round.bench.dir.path());
+            let what = format!("{method}: {loss:?} after sync {at} of {count} failed ({lost})");
+            cases.check(&what, || {
+                round.finish(&what);
+                if said(&out).contains("jsonl") {
+                    // The lines of that log are lost.
+                    assert_same_final(&round.bench, "whole", "run");
+                } else {
+                    assert_same(&round.bench, "whole", "run");
+                }
+                let events = round.bench.lines("run/events.jsonl");
+                let resumed = events.iter().rfind(|e| e["event"] == "resume");
+                let resumed = resumed.map_or(0, |e| e["step"].as_u64().unwrap());
+                let saved = acknowledged(&done);
+                assert!(
+                    resumed >= saved,
+                    "{what}: step {saved} was saved, resumed from {resumed}"
+                );
+            });
+            states += 1;
+        }
+    }
+    cases.assert_none();
+    println!("{method}: {states} losses of power after a failed sync, {count} syncs");
+    states
+}

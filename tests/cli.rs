@@ -168,7 +168,7 @@ fn flags_that_are_keys_and_words_that_are_recipes() {
     std::fs::write(dir.path().join("r.yaml"), "model_name_or_path: m\nlora_rank: 8\n").unwrap();
     let yaml = said(&["train", "r.yaml"]);
     assert!(
-        yaml.contains("a recipe is TOML") && yaml.contains("tune.lora.r = 8"),
+        yaml.contains("a recipe is TOML") && yaml.contains("`ft import r.yaml --to r.toml`"),
         "{yaml}"
     );
     ft(dir.path(), &["recipes", "copy", "quickstart", "--with-data"]);

@@ -156,9 +156,11 @@ pub const CODES: &[ErrorCode] = codes! {
 
     "FT401" Failed, "the run does not fit the memory", ["the run does not fit the "],
         "The forecast peak is above the budget or the free memory. Nothing was loaded yet.",
-        "`ft plan --recipe R` shows the parts. In this order: `memory.activations = \"recompute\"`, a smaller `train.batch_size` with more \
-         `train.gradient_accumulation_steps`, `memory.tier = \"host\"` or `\"disk\"`, `memory.frozen_weights = \"nf4\"` with LoRA, a smaller \
-         `data.max_length`, `tune.method = \"block\"`.";
+        "`ft plan --recipe R` shows the parts. ft already recomputes activations, moves weights to the host or the disk, and at last quantizes \
+         frozen weights, unless the recipe sets `memory.activations`, `memory.tier` or `memory.frozen_weights`: first remove values such as \
+         `keep`, `device` and `bf16`. Then make the changes that the error lists: a smaller `train.batch_size` with more \
+         `train.gradient_accumulation_steps`, `optimizer.state = \"int8\"`, a smaller `data.max_length`, `tune.method = \"block\"` or \
+         `\"lora\"`.";
     "FT402" Failed, "the run used more memory than its budget", ["the run used more memory than its budget"],
         "The measured peak passed `memory.budget`. The run stopped after saving its state.",
         "`ft train R --resume` with a larger `memory.budget`, or without one. `docs/memory.md` says what the forecast counts.";

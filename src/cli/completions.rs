@@ -20,8 +20,15 @@ use std::path::{Path, PathBuf};
 /// The variable with the shell's name, set by the script.
 const VARIABLE: &str = "FT_COMPLETE";
 
-/// Bash splits words at `=` and `:`. The function joins them again, and returns what follows the last of them.
+/// Bash splits words at `=` and `:`. The function joins them again, and returns what follows the last of them. Names of files are
+/// not the user's words: a shell would run what a name has in backticks, so each answer is quoted.
 const BASH: &str = r#"_ft() {
+    # No word is expanded as a pattern; the option is set back at the end.
+    local -
+    set -o noglob
+    COMPREPLY=()
+    # In a quoted word the answers would need other quotes: bash itself completes names of files there.
+    if [[ ${COMP_WORDS[COMP_CWORD]} == *[\"\'\\]* ]]; then return; fi
     local IFS=$'\013' line=$COMP_LINE words=() word piece n
     for ((n = 0; n <= COMP_CWORD; n++)); do
         word=${COMP_WORDS[n]} piece=$word
@@ -38,6 +45,9 @@ const BASH: &str = r#"_ft() {
     local last=$((${#words[@]} - 1)) cursor=${words[-1]}
     COMPREPLY=($(FT_COMPLETE=bash _CLAP_IFS="$IFS" _CLAP_COMPLETE_INDEX=$last ft -- "${words[@]}" 2> /dev/null))
     COMPREPLY=("${COMPREPLY[@]#"${cursor%"$2"}"}")
+    for n in "${!COMPREPLY[@]}"; do
+        if [[ -n ${COMPREPLY[n]} ]]; then printf -v "COMPREPLY[$n]" %q "${COMPREPLY[n]}"; fi
+    done
     if [[ ${COMPREPLY-} == *[=/] ]]; then compopt -o nospace; fi
 }
 complete -o bashdefault -o nosort -F _ft ft
@@ -159,7 +169,14 @@ fn starting<'a>(names: impl Iterator<Item = &'a str>, typed: &OsStr) -> Vec<Cand
 
 fn recipes(typed: &OsStr) -> Vec<Candidate> {
     let is_recipe = |path: &Path| path.extension().is_some_and(|end| end == "toml");
-    PathCompleter::file().filter(is_recipe).complete(typed)
+    path_candidates(&PathCompleter::file().filter(is_recipe), typed)
+}
+
+/// Names without control characters: the scripts of the shells separate the answers by such characters.
+fn path_candidates(completer: &PathCompleter, typed: &OsStr) -> Vec<Candidate> {
+    let mut found = completer.complete(typed);
+    found.retain(|candidate| !candidate.get_value().to_string_lossy().contains(char::is_control));
+    found
 }
 
 /// True if a word before the cursor is a recipe. The last word is the one at the cursor.
@@ -196,8 +213,8 @@ fn values(key: &str, typed: &str) -> Vec<Candidate> {
         ValueKind::Name(names) => names.to_vec(),
         ValueKind::Flag => vec!["true", "false"],
         ValueKind::Text | ValueKind::Texts => {
-            let paths = PathCompleter::any().complete(OsStr::new(typed)).into_iter();
-            return paths.map(|path| path.add_prefix(format!("{key}="))).collect();
+            let found = path_candidates(&PathCompleter::any(), OsStr::new(typed)).into_iter();
+            return found.map(|path| path.add_prefix(format!("{key}="))).collect();
         }
         _ => Vec::new(),
     };
@@ -210,14 +227,15 @@ fn values(key: &str, typed: &str) -> Vec<Candidate> {
 /// The runs below `runs`, or `inner` in each of them where it exists; and directories.
 fn runs(typed: &OsStr, inner: &str) -> Vec<Candidate> {
     let found = history::find(&[PathBuf::from("runs")]).unwrap_or_default();
-    let paths: Vec<PathBuf> = found.iter().map(|run| run.join(inner)).collect();
-    let paths = paths.iter().filter(|path| path.is_dir());
-    let names: Vec<String> = paths
+    let inside: Vec<PathBuf> = found.iter().map(|run| run.join(inner)).collect();
+    let present = inside.iter().filter(|path| path.is_dir());
+    let names: Vec<String> = present
         .map(|path| path.to_string_lossy().trim_end_matches('/').to_string())
+        .filter(|name| !name.contains(char::is_control))
         .collect();
     let known = starting(names.iter().map(String::as_str), typed);
     if known.is_empty() {
-        PathCompleter::dir().complete(typed)
+        path_candidates(&PathCompleter::dir(), typed)
     } else {
         known
     }

@@ -11,9 +11,9 @@ use crate::report;
 #[command(after_help = "Examples:
   ft data recipes/quickstart.toml
   ft data --recipe my.toml --rows 20 data.train_on=all
-  ft data my.toml --json | head -1                   one row per line: ids, mask, spans, text
-  ft data my.toml --stats                            rows, tokens, lengths and cut rows of each source
-  ft data my.toml --stats --json                     the same as one JSON object")]
+  ft data my.toml --json | head -1  one row per line: ids, mask, spans, text
+  ft data my.toml --stats           rows, tokens, lengths, cut rows by source
+  ft data my.toml --stats --json    the same as one JSON object")]
 pub struct Args {
     #[command(flatten)]
     pub recipe: RecipeArgs,

@@ -10,25 +10,32 @@ use std::path::PathBuf;
 const LONG: &str = "Examples:
   ft eval --model runs/quickstart --data assets/world/eval.jsonl
   ft eval --model runs/lora/checkpoint-400 --data eval.jsonl --json
-  ft eval --model runs/dpo --data pairs.jsonl        chosen and rejected answers
+  ft eval --model runs/dpo --data pairs.jsonl  chosen and rejected answers
   ft eval --model base --adapter runs/reward/final --data pairs.jsonl
-  ft eval --recipe my.toml                           the run and the rows of the recipe
+  ft eval --recipe my.toml                     run and rows of the recipe
   ft eval --model base --data rows.jsonl --format alpaca data.train_on=all
 
 Metrics by the type of rows:
-  texts    loss, perplexity (its exponential) and token_accuracy (fraction of the trained tokens that were the most
-           likely token); accuracy: fraction of the rows with an answer that greedy decoding answers exactly
-  pairs    accuracy and margin: how often, and by how much, the chosen answer is more likely. With an adapter or
-           --reference also reward_accuracy and reward_margin, of DPO's implicit reward. The loss is that of the chosen
-           answers. With a reward model, its scores replace the likelihoods
-  judged   log-probability per token of desirable and undesirable answers
-  prompts  accuracy: exact answers of greedy decoding; numeric_accuracy: the last number is correct";
+  texts     loss, perplexity (its exponential), token_accuracy (fraction of
+            the trained tokens that were the most likely token); accuracy:
+            fraction of the rows with an answer that greedy decoding answers
+            exactly
+  pairs     accuracy and margin: how often, and by how much, the chosen answer
+            is more likely. With an adapter or --reference also
+            reward_accuracy and reward_margin, of DPO's implicit reward. The
+            loss is that of the chosen answers. With a reward model, its
+            scores replace the likelihoods
+  KTO rows  (completion, label; in --json: judged) desirable_logp and
+            undesirable_logp: log-probability per token of the desirable and
+            of the undesirable answers
+  prompts   accuracy: exact answers of greedy decoding; numeric_accuracy: the
+            last number is correct";
 
 /// Measure a model on rows: loss, exact answers, or preferences
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   ft eval --model runs/quickstart --data assets/world/eval.jsonl
-  ft eval --recipe my.toml                           the run and the rows of the recipe
+  ft eval --recipe my.toml  the run and the rows of the recipe
 
 Meaning of the metrics: `ft eval --help`", after_long_help = LONG)]
 pub struct Args {

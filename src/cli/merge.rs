@@ -11,14 +11,14 @@ use std::path::PathBuf;
 /// Merge PEFT adapters into their base model
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
-  ft merge --adapter runs/lora --out merged            base model from the run
+  ft merge --adapter runs/lora --out merged     base model from the run
   ft merge --model base --adapter runs/lora/final --out merged
   ft merge --model base --adapter runs/lora/final --out merged --dtype f32
   ft merge --model base --adapter skill=0.7 --adapter style=0.3 --out both
   ft merge --model base --adapter habit=-1 --out without
-  ft merge --model Qwen/Qwen3-0.6B --adapter someone/skill@v2 --out merged     a hub id may name its revision
+  ft merge --model Qwen/Qwen3-0.6B --adapter someone/skill@v2 --out merged
 
-The sum is computed in f32; --dtype is only the type of the stored weights.")]
+A hub id may name its revision, as `someone/skill@v2`. The sum is computed in f32; --dtype is only the type of the stored weights.")]
 pub struct Args {
     /// Base model: directory, run, or hub id [default: the base model in the adapter config]
     #[arg(long, value_name = "MODEL")]

@@ -10,11 +10,12 @@ use std::path::PathBuf;
 
 #[derive(Debug, clap::Args)]
 pub struct RecipeArgs {
-    /// The recipe, a TOML file (`ft recipes` lists examples); the flag is optional
+    /// The recipe (examples: `ft recipes`); the flag is optional: `ft train my.toml`
     #[arg(long, value_name = "FILE", add = completions::recipe())]
     pub recipe: Option<PathBuf>,
-    /// Values that override the recipe, such as `train.max_steps=20`
-    #[arg(value_name = "KEY=VALUE", add = completions::recipe_or_key())]
+    /// The recipe, and values such as `train.max_steps=20`
+    // Shown as `[RECIPE] [KEY=VALUE]...`: one list, from which `take_recipe` takes the recipe.
+    #[arg(value_name = "RECIPE] [KEY=VALUE", add = completions::recipe_or_key())]
     pub overrides: Vec<String>,
 }
 
@@ -34,7 +35,7 @@ impl RecipeArgs {
         match &self.recipe {
             Some(recipe) => recipe::load(recipe, &self.overrides),
             None => Err(Error::usage("no recipe is given")
-                .expected("`--recipe FILE`")
+                .expected("a recipe file, as in `ft train my.toml`")
                 .hint("`ft recipes` lists recipes to start from, `ft recipes copy NAME` copies one")),
         }
     }

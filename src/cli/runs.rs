@@ -231,7 +231,9 @@ fn results(run: &RunRecord) -> Vec<(&'static str, Value, String)> {
         .and_then(|c| c.points.iter().map(|p| p.1).reduce(f64::max));
     add("peak_memory_bytes", peak, &|x| bytes(x as u64));
     let time = run.began.zip(run.ended).map(|(began, ended)| (ended - began).max(0.0));
-    add("seconds", time, &|x| duration(Duration::from_secs_f64(x)));
+    add("seconds", time, &|x| {
+        duration(Duration::try_from_secs_f64(x).unwrap_or_default())
+    });
     all
 }
 
@@ -400,20 +402,41 @@ fn compare(runs: &[RunRecord], json: bool) -> Result<()> {
         };
         rows.push((short(name).to_string(), results.iter().map(of).collect()));
     }
+    table(rows).iter().try_for_each(out)
+}
+
+/// Most characters of a cell: a long one makes its whole column wide.
+const CELL: usize = 200;
+
+fn clipped(text: &str) -> String {
+    match text.char_indices().nth(CELL) {
+        Some((end, _)) => format!("{}…", &text[..end]),
+        None => text.to_string(),
+    }
+}
+
+/// The lines of a table with columns of equal width. Every row has a name and as many values as the first.
+fn table(mut rows: Vec<(String, Vec<String>)>) -> Vec<String> {
+    for (name, values) in &mut rows {
+        *name = clipped(name);
+        values.iter_mut().for_each(|value| *value = clipped(value));
+    }
     let wide = |text: &String| text.chars().count();
     let first = rows.iter().map(|(name, _)| wide(name)).max().unwrap_or(0);
-    let widths: Vec<usize> = (0..runs.len())
+    let columns = rows.first().map_or(0, |(_, values)| values.len());
+    let widths: Vec<usize> = (0..columns)
         .map(|i| rows.iter().map(|(_, v)| wide(&v[i])).max().unwrap_or(0))
         .collect();
-    for (name, values) in rows {
+    let line = |(name, values): &(String, Vec<String>)| {
         let cells: Vec<String> = values
             .iter()
             .zip(&widths)
             .map(|(value, width)| format!("{value:<width$}"))
             .collect();
-        out(format!("{name:<first$}  {}", cells.join("  ")).trim_end())?;
-    }
-    Ok(())
+        let line = format!("{name:<first$}  {}", cells.join("  "));
+        line.trim_end().to_string()
+    };
+    rows.iter().map(line).collect()
 }
 
 fn plot(runs: &[RunRecord], metric: &str, raw: bool, svg: Option<&Path>, json: bool) -> Result<()> {
@@ -472,4 +495,26 @@ fn plot(runs: &[RunRecord], metric: &str, raw: bool, svg: Option<&Path>, json: b
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn long_cells_are_clipped_and_impossible_times_are_zero() {
+        let row = |name: &str, values: [&str; 2]| (name.to_string(), values.map(str::to_string).to_vec());
+        let long = "é".repeat(70_000);
+        let lines = table(vec![row("a", ["1", "2"]), row(&long, [&long, "3"])]);
+        assert_eq!(lines[0], format!("a{}  1{}  2", " ".repeat(200), " ".repeat(200)));
+        let cell = format!("{}…", "é".repeat(200));
+        assert_eq!(lines[1], format!("{cell}  {cell}  3"));
+
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("resolved.toml"), "").unwrap();
+        let events = "{\"event\":\"start\",\"time\":0}\n{\"event\":\"stop\",\"time\":1e300}\n";
+        std::fs::write(dir.path().join("events.jsonl"), events).unwrap();
+        let numbers = results(&RunRecord::read(dir.path()).unwrap());
+        assert_eq!(numbers.last().unwrap().2, duration(Duration::ZERO));
+    }
 }

@@ -1,7 +1,9 @@
 //! `ft export`: writes a model directory or an adapter directory from a checkpoint, a run or a model.
 
-use crate::base::{Result, files};
+use crate::base::staging::Staging;
+use crate::base::{Error, Result, files};
 use crate::commands::merge;
+use crate::formats::index::stays_inside;
 use crate::recipe::{DeviceRef, Dtype};
 use crate::setup;
 use crate::setup::locate::{self, NamedKind};
@@ -65,24 +67,46 @@ pub fn export(from: &str, out: &Path, dtype: Option<Dtype>) -> Result<ExportRepo
 
 /// Copies an adapter directory with its `base/`, if it has one.
 fn copied(dir: &Path, out: &Path) -> Result<ExportReport> {
-    let mut folders = vec![(dir.to_path_buf(), out.to_path_buf())];
+    let staging = Staging::create(out)?;
+    let mut folders = vec![(dir.to_path_buf(), staging.path().to_path_buf())];
     while let Some((from, to)) = folders.pop() {
         files::create_dir_all(&to)?;
         for path in files::list(&from)? {
             let Some(name) = path.file_name() else { continue };
-            if path.is_dir() {
+            // A link could bring files of another place into the copy.
+            stays_inside(&path)?;
+            if path.is_symlink() && path.is_dir() {
+                return Err(Error::format("the directory is a link")
+                    .at_path(&path)
+                    .hint("copy it into the adapter"));
+            } else if path.is_dir() {
                 folders.push((path.clone(), to.join(name)))
             } else {
                 files::copy_atomic(&path, &to.join(name))?
             }
         }
     }
+    name_own_base(staging.path(), out)?;
+    staging.commit()?;
     Ok(ExportReport {
         out: out.to_path_buf(),
         adapter: true,
         step: None,
         notes: Vec::new(),
     })
+}
+
+/// Lets the config of an adapter with a `base/` of its own name the one in `out`: another tool would load that of the run, which
+/// may be replaced later.
+fn name_own_base(copy: &Path, out: &Path) -> Result<()> {
+    let path = copy.join("adapter_config.json");
+    if !copy.join("base").is_dir() || !path.is_file() {
+        return Ok(());
+    }
+    let bad = |e: serde_json::Error| Error::format("file is not valid JSON").at_path(&path).cause(e);
+    let mut config: serde_json::Value = serde_json::from_str(&files::read_text(&path)?).map_err(bad)?;
+    config["base_model_name_or_path"] = format!("{}/base", out.display()).into();
+    files::write_atomic(&path, format!("{config:#}\n").as_bytes())
 }
 
 /// Opens the device of `--device`, for commands that do not train.

@@ -5,6 +5,7 @@ use crate::checkpoint;
 use crate::commands::logits;
 use crate::formats::StoredDtype;
 use crate::formats::config::Config;
+use crate::formats::index::stays_inside;
 use crate::formats::tokenizer::{self, Tokenizer};
 use crate::formats::weights::Weights;
 use crate::formats::writer::{self, TensorPlan, Values};
@@ -162,6 +163,7 @@ pub fn merge(
         .map(|(dir, _)| dir.join("generation_config.json"))
         .rfind(|f| f.is_file())
     {
+        stays_inside(&settings)?;
         files::copy_atomic(&settings, &out.join("generation_config.json"))?;
     }
 

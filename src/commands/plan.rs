@@ -230,7 +230,7 @@ pub fn plan_for(recipe: &Recipe, like: Option<&'static GpuRates>, ranks: usize, 
             }
         }
         _ => notes.push(format!(
-            "the rows are not available: the plan assumes {} tokens in every row and {} forward passes per step",
+            "the rows are not available: the plan assumes {} tokens in every row and gradient accumulation {}",
             recipe.data.max_length, resolved.train.gradient_accumulation_steps
         )),
     }

@@ -1,9 +1,9 @@
 //! The numbers of `metrics.jsonl` as curves: one value for each step.
 
-use crate::base::{Error, Result, files};
+use super::each_own_line;
+use crate::base::Result;
 use serde_json::Value;
 use std::collections::BTreeMap;
-use std::io::{BufRead, BufReader};
 use std::path::Path;
 
 /// Values of one metric.
@@ -59,19 +59,10 @@ impl Curve {
     }
 }
 
-/// Calls `each` with every line and its line break. The file is not held in memory: metrics of a long run are large.
-pub fn each_line(path: &Path, mut each: impl FnMut(&[u8]) -> Result<()>) -> Result<()> {
-    let mut file = BufReader::with_capacity(1 << 16, files::open(path)?);
-    let mut line = Vec::new();
-    loop {
-        line.clear();
-        let read = file.read_until(b'\n', &mut line);
-        match read.map_err(|e| Error::io("cannot read the file").at_path(path).cause(e))? {
-            0 => return Ok(()),
-            _ => each(&line)?,
-        }
-    }
-}
+/// Most metrics of a run, most switches of the active block, and most bytes of their names: a run may be somebody else's.
+const METRICS: usize = 1000;
+const SWITCHES: usize = 1_000_000;
+const NAME: usize = 1000;
 
 /// All curves of a run.
 #[derive(Debug, Clone, Default)]
@@ -96,8 +87,13 @@ impl Curves {
         if !path.exists() {
             return Ok(curves);
         }
-        each_line(&path, |line| {
-            curves.line(line, most);
+        each_own_line(&path, |line, length| {
+            if line.is_empty() {
+                // Too long for a line of numbers; a reader that follows the file begins behind it.
+                curves.bytes += length;
+            } else {
+                curves.line(line, most);
+            }
             Ok(())
         })?;
         Ok(curves)
@@ -119,6 +115,8 @@ impl Curves {
             return;
         };
         if let Some(block) = line["active_block"].as_str()
+            && block.len() <= NAME
+            && self.switches.len() < SWITCHES
             && self.switches.last().is_none_or(|(_, last)| last != block)
         {
             self.switches.push((step, block.to_string()));
@@ -126,6 +124,10 @@ impl Curves {
         self.steps = self.steps.max(step);
         for (name, value) in fields.iter().filter(|(name, _)| *name != "step") {
             if let Some(value) = value.as_f64().filter(|y| y.is_finite()) {
+                let known = self.by_name.contains_key(name);
+                if !known && (name.len() > NAME || self.by_name.len() >= METRICS) {
+                    continue;
+                }
                 let curve = self.by_name.entry(name.clone()).or_default();
                 curve.points.push((step, value));
                 if curve.points.len() > most {
@@ -190,5 +192,25 @@ mod tests {
         (1..5000).for_each(|step| curves.add(&serde_json::json!({"step": step, "loss": step % 7}), 200));
         assert!((50..=200).contains(&curves.get("loss").unwrap().points.len()));
         assert_eq!(curve(&[1.0, 2.0, 6.0]).recent(2), Some(4.0));
+    }
+
+    #[test]
+    fn metrics_of_somebody_else_have_limits() {
+        let mut curves = Curves::default();
+        for step in 0..5 {
+            let names = (0..300).map(|n| (format!("m{step}-{n}"), Value::from(1.0)));
+            let mut line: serde_json::Map<String, Value> = names.collect();
+            line.insert("step".into(), Value::from(step));
+            line.insert("x".repeat(2000), Value::from(1.0));
+            curves.add(&Value::Object(line), 100);
+        }
+        assert_eq!(curves.names().count(), 1000);
+        let dir = tempfile::tempdir().unwrap();
+        let long = format!("{{\"step\":1,\"loss\":2.0,\"text\":\"{}\"}}\n", "x".repeat(1 << 20));
+        let text = format!("{long}{{\"step\":2,\"loss\":1.0}}\n");
+        std::fs::write(dir.path().join("metrics.jsonl"), &text).unwrap();
+        let curves = Curves::read(dir.path(), 100).unwrap();
+        assert_eq!(curves.get("loss").unwrap().points, [(2, 1.0)]);
+        assert_eq!(curves.bytes, text.len() as u64);
     }
 }

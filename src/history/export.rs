@@ -1,7 +1,7 @@
 //! The numbers of a run for other tools: TensorBoard event files, CSV, JSON lines with the names of Weights & Biases. Files are
 //! read line by line.
 
-use super::{each_line, tfevents};
+use super::{each_own_line, tfevents};
 use crate::base::files::AtomicFile;
 use crate::base::{Result, files, units};
 use serde_json::{Map, Value, json};
@@ -60,7 +60,7 @@ fn each(run: &Path, mut f: impl FnMut(LineNumbers) -> Result<()>) -> Result<()> 
     if !path.exists() {
         return Ok(());
     }
-    each_line(&path, |line| match serde_json::from_slice(line) {
+    each_own_line(&path, |line, _| match serde_json::from_slice(line) {
         Ok(Value::Object(line)) => LineNumbers::of(&line).map_or(Ok(()), &mut f),
         _ => Ok(()),
     })

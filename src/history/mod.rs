@@ -2,6 +2,7 @@
 
 mod curves;
 mod export;
+mod lines;
 mod plot;
 mod record;
 mod svg;
@@ -10,8 +11,9 @@ mod tfevents;
 #[cfg(test)]
 pub use tfevents::tests::read as read_events;
 
-pub use curves::{Curve, Curves, each_line};
+pub use curves::{Curve, Curves};
 pub use export::{ExportFormat, event, export, is_event_file, new_event_file};
+pub use lines::{each_line, each_own_line, open_own, read_own_text};
 pub use plot::{ROWS, color, plot};
 pub use record::{RunRecord, find};
 pub use svg::{CURVES, svg, write};

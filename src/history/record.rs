@@ -1,11 +1,17 @@
 //! One run: its settings, its state, its numbers.
 
-use super::Curves;
+use super::{Curves, each_own_line, read_own_text};
 use crate::base::{Error, Result, files, lock};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use toml_edit::{DocumentMut, TableLike};
+
+/// Most levels of tables and parts of keys in one line of `resolved.toml`.
+const MOST_NESTED: usize = 64;
+/// Most warnings that are read, and most characters of each.
+const MOST_WARNINGS: usize = 1000;
+const MOST_OF_A_WARNING: usize = 10_000;
 
 /// The content of the files of a run directory.
 #[derive(Debug, Clone)]
@@ -80,23 +86,21 @@ impl RunRecord {
                 .expected("a directory that `ft train` wrote (`resolved.toml`, `events.jsonl`)")
                 .hint("`ft runs` lists the runs in `runs`, `ft runs list DIR` those in another directory"));
         }
-        let text = files::read_text(&path.join("resolved.toml"))?;
-        let table: DocumentMut = text.parse().map_err(|e| {
-            Error::new("the file is damaged")
-                .at_path(&path.join("resolved.toml"))
-                .cause(e)
-        })?;
+        let resolved = path.join("resolved.toml");
+        let text = read_own_text(&resolved)?;
+        let damaged = || Error::new("the file is damaged").at_path(&resolved);
+        if nesting(&text) > MOST_NESTED {
+            return Err(damaged()
+                .found("tables inside of tables, or keys with many parts")
+                .expected(format!("at most {MOST_NESTED} levels")));
+        }
+        let table: DocumentMut = text.parse().map_err(|e| damaged().cause(e))?;
         let mut settings = BTreeMap::new();
-        flatten(table.as_table(), "", &mut settings);
-        let events: Vec<Value> = files::read(&path.join("events.jsonl"))?
-            .split(|b| *b == b'\n')
-            .filter_map(|line| serde_json::from_slice(line).ok())
-            .collect();
-        let plan = files::read(&path.join("plan.json")).ok();
-        let plan: Option<Value> = plan.and_then(|bytes| serde_json::from_slice(&bytes).ok());
-        let time = |event: &Value| event["time"].as_f64();
-        let kind = |event: &&Value, kind: &str| event["event"] == kind;
-        let warnings = events.iter().filter(|e| kind(e, "warning"));
+        flatten(table.as_table(), "", 0, &mut settings);
+        let events = Events::read(path)?;
+        let plan: Option<Value> = read_own_text(&path.join("plan.json"))
+            .ok()
+            .and_then(|text| serde_json::from_str(&text).ok());
         let mut checkpoints: Vec<u64> = files::list(path)?
             .iter()
             .filter_map(|p| p.file_name()?.to_str()?.strip_prefix("checkpoint-")?.parse().ok())
@@ -109,15 +113,13 @@ impl RunRecord {
                 0 => Curves::default(),
                 _ => Curves::read(path, most)?,
             },
-            total_steps: events.iter().rev().find_map(|e| e["steps"].as_u64()),
-            state: state(path, &events),
+            total_steps: events.steps,
+            state: events.state(path),
             checkpoints,
-            began: events.first().and_then(time),
-            ended: events.last().and_then(time),
+            began: events.began,
+            ended: events.ended,
             planned_bytes: plan.and_then(|plan| plan["peak_bytes"].as_u64()),
-            warnings: warnings
-                .filter_map(|e| Some(e["message"].as_str()?.to_string()))
-                .collect(),
+            warnings: events.warnings,
         })
     }
 
@@ -127,23 +129,125 @@ impl RunRecord {
     }
 }
 
-fn state(path: &Path, events: &[Value]) -> String {
-    let of_work = |e: &&Value| ["start", "resume", "stop"].iter().any(|kind| e["event"] == *kind);
-    let last = events.iter().rev().find(of_work);
-    if let Some(stop) = last.filter(|e| e["event"] == "stop") {
-        return match stop["reason"].as_str() {
-            Some("signal") | None => "stopped".to_string(),
-            Some(reason) => reason.to_string(),
-        };
-    }
-    if lock::is_held(path) { "running" } else { "interrupted" }.to_string()
+/// What `events.jsonl` says.
+#[derive(Default)]
+struct Events {
+    any: bool,
+    steps: Option<u64>,
+    began: Option<f64>,
+    ended: Option<f64>,
+    /// The last start, resume or stop.
+    last: Value,
+    warnings: Vec<String>,
 }
 
-fn flatten(table: &dyn TableLike, prefix: &str, out: &mut BTreeMap<String, String>) {
+impl Events {
+    fn read(run: &Path) -> Result<Self> {
+        let mut all = Self::default();
+        let mut left_out = 0;
+        each_own_line(&run.join("events.jsonl"), |line, _| {
+            let Ok(event) = serde_json::from_slice::<Value>(line) else {
+                return Ok(());
+            };
+            let time = event["time"].as_f64();
+            if !all.any {
+                (all.any, all.began) = (true, time);
+            }
+            all.ended = time;
+            all.steps = event["steps"].as_u64().or(all.steps);
+            if ["start", "resume", "stop"].iter().any(|kind| event["event"] == *kind) {
+                all.last = event;
+            } else if event["event"] == "warning"
+                && let Some(message) = event["message"].as_str()
+            {
+                if all.warnings.len() < MOST_WARNINGS {
+                    all.warnings.push(message.chars().take(MOST_OF_A_WARNING).collect());
+                } else {
+                    left_out += 1;
+                }
+            }
+            Ok(())
+        })?;
+        if left_out > 0 {
+            all.warnings
+                .push(format!("{left_out} more warnings are in `events.jsonl`"));
+        }
+        Ok(all)
+    }
+
+    fn state(&self, run: &Path) -> String {
+        if self.last["event"] == "stop" {
+            return match self.last["reason"].as_str() {
+                Some("signal") | None => "stopped".to_string(),
+                Some(reason) => reason.to_string(),
+            };
+        }
+        if lock::is_held(run) { "running" } else { "interrupted" }.to_string()
+    }
+}
+
+/// The deepest place of a TOML text: brackets that are open there, and dots of their keys. The parser and everything that works
+/// on its result call themselves for each level, and a stack has an end.
+fn nesting(text: &str) -> usize {
+    let bytes = text.as_bytes();
+    // The dots since the last comma or line, for each open bracket.
+    let (mut levels, mut deepest, mut at) = (vec![0usize], 0, 0);
+    let mut sum = 0;
+    while let Some(&byte) = bytes.get(at) {
+        match byte {
+            b'"' | b'\'' => {
+                at = after_text(bytes, at);
+                continue;
+            }
+            b'#' => {
+                at += bytes[at..].iter().position(|b| *b == b'\n').unwrap_or(bytes.len() - at);
+                continue;
+            }
+            b'{' | b'[' => {
+                levels.push(0);
+                sum += 1;
+            }
+            b'}' | b']' if levels.len() > 1 => sum -= 1 + levels.pop().unwrap_or(0),
+            b'.' => {
+                sum += 1;
+                if let Some(dots) = levels.last_mut() {
+                    *dots += 1;
+                }
+            }
+            b',' | b'\n' => sum -= levels.last_mut().map_or(0, std::mem::take),
+            _ => {}
+        }
+        deepest = deepest.max(sum);
+        at += 1;
+    }
+    deepest
+}
+
+/// The place behind the quoted text that begins at `at`.
+fn after_text(bytes: &[u8], at: usize) -> usize {
+    let quote = bytes[at];
+    let long = bytes[at..].starts_with(&[quote; 3]);
+    let end = vec![quote; if long { 3 } else { 1 }];
+    let mut at = at + end.len();
+    while at < bytes.len() {
+        if bytes[at..].starts_with(&end) {
+            return at + end.len();
+        }
+        // A line break ends a short text: it is damaged.
+        if !long && bytes[at] == b'\n' {
+            return at;
+        }
+        at += if quote == b'"' && bytes[at] == b'\\' { 2 } else { 1 };
+    }
+    bytes.len()
+}
+
+fn flatten(table: &dyn TableLike, prefix: &str, depth: usize, out: &mut BTreeMap<String, String>) {
     for (name, item) in table.iter() {
         let key = format!("{prefix}{name}");
         match item.as_table() {
-            Some(inner) => flatten(inner, &format!("{key}."), out),
+            Some(inner) if depth < 2 * MOST_NESTED => flatten(inner, &format!("{key}."), depth + 1, out),
+            Some(_) => {}
             None => {
                 out.insert(
                     key,
@@ -188,5 +292,38 @@ mod tests {
         assert_eq!(RunRecord::read(&run).unwrap().state, "done");
         assert_eq!(find(&[dir.path().to_path_buf()]).unwrap(), std::slice::from_ref(&run));
         assert!(find(&[dir.path().join("none")]).is_err() && RunRecord::read(dir.path()).is_err());
+    }
+
+    #[test]
+    fn deep_settings_are_refused_and_links_are_not_followed() {
+        assert_eq!(
+            nesting("[a.b]\nc = 1.5\nd.e = [[1.5, 2.5], { f = \"[[[.\" }]  # [[.\n"),
+            4
+        );
+        assert_eq!(nesting("a = \"\"\"\n\"[[[[\\\"\"\"\"\nb = 'x\\'\nc = []"), 1);
+        let dir = tempfile::tempdir().unwrap();
+        let write = |name: &str, text: &str| fs::write(dir.path().join(name), text).unwrap();
+        write("events.jsonl", "");
+        let key = vec!["a"; 60].join(".");
+        for deep in [
+            format!("{}=1{}", format!("{key} = {{").repeat(70), "}".repeat(70)),
+            format!("a = {}", "[".repeat(100_000)),
+            format!("{}a = 1", "a.".repeat(100_000)),
+        ] {
+            write("resolved.toml", &deep);
+            let refused = RunRecord::read(dir.path()).unwrap_err().to_string();
+            assert!(refused.contains("at most 64 levels"), "{refused}");
+        }
+        write("resolved.toml", &format!("{key} = 1\n"));
+        assert_eq!(RunRecord::read(dir.path()).unwrap().settings[&key], "1");
+        let warning = "{\"event\":\"warning\",\"message\":\"m\"}\n";
+        write("events.jsonl", &warning.repeat(1005));
+        let record = RunRecord::read(dir.path()).unwrap();
+        assert_eq!(record.warnings[1000..], ["5 more warnings are in `events.jsonl`"]);
+        write("other", "{\"event\":\"start\",\"steps\":3}\n");
+        fs::remove_file(dir.path().join("events.jsonl")).unwrap();
+        std::os::unix::fs::symlink("other", dir.path().join("events.jsonl")).unwrap();
+        let refused = RunRecord::read(dir.path()).unwrap_err().to_string();
+        assert!(refused.contains("a symbolic link"), "{refused}");
     }
 }

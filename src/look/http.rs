@@ -2,11 +2,11 @@
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Longest head of a request in bytes.
 const MOST: usize = 8192;
-/// A client that sends or takes nothing for this long is dropped.
+/// A client that takes nothing for this long is dropped, and one that has not sent its request.
 pub const PATIENCE: Duration = Duration::from_secs(10);
 
 /// A request.
@@ -19,13 +19,17 @@ pub struct HttpRequest {
     pub host: String,
 }
 
-/// Reads the head of a request. `None`: it is not one.
-pub fn read(stream: &mut TcpStream) -> Option<HttpRequest> {
-    stream.set_read_timeout(Some(PATIENCE)).ok()?;
+/// Reads the head of a request. `None`: it is not one, or it is not complete after `patience`.
+pub fn read(stream: &mut TcpStream, patience: Duration) -> Option<HttpRequest> {
     stream.set_write_timeout(Some(PATIENCE)).ok()?;
+    // One limit for all of it: single bytes would keep a connection for hours.
+    let deadline = Instant::now() + patience;
     let mut head = Vec::new();
     let mut piece = [0; 1024];
     let end = loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        // An error for no time at all.
+        stream.set_read_timeout(Some(left)).ok()?;
         let n = stream.read(&mut piece).ok().filter(|n| *n > 0)?;
         let from = head.len().saturating_sub(3);
         head.extend_from_slice(&piece[..n]);
@@ -90,6 +94,26 @@ pub fn same(a: &str, b: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_request_in_single_bytes_has_a_limit_of_time() {
+        let listener = std::net::TcpListener::bind(("127.0.0.1", 0)).unwrap();
+        let address = listener.local_addr().unwrap();
+        let client = std::thread::spawn(move || {
+            let mut stream = TcpStream::connect(address).unwrap();
+            // Until the other side closes.
+            while stream.write_all(b"G").is_ok() {
+                std::thread::sleep(Duration::from_millis(20));
+            }
+        });
+        let (mut stream, _) = listener.accept().unwrap();
+        let began = Instant::now();
+        assert_eq!(read(&mut stream, Duration::from_millis(200)), None);
+        let took = began.elapsed();
+        assert!(took >= Duration::from_millis(150) && took < PATIENCE, "{took:?}");
+        drop(stream);
+        client.join().unwrap();
+    }
 
     #[test]
     fn requests_are_read_or_refused() {

@@ -80,25 +80,40 @@ impl Server {
     /// Answers requests, without an end.
     pub fn serve(&self) {
         for stream in self.listener.incoming().flatten() {
-            let shared = self.shared.clone();
-            if shared.connections.fetch_add(1, SeqCst) >= MOST_CONNECTIONS {
-                shared.connections.fetch_sub(1, SeqCst);
+            let Some(place) = ConnectionPlace::take(&self.shared) else {
                 continue;
-            }
-            let work = move || {
-                shared.answer(stream);
-                shared.connections.fetch_sub(1, SeqCst);
             };
-            if std::thread::Builder::new().name("page".into()).spawn(work).is_err() {
-                self.shared.connections.fetch_sub(1, SeqCst);
-            }
+            let work = move || place.answer(stream);
+            // Without a thread the connection is closed.
+            let _ = std::thread::Builder::new().name("page".into()).spawn(work);
         }
+    }
+}
+
+/// One of the connections at a time; it is free again also after a panic.
+struct ConnectionPlace(Arc<ServerState>);
+
+impl ConnectionPlace {
+    /// `None`: all are in use.
+    fn take(shared: &Arc<ServerState>) -> Option<Self> {
+        let place = Self(shared.clone());
+        (shared.connections.fetch_add(1, SeqCst) < MOST_CONNECTIONS).then_some(place)
+    }
+
+    fn answer(self, stream: TcpStream) {
+        self.0.answer(stream);
+    }
+}
+
+impl Drop for ConnectionPlace {
+    fn drop(&mut self) {
+        self.0.connections.fetch_sub(1, SeqCst);
     }
 }
 
 impl ServerState {
     fn answer(&self, mut stream: TcpStream) {
-        let Some(request) = http::read(&mut stream) else {
+        let Some(request) = http::read(&mut stream, http::PATIENCE) else {
             return http::send(&mut stream, "400 Bad Request", TEXT, b"not a request\n");
         };
         // Another name would be a page of somebody else whose name leads to this machine.
@@ -234,7 +249,7 @@ impl FollowedRun {
         let again = Self::sizes(&self.run) != self.others;
         match self.metrics.read() {
             Ok(TailChange::Lines(lines)) if !again => {
-                let lines: Vec<Value> = lines.iter().filter_map(|l| serde_json::from_slice(l).ok()).collect();
+                let lines: Vec<Value> = lines.iter().filter_map(|line| view::entry_of(line)).collect();
                 (!lines.is_empty()).then(|| json!({"run": self.id, "lines": lines}))
             }
             _ => {
@@ -242,5 +257,33 @@ impl FollowedRun {
                 Some(json!({"run": self.id, "changed": true}))
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_connection_gives_its_place_back_also_after_a_panic() {
+        let shared = Arc::new(ServerState {
+            places: Vec::new(),
+            runs: Mutex::new(Vec::new()),
+            token: String::new(),
+            port: 0,
+            connections: AtomicUsize::new(0),
+        });
+        let all: Vec<_> = (0..MOST_CONNECTIONS)
+            .map(|_| ConnectionPlace::take(&shared).unwrap())
+            .collect();
+        assert!(ConnectionPlace::take(&shared).is_none());
+        drop(all);
+        let place = ConnectionPlace::take(&shared).unwrap();
+        let work = move || {
+            let kept = place;
+            assert_eq!(kept.0.port, 1, "as a fault would");
+        };
+        assert!(std::thread::spawn(work).join().is_err());
+        assert_eq!(shared.connections.load(SeqCst), 0);
     }
 }

@@ -1,6 +1,7 @@
 //! The end of a growing file of lines.
 
-use crate::base::{Error, Result, files};
+use crate::base::{Error, Result};
+use crate::history;
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::os::unix::fs::MetadataExt;
@@ -51,7 +52,7 @@ impl Tail {
     }
 
     fn open(&self) -> Result<(File, u64, u64)> {
-        let file = files::open(&self.path)?;
+        let file = history::open_own(&self.path)?;
         let data = file.metadata().map_err(|e| self.fault(e))?;
         Ok((file, data.ino(), data.len()))
     }

@@ -1,8 +1,10 @@
 //! One run as JSON for the page: everything that its tabs show. Files of a run may come from somebody else, so a file that is
-//! damaged or too large is left out, and nothing is taken as markup.
+//! damaged, too large or a link is left out, and nothing is taken as markup.
 
+use crate::base::paths::shell_word;
 use crate::base::{Result, files};
-use crate::history::{RunRecord, each_line};
+use crate::history::{RunRecord, each_own_line, read_own_text};
+use crate::report::visible;
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, VecDeque};
 use std::path::Path;
@@ -14,13 +16,11 @@ const EVENTS: usize = 500;
 const SAMPLES: usize = 200;
 const ROWS: usize = 50;
 const MOST_COMMANDS: usize = 20;
-/// Larger descriptions are not those of a run.
-const MOST_BYTES: u64 = 8 << 20;
+/// Most bytes of the lines of one file that the page has.
+const MOST_BYTES: u64 = 32 << 20;
 
 fn text(run: &Path, name: &str) -> Option<String> {
-    let path = run.join(name);
-    let small = files::size(&path).is_ok_and(|size| size <= MOST_BYTES);
-    small.then(|| files::read_text(&path).ok()).flatten()
+    read_own_text(&run.join(name)).ok()
 }
 
 fn object(run: &Path, name: &str) -> Value {
@@ -29,20 +29,26 @@ fn object(run: &Path, name: &str) -> Value {
         .unwrap_or(Value::Null)
 }
 
-/// The last `most` lines that are JSON.
+/// A line that is a JSON object.
+pub fn entry_of(line: &[u8]) -> Option<Value> {
+    serde_json::from_slice(line).ok().filter(Value::is_object)
+}
+
+/// The last `most` lines that are JSON objects.
 pub fn last_lines(run: &Path, name: &str, most: usize) -> Vec<Value> {
-    let mut lines = VecDeque::new();
+    let (mut lines, mut bytes) = (VecDeque::new(), 0);
     // Without the file there are none.
-    let _ = each_line(&run.join(name), |line| {
-        if let Ok(value) = serde_json::from_slice::<Value>(line) {
-            if lines.len() == most {
-                lines.pop_front();
+    let _ = each_own_line(&run.join(name), |line, length| {
+        if let Some(value) = entry_of(line) {
+            lines.push_back((length, value));
+            bytes += length;
+            while lines.len() > most || bytes > MOST_BYTES {
+                bytes -= lines.pop_front().map_or(bytes, |(length, _)| length);
             }
-            lines.push_back(value);
         }
         Ok(())
     });
-    lines.into()
+    lines.into_iter().map(|(_, value)| value).collect()
 }
 
 /// Keys with value and origin: `train.batch_size`, `8`, `recipe`.
@@ -60,25 +66,50 @@ fn settings(resolved: &str) -> Vec<[String; 3]> {
 }
 
 /// The commands that started and resumed the run, as they were given; for a run that does not say them, the command that starts
-/// the same run.
+/// the same run. `copied`: for each line, whether the page offers to copy it; one with characters that are not seen may be another
+/// command than it looks.
 fn command(run: &Path, settings: &[[String; 3]]) -> Value {
     let mut given: Vec<String> = Vec::new();
     // Without the file there are none.
-    let _ = each_line(&run.join("events.jsonl"), |line| {
-        let event: Value = serde_json::from_slice(line).unwrap_or_default();
+    let _ = each_own_line(&run.join("events.jsonl"), |line, _| {
+        let event = entry_of(line).unwrap_or_default();
         let command = event["command"]
             .as_str()
             .filter(|command| !given.iter().any(|g| g == command));
         given.extend(command.filter(|_| given.len() < MOST_COMMANDS).map(str::to_string));
         Ok(())
     });
-    if !given.is_empty() {
-        return json!({"lines": given, "given": true});
+    let is_given = !given.is_empty();
+    if !is_given {
+        let arguments = settings.iter().filter(|[_, _, origin]| origin == "argument");
+        let arguments: String = arguments
+            .map(|[key, value, _]| format!(" {}", shell_word(&format!("{key}={value}"))))
+            .collect();
+        let recipe = shell_word(&run.join("recipe.toml").display().to_string());
+        given.push(format!("ft train --recipe {recipe}{arguments}"));
     }
-    let arguments = settings.iter().filter(|[_, _, origin]| origin == "argument");
-    let arguments: String = arguments.map(|[key, value, _]| format!(" {key}={value}")).collect();
-    let line = format!("ft train --recipe {}{arguments}", run.join("recipe.toml").display());
-    json!({"lines": [line], "given": false})
+    let shown: Vec<String> = given.iter().map(|line| escaped(line)).collect();
+    let copied: Vec<bool> = given.iter().zip(&shown).map(|(line, shown)| line == shown).collect();
+    json!({"lines": shown, "copied": copied, "given": is_given})
+}
+
+/// A command with escapes for what is not seen. A line break starts another command.
+fn escaped(line: &str) -> String {
+    let hidden = |c: char| {
+        matches!(
+            c,
+            '\n' | '\t' | '\u{ad}' | '\u{61c}' | '\u{200b}'..='\u{200d}' | '\u{2028}' | '\u{2029}'
+        ) || matches!(c, '\u{2060}'..='\u{2064}' | '\u{feff}')
+    };
+    let mut out = String::new();
+    for c in line.chars() {
+        if hidden(c) {
+            out.extend(c.escape_unicode());
+        } else {
+            out.push(c);
+        }
+    }
+    visible(&out)
 }
 
 /// A run in the list: its name and what it is, without its numbers.
@@ -136,7 +167,7 @@ pub fn view(id: usize, run: &Path) -> Result<Value> {
 
 fn first_lines(run: &Path, name: &str) -> Vec<Value> {
     let text = text(run, name).unwrap_or_default();
-    let lines = text.lines().filter_map(|line| serde_json::from_str(line).ok());
+    let lines = text.lines().filter_map(|line| entry_of(line.as_bytes()));
     lines.take(ROWS).collect()
 }
 
@@ -204,7 +235,66 @@ mod tests {
         fs::write(run.join("events.jsonl"), started).unwrap();
         assert_eq!(
             view(3, run).unwrap()["command"],
-            json!({"lines": ["ft train a.toml"], "given": true})
+            json!({"lines": ["ft train a.toml"], "copied": [true], "given": true})
         );
+    }
+
+    #[test]
+    fn a_command_is_quoted_and_what_is_not_seen_is_not_copied() {
+        let dir = tempfile::tempdir().unwrap();
+        let run = dir.path().join("a $(id)");
+        fs::create_dir(&run).unwrap();
+        let resolved = "[model]\npath = \"x'; `id`\"  # argument\n";
+        fs::write(run.join("resolved.toml"), resolved).unwrap();
+        fs::write(run.join("events.jsonl"), "").unwrap();
+        let of = || view(0, &run).unwrap()["command"].clone();
+        let recipe = run.join("recipe.toml").display().to_string();
+        assert_eq!(
+            of()["lines"][0],
+            format!(r#"ft train --recipe '{recipe}' 'model.path="x'\''; `id`"'"#)
+        );
+        assert_eq!(of()["copied"], json!([true]));
+        let start = |command: &str| json!({"event": "start", "command": command}).to_string();
+        let lines = [
+            start("ft a"),
+            start("ft b\nid"),
+            start("ft \u{202e}c"),
+            start("ft\u{1b}"),
+        ];
+        fs::write(run.join("events.jsonl"), lines.join("\n")).unwrap();
+        assert_eq!(
+            of(),
+            json!({
+                "lines": ["ft a", "ft b\\u{a}id", "ft \\u{202e}c", "ft\\u{1b}"],
+                "copied": [true, false, false, false], "given": true,
+            })
+        );
+    }
+
+    #[test]
+    fn links_and_lines_that_are_no_objects_are_left_out() {
+        let dir = tempfile::tempdir().unwrap();
+        let run = dir.path().join("run");
+        fs::create_dir(&run).unwrap();
+        fs::write(dir.path().join("token"), "{\"secret\":1}\n").unwrap();
+        for name in [
+            "recipe.toml",
+            "samples.jsonl",
+            "rows.jsonl",
+            "plan.json",
+            "environment.json",
+        ] {
+            std::os::unix::fs::symlink("../token", run.join(name)).unwrap();
+        }
+        fs::write(run.join("resolved.toml"), "").unwrap();
+        fs::write(run.join("events.jsonl"), "null\n3\n[1]\n{\"event\":\"start\"}\n").unwrap();
+        // The run directory may be a link.
+        let link = dir.path().join("link");
+        std::os::unix::fs::symlink("run", &link).unwrap();
+        let seen = view(0, &link).unwrap();
+        assert_eq!(seen["events"], json!([{"event": "start"}]));
+        assert!(!seen.to_string().contains("secret"), "{seen}");
+        std::os::unix::fs::symlink("../token", run.join("metrics.jsonl")).unwrap();
+        assert!(view(0, &link).unwrap_err().to_string().contains("a symbolic link"));
     }
 }

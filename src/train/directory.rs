@@ -69,6 +69,14 @@ pub fn check(run_dir: &Path, options: &TrainOptions) -> Result<()> {
                     .at_path(from)
                     .hint("give a run directory, or a `checkpoint-<step>` directory of one"));
             }
+            if matches!(kind, DirectoryState::Run(_)) && !is_within(from, run_dir) && has_results(run_dir)? {
+                return Err(Error::usage("the output directory holds another run")
+                    .at_path(run_dir)
+                    .found(format!("a run that would go on from {}", from.display()))
+                    .hint(
+                        "set `train.output_dir` to a new directory; or continue the run that is there with `--resume`",
+                    ));
+            }
             Ok(())
         }
         (DirectoryState::Run(_), Resume::No) if !options.overwrite => {
@@ -87,6 +95,19 @@ pub fn check(run_dir: &Path, options: &TrainOptions) -> Result<()> {
         }
         (DirectoryState::New | DirectoryState::Run(_), Resume::No) => Ok(()),
     }
+}
+
+/// True if `from` is the directory of the run, or a checkpoint in it.
+fn is_within(from: &Path, run_dir: &Path) -> bool {
+    match (from.canonicalize(), run_dir.canonicalize()) {
+        (Ok(from), Ok(run_dir)) => from.starts_with(run_dir),
+        _ => false,
+    }
+}
+
+/// True if the run has written something that another run would remove or mix with its own.
+fn has_results(run_dir: &Path) -> Result<bool> {
+    Ok(!checkpoint::list(run_dir)?.is_empty() || run_dir.join(owner::FINAL).exists())
 }
 
 fn is_checkpoint(from: &Path) -> bool {

@@ -63,6 +63,18 @@ impl TrainingRun<'_> {
     /// `final/` could not be written: saves the state after the last `step`, if no checkpoint has it, so that a resume
     /// writes `final/` without training. Returns the error with this hint.
     pub fn export_failed(&mut self, engine: &Engine, step: u64, e: Error) -> Error {
+        self.ended_after(engine, step, e, "`--resume` writes `final/`")
+    }
+
+    /// An evaluation after `step`, or samples, could not be made: as `export_failed`. A resume makes up for them.
+    pub fn evaluation_failed(&mut self, engine: &Engine, step: u64, e: Error) -> Error {
+        if step == 0 {
+            return e;
+        }
+        self.ended_after(engine, step, e, "`--resume` goes on with the evaluation")
+    }
+
+    fn ended_after(&mut self, engine: &Engine, step: u64, e: Error, then: &str) -> Error {
         // The state of several ranks is in parts, and the others do not know of the error.
         if self.ranks.several() {
             return self.ended(step, e);
@@ -75,9 +87,7 @@ impl TrainingRun<'_> {
         let e = match saved {
             Ok(()) => {
                 let first = e.hint_text().map_or(String::new(), |hint| format!("{hint}; "));
-                e.hint(format!(
-                    "{first}the state after step {step} is saved: `--resume` writes `final/`"
-                ))
+                e.hint(format!("{first}the state after step {step} is saved: {then}"))
             }
             Err(save) => {
                 let save = recipe::in_program_terms(&save.to_string());

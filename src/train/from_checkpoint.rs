@@ -8,7 +8,7 @@ use crate::engine::{ActiveSet, Engine, StepStrategy, TrainConfig};
 use crate::hf;
 use crate::model::Objective;
 use crate::plan::memory_plan::pin_resumed_choices;
-use crate::recipe::{self, ModelInit, Recipe, Stage};
+use crate::recipe::{self, Method, ModelInit, Recipe, Stage};
 use crate::rlhf::preference::RewardObjective;
 use crate::setup::active_schedule;
 use crate::setup::adapters;
@@ -96,7 +96,17 @@ pub fn write(dir: &Path, out: &Path) -> Result<CheckpointExport> {
         StoragePolicy::dense(recipe.model.dtype)
     };
     let bytes = storage.bytes(&params);
-    checkpoint::check_space(out, bytes)?;
+    let lora = &recipe.tune.lora;
+    let moves_base = starts::requantizes_base(recipe) || lora.save_residual || recipe.model.init == ModelInit::Random;
+    let written = match recipe.tune.method {
+        // A first product that is subtracted doubles the rank.
+        Method::Lora if !moves_base => {
+            let elements: usize = adapter_set.adapters.values().map(|a| a.elements()).sum();
+            8 * elements as u64
+        }
+        _ => bytes,
+    };
+    checkpoint::check_space(out, written)?;
     let scratch = ScratchDirectory::beside(&out.with_extension("weights"))?;
     let fits = memory::available().is_none_or(|free| bytes < free / 10 * 8);
     let placement = if fits {

@@ -300,14 +300,16 @@ impl TrainingRun<'_> {
         self.pace.drawn = Some((Instant::now(), begun.elapsed()));
     }
 
-    /// Evaluates after `step`. A signal ends it early; the caller then saves and stops.
+    /// Evaluates after `step`. A signal ends it early; the caller then saves and stops. If it fails, the state is saved.
     ///
     /// Errors: the evaluation has no number that the recipe names as the metric of the best model.
     pub fn evaluate(&mut self, engine: &mut Engine, step: u64) -> Result<()> {
-        match engine.with_averages(|engine| self.measure(engine, step))? {
+        let measured = engine.with_averages(|engine| self.measure(engine, step));
+        let added = measured.and_then(|numbers| match numbers {
             Some(numbers) if !numbers.is_empty() && self.ranks.is_root() => self.best.add(step, &numbers),
             _ => Ok(()),
-        }
+        });
+        added.map_err(|e| self.evaluation_failed(engine, step, e))
     }
 
     /// The numbers of an evaluation after `step`; they are reported. `None`: a signal ended it.
@@ -442,6 +444,7 @@ impl TrainingRun<'_> {
     pub fn samples(&mut self, engine: &mut Engine, step: u64, when: &str) -> Result<()> {
         let ask = |engine: &Engine| samples::answers(self.recipe, self.model, engine, self.eval);
         let answers = engine.with_averages(|engine| engine.by_root(|| ask(engine)).map(Option::unwrap_or_default));
+        let answers = answers.map_err(|e| self.evaluation_failed(engine, step, e));
         let Some(answers) = self.ranks.unless_root_stopped(answers)? else {
             return Ok(());
         };

@@ -86,6 +86,48 @@ fn bash_completes_commands_recipes_keys_values_and_runs() {
 }
 
 #[test]
+fn a_name_of_a_file_is_quoted_for_bash() {
+    let dir = tempfile::tempdir().unwrap();
+    for name in [
+        "`id`.toml",
+        "a $(id).toml",
+        "a*.toml",
+        "a'b\".toml",
+        "x\u{b}y.toml",
+        "x\ny.toml",
+        "x.toml",
+    ] {
+        std::fs::write(dir.path().join(name), "").unwrap();
+    }
+    std::fs::create_dir_all(dir.path().join("runs/$(id>x) a")).unwrap();
+    for name in ["resolved.toml", "events.jsonl"] {
+        std::fs::write(dir.path().join("runs/$(id>x) a").join(name), "").unwrap();
+    }
+    let of = |line: &str| bash(dir.path(), line);
+    let mut names = of("ft train --recipe ");
+    names.retain(|name| name.ends_with(".toml"));
+    names.sort();
+    assert_eq!(
+        names,
+        [
+            "\\`id\\`.toml",
+            "a\\ \\$\\(id\\).toml",
+            "a\\'b\\\".toml",
+            "a\\*.toml",
+            "x.toml"
+        ]
+    );
+    assert_eq!(of("ft runs show r"), ["runs/\\$\\(id\\>x\\)\\ a"]);
+    let values = of("ft train x.toml model.path=a");
+    assert!(
+        values.contains(&"a\\*.toml".to_string()) && values.len() == 3,
+        "{values:?}"
+    );
+    // The answers for words in quotes would need other quotes.
+    assert_eq!(of("ft train --recipe \"a"), [""]);
+}
+
+#[test]
 fn other_shells_get_descriptions() {
     let dir = folder();
     let ask = |shell: &str, index: &str, words: &[&str]| {

@@ -372,10 +372,11 @@ fn measure(s: &Shape, way: Way, dtype: Dtype, place: Placement, before: usize) -
     engine.step(1, &batches, &active, 1e-3).unwrap();
     MOST.store(LIVE.load(Relaxed), Relaxed);
     engine.step(2, &batches, &active, 1e-3).unwrap();
-    // A checkpoint and `final/` read one weight at a time.
+    // A checkpoint and `final/` read one weight at a time. Those that have only codes are read in another way.
+    let exact = |p: &&ParamInfo| !strategy.storage.quantized().contains_key(&p.name);
     let saved: Vec<String> = match recipe.tune.method {
         Method::Lora => active.names().map(str::to_string).collect(),
-        _ => spec.params().iter().map(|p| p.name.to_string()).collect(),
+        _ => spec.params().iter().filter(exact).map(|p| p.name.to_string()).collect(),
     };
     for name in &saved {
         engine.exact(name, &mut |_| Ok(())).unwrap();

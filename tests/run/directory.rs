@@ -443,3 +443,29 @@ fn a_run_on_random_weights_of_a_shape_ends_without_a_final_directory() {
         assert!(said(&out).contains("no `final/` is written"), "{}", said(&out));
     }
 }
+
+/// Row C11: a run that goes on from the checkpoint of another one leaves the results of a third one alone.
+#[test]
+fn a_resume_from_elsewhere_changes_no_results_in_the_output_directory() {
+    let bench = Bench::new();
+    assert!(train(&bench, &["train.output_dir=first"]).status.success());
+    assert!(train(&bench, &["train.seed=2"]).status.success());
+    let before = files(&bench.path("run"));
+    for from in ["first", "first/checkpoint-2"] {
+        let out = train(&bench, &["--resume", from]);
+        let text = said(&out);
+        assert!(out.status.code() == Some(2) && text.contains("another run"), "{text}");
+        assert!(files(&bench.path("run")) == before, "{from}");
+    }
+    // Its own checkpoint, and a new directory.
+    assert!(
+        train(&bench, &["train.seed=2", "--resume", "run/checkpoint-2"])
+            .status
+            .success()
+    );
+    assert!(
+        train(&bench, &["train.output_dir=new", "--resume", "first/checkpoint-2"])
+            .status
+            .success()
+    );
+}

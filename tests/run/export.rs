@@ -253,3 +253,70 @@ fn eval_measures_every_kind_of_rows() {
     let wrong = bench.ft(&["eval", "--model", "model", "--data", "rows.jsonl", "--format", "chatml"]);
     assert!(said(&wrong).contains("did you mean `messages`?"), "{}", said(&wrong));
 }
+
+/// Row W6: a link in a directory of somebody else brings no file of another place into a copy or an upload.
+#[test]
+fn links_to_other_places_are_not_exported_merged_or_uploaded() {
+    let bench = Bench::new();
+    std::fs::create_dir(bench.path("secrets")).unwrap();
+    std::fs::write(bench.path("secrets/token"), "hf_secret").unwrap();
+    bench.train(&["tune.method=lora", "train.max_steps=1", "train.output_dir=run"]);
+    let adapter = bench.path("run/final");
+    let links = [
+        (adapter.join("notes.txt"), "secrets/token"),
+        (adapter.join("more"), "secrets"),
+        (adapter.join("loop"), "run/final"),
+        (bench.path("model/LICENSE"), "secrets/token"),
+    ];
+    for (link, target) in links {
+        std::os::unix::fs::symlink(bench.path(target), &link).unwrap();
+        for command in [
+            &["export", "run/final", "--out", "out"][..],
+            &["merge", "--adapter", "run/final", "--out", "out"],
+            &["push", "run/final", "a/b", "--dry-run"],
+            &["push", "model", "a/b", "--dry-run"],
+        ] {
+            let out = bench.ft(command);
+            let text = said(&out);
+            let of_model = link.ends_with("LICENSE");
+            // A command that does not touch the link works.
+            let touches = match command[0] {
+                "export" => !of_model,
+                "merge" => of_model,
+                _ => of_model == (command[1] == "model"),
+            };
+            assert!(!touches || text.contains("link"), "{link:?} {command:?}\n{text}");
+            assert!(!touches || out.status.code() == Some(1), "{link:?} {command:?}\n{text}");
+            if bench.path("out").exists() {
+                let copied = files(&bench.path("out"));
+                assert!(
+                    copied.iter().all(|(_, bytes)| bytes != b"hf_secret"),
+                    "{link:?} {command:?}"
+                );
+                std::fs::remove_dir_all(bench.path("out")).unwrap();
+            }
+        }
+        std::fs::remove_file(&link).unwrap();
+    }
+}
+
+/// An adapter with a base of its own names the one beside it, also in a copy.
+#[test]
+fn a_copied_adapter_names_its_own_base() {
+    let bench = Bench::new();
+    bench.train(&[
+        "tune.method=lora",
+        "tune.lora.init_lora_weights=pissa",
+        "tune.lora.save_residual=true",
+        "train.max_steps=1",
+        "train.output_dir=run",
+    ]);
+    let out = bench.ft(&["export", "run", "--out", "out"]);
+    assert!(out.status.success(), "{}", said(&out));
+    let config = std::fs::read_to_string(bench.path("out/adapter_config.json")).unwrap();
+    let config: Value = serde_json::from_str(&config).unwrap();
+    assert_eq!(config["base_model_name_or_path"], "out/base");
+    std::fs::remove_dir_all(bench.path("run")).unwrap();
+    let out = bench.ft(&["generate", "--model", "out", "--prompt", "a", "--max-new-tokens", "1"]);
+    assert!(out.status.success(), "{}", said(&out));
+}

@@ -74,7 +74,7 @@ const CRASHES: [Row; 14] = [
         "C11",
         "the directory of a finished run, or of something else",
         "refused with the ways to go on; files that ft did not write are never changed; a run that ended before its first checkpoint starts again with `--resume`",
-        "tests/run/directory.rs::a_run_that_ended_before_its_first_checkpoint_starts_again tests/run/directory.rs::a_directory_of_someone_else_is_refused_and_untouched tests/run/directory.rs::overwriting_removes_the_run_says_so_and_keeps_the_rest",
+        "tests/run/directory.rs::a_run_that_ended_before_its_first_checkpoint_starts_again tests/run/directory.rs::a_directory_of_someone_else_is_refused_and_untouched tests/run/directory.rs::overwriting_removes_the_run_says_so_and_keeps_the_rest tests/run/directory.rs::a_resume_from_elsewhere_changes_no_results_in_the_output_directory",
     ),
     (
         "C12",
@@ -428,7 +428,7 @@ const SURFACE: [Row; 8] = [
         "W6",
         "names with `../`, spaces, quotes, line breaks, escapes, and bytes that are not UTF-8; text of adapters, runs and configurations, and answers of a model, with escapes",
         "used as they are, or refused; no control sequence in them reaches the terminal, not even a color, and none adds a key to a recipe",
-        "tests/terminal.rs::an_answer_with_escapes_is_shown_as_text tests/terminal.rs::text_of_files_is_shown_and_acts_on_no_terminal src/recipe/import/tests.rs::what_the_file_says_adds_no_keys_to_the_recipe tests/run/limits.rs::odd_names_work_or_are_refused tests/run/hostile.rs::nothing_from_a_file_acts_on_the_terminal src/report/layout.rs::nothing_from_a_file_acts_on_the_terminal",
+        "tests/terminal.rs::an_answer_with_escapes_is_shown_as_text tests/terminal.rs::text_of_files_is_shown_and_acts_on_no_terminal src/recipe/import/tests.rs::what_the_file_says_adds_no_keys_to_the_recipe tests/run/limits.rs::odd_names_work_or_are_refused tests/run/hostile.rs::nothing_from_a_file_acts_on_the_terminal src/report/layout.rs::nothing_from_a_file_acts_on_the_terminal tests/run/export.rs::links_to_other_places_are_not_exported_merged_or_uploaded",
     ),
     (
         "W7",

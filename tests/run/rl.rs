@@ -367,3 +367,43 @@ fn a_reward_program_has_no_network_and_no_secrets() {
         "{free:?}"
     );
 }
+
+/// Row S3: an evaluation that fails loses no step: the state after its step is saved, and a resume makes up for it.
+#[test]
+fn an_evaluation_that_fails_loses_no_step() {
+    let bench = Bench::new();
+    let row = "{\"messages\": [{\"role\": \"user\", \"content\": \"EVAL\"}, {\"role\": \"assistant\", \"content\": \"Yes.\"}]}\n";
+    fs::write(bench.path("eval.jsonl"), row).unwrap();
+    // It refuses the evaluation after the first step, permanently.
+    let refuses = "while read -r line; do case \"$line\" in *EVAL*) [ -e trained ] && exit 1;; *) touch trained;; esac; echo 1; done\n";
+    let way = [
+        "rlhf.rewards=program:sh judge.sh",
+        "rlhf.reward_weights=[]",
+        "rlhf.reward_restarts=1",
+        "data.eval=eval.jsonl",
+        "train.eval_steps=2",
+        "train.max_steps=4",
+    ];
+    let run = |more: &[&str], script: &str| {
+        fs::write(bench.path("judge.sh"), script).unwrap();
+        let all = settings(&way, &[&["train.output_dir=run"][..], more].concat());
+        let all: Vec<&str> = all.into_iter().collect();
+        bench.ft(&[&["train", "--recipe", "r.toml"][..], &all].concat())
+    };
+    let out = run(&[], refuses);
+    let text = said(&out);
+    assert!(
+        out.status.code() == Some(1) && text.contains("the state after step 2 is saved"),
+        "{text}"
+    );
+    assert!(bench.path("run/checkpoint-2/manifest.json").exists());
+    let out = run(&["--resume"], "while read -r line; do echo 1; done\n");
+    assert!(out.status.success(), "{}", said(&out));
+    let evaluated: Vec<u64> = bench
+        .lines("run/metrics.jsonl")
+        .iter()
+        .filter(|line| line.get("eval_reward").is_some())
+        .map(|line| line["step"].as_u64().unwrap())
+        .collect();
+    assert_eq!(evaluated, [0, 2, 4]);
+}

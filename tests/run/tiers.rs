@@ -1,12 +1,13 @@
 //! The placement of the weights must not change training: the same bits from the disk as from memory.
 
-use crate::bench::{Bench, files, number, said};
+use crate::bench::{Bench, copy_all, files, number, said};
 use ft::formats::config::Config;
 use ft::model::families;
 use ft::recipe::Dtype;
 use ft::source::disk;
 use serde_json::json;
 use std::fs;
+use std::path::Path;
 
 /// Changes the config of the test model, and removes its weights.
 pub fn random_model(bench: &Bench, changes: serde_json::Value) {
@@ -315,4 +316,33 @@ fn a_budget_sends_the_weights_to_the_disk() {
     assert_eq!(plan(&["memory.budget=100GiB"]).0, device.0);
     let refused = bench.ft(&["plan", "--recipe", "r.toml", "model.init=random", "memory.budget=1MiB"]);
     assert_eq!(refused.status.code(), Some(1));
+}
+
+/// LoRA over weights that are quantized because nothing else fits: the run says so.
+#[test]
+fn weights_that_are_quantized_to_fit_are_announced() {
+    let bench = Bench::new();
+    fs::remove_dir_all(bench.path("model")).unwrap();
+    copy_all(
+        &Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/tiny"),
+        &bench.path("model"),
+    );
+    let train = |budget: &str| {
+        let _ = fs::remove_dir_all(bench.path("run"));
+        let out = [
+            "tune.method=lora",
+            "memory.tier=device",
+            "train.max_steps=1",
+            "train.output_dir=run",
+            budget,
+        ];
+        said(&bench.ft(&[&["train", "--recipe", "r.toml"][..], &out].concat()))
+    };
+    let warning = "the frozen weights are quantized to `";
+    // The memory of the program itself differs by some hundred KiB.
+    let mut budgets = (28_000..48_000).step_by(500);
+    let found = budgets.find(|budget| train(&format!("memory.budget={budget}KiB")).contains(warning));
+    assert!(found.is_some(), "no budget needs quantized weights");
+    let text = train("memory.budget=auto");
+    assert!(!text.contains(warning), "{text}");
 }

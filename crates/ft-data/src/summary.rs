@@ -176,6 +176,16 @@ pub fn summaries(dataset: &Dataset) -> Result<Vec<DataSummary>> {
     Ok(out)
 }
 
+/// Most characters of a name in the table: a long one makes every line wide.
+const NAME: usize = 200;
+
+fn clipped(name: &str) -> String {
+    match name.char_indices().nth(NAME) {
+        Some((end, _)) => format!("{}…", &name[..end]),
+        None => name.to_string(),
+    }
+}
+
 /// The summaries as a table, and the histogram of the last one.
 pub fn table(summaries: &[DataSummary]) -> String {
     let mut heads = vec!["rows", "tokens", "trained", "mean"];
@@ -195,7 +205,7 @@ pub fn table(summaries: &[DataSummary]) -> String {
         ];
         cells.extend(QUANTILES.map(|(_, fraction)| count(summary.quantile(fraction) as u64)));
         cells.push(format!("{:.1} %", 100.0 * summary.share()));
-        lines.push((summary.name.clone(), cells));
+        lines.push((clipped(&summary.name), cells));
     }
     let first = lines.iter().map(|(name, _)| name.chars().count()).max().unwrap_or(0);
     let width = |at: usize| lines.iter().map(|(_, cells)| cells[at].len()).max().unwrap_or(0);
@@ -223,6 +233,13 @@ mod tests {
     use crate::source::Source;
     use crate::testing::{Words, files};
     use crate::{ColumnRole, Long, Render, TrainOn};
+
+    #[test]
+    fn a_long_name_does_not_make_the_table_wide() {
+        let table = table(&[DataSummary::new(&"é".repeat(70_000), 1, 0)]);
+        let line = table.lines().nth(1).unwrap();
+        assert!(line.starts_with(&format!("{}…     0", "é".repeat(200))), "{line}");
+    }
 
     #[test]
     fn sources_are_counted_apart_and_together() {

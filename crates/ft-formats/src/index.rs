@@ -155,7 +155,10 @@ fn check_name(name: &str) -> std::result::Result<(), &'static str> {
 }
 
 /// Refuses a link to a place outside the file's directory, except into the `blobs` of a hub cache.
-pub(crate) fn stays_inside(file: &Path) -> Result<()> {
+///
+/// # Errors
+/// `file` is such a link (`Format`), or does not exist (`Io`).
+pub fn stays_inside(file: &Path) -> Result<()> {
     let cannot = |e: std::io::Error| Error::io("cannot open the file").at_path(file).cause(e);
     let parent = match file.parent() {
         Some(p) if !p.as_os_str().is_empty() => p,

@@ -45,7 +45,7 @@ impl ModelCard<'_> {
 
     /// The base model: of an adapter, the one in its config.
     fn base(&self) -> Option<String> {
-        let config = files::read_text(&self.directory.join("adapter_config.json")).ok();
+        let config = own_text(&self.directory.join("adapter_config.json"));
         let config: Option<Value> = config.and_then(|text| serde_json::from_str(&text).ok());
         let named = config.and_then(|c| Some(c["base_model_name_or_path"].as_str()?.to_string()));
         named.or_else(|| Some(self.setting("model.path").to_string()).filter(|base| !base.is_empty()))
@@ -164,7 +164,7 @@ fn datasets(train: &str, record: Option<&RunRecord>) -> Vec<String> {
 }
 
 fn event(dir: &Path, kind: &str) -> Option<Value> {
-    let text = files::read_text(&dir.join("events.jsonl")).ok()?;
+    let text = own_text(&dir.join("events.jsonl"))?;
     let events = text
         .lines()
         .rev()
@@ -237,7 +237,7 @@ fn results(record: &RunRecord) -> String {
     let time = record
         .began
         .zip(record.ended)
-        .map(|(a, b)| duration(Duration::from_secs_f64((b - a).max(0.0))));
+        .map(|(a, b)| duration(Duration::try_from_secs_f64(b - a).unwrap_or_default()));
     add("time", time);
     format!(
         "\n## Results\n\n| | |\n|---|---|\n{}\nMeasured by the run itself. Nothing else was evaluated.\n",
@@ -245,12 +245,17 @@ fn results(record: &RunRecord) -> String {
     )
 }
 
+/// The text of a file; `None` for a link, which could lead to a file that has nothing to do with the model.
+fn own_text(path: &Path) -> Option<String> {
+    files::read_text(path).ok().filter(|_| !path.is_symlink())
+}
+
 fn how(dir: &Path) -> String {
     let mut out = "\n## How it was made\n".to_string();
     if let Some(command) = event(dir, "start").and_then(|e| Some(e["command"].as_str()?.to_string())) {
         out.push_str(&format!("\n```\n{}\n```\n", without_directories(&command)));
     }
-    if let Ok(recipe) = files::read_text(&dir.join("recipe.toml")) {
+    if let Some(recipe) = own_text(&dir.join("recipe.toml")) {
         out.push_str(&format!("\n```toml\n{}\n```\n", without_directories(recipe.trim_end())));
     }
     out

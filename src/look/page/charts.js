@@ -3,6 +3,9 @@
 
 const SVG = "http://www.w3.org/2000/svg";
 
+/** Any value of a file as text. */
+const textOf = (value) => (typeof value === "object" && value !== null ? JSON.stringify(value) : String(value));
+
 /** An element: its attributes (`on...`: listeners), and its children: elements or texts. */
 function make(name, attributes, ...children) {
   const drawn = ["svg", "g", "path", "line", "circle", "text", "rect"].includes(name);
@@ -17,7 +20,7 @@ function make(name, attributes, ...children) {
   }
   for (const child of children.flat()) {
     if (child !== null && child !== undefined && child !== false) {
-      element.append(child instanceof Node ? child : String(child));
+      element.append(child instanceof Node ? child : textOf(child));
     }
   }
   return element;
@@ -25,30 +28,30 @@ function make(name, attributes, ...children) {
 
 const format = {
   number(y) {
-    if (y === null || y === undefined || !Number.isFinite(y)) return "–";
+    if (!Number.isFinite(y)) return "–";
     const a = Math.abs(y);
     if (a === 0) return "0";
     if (a < 1e-3 || a >= 1e6) return y.toExponential(2);
     if (a >= 1000) return Math.round(y).toLocaleString("en-US");
     return y.toFixed(a >= 100 ? 1 : a >= 10 ? 2 : 4);
   },
-  count(n) { return n === null || n === undefined ? "–" : Math.round(n).toLocaleString("en-US"); },
+  count(n) { return typeof n !== "number" ? "–" : Math.round(n).toLocaleString("en-US"); },
   bytes(n) {
-    if (n === null || n === undefined) return "–";
+    if (typeof n !== "number") return "–";
     for (const [unit, size] of [["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 1024]]) {
       if (n >= size) return (n / size).toFixed(1) + " " + unit;
     }
     return Math.round(n) + " B";
   },
   seconds(s) {
-    if (s === null || s === undefined || !Number.isFinite(s)) return "–";
+    if (!Number.isFinite(s)) return "–";
     if (s < 60) return s.toFixed(s < 10 ? 1 : 0) + " s";
     const pad = (n) => String(Math.floor(n)).padStart(2, "0");
     if (s < 3600) return Math.floor(s / 60) + "m " + pad(s % 60) + "s";
     return Math.floor(s / 3600) + "h " + pad((s % 3600) / 60) + "m";
   },
   time(unix) {
-    if (!unix) return "–";
+    if (typeof unix !== "number" || !unix) return "–";
     const d = new Date(unix * 1000);
     const pad = (n) => String(n).padStart(2, "0");
     return d.getFullYear() + "-" + pad(d.getMonth() + 1) + "-" + pad(d.getDate()) + " " +
@@ -80,12 +83,16 @@ function ticks(low, high, most, bytes) {
   // Numbers of this size have no values between them.
   if (step < 1e-12 * Math.max(Math.abs(low), Math.abs(high))) return [low];
   const out = [];
-  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) out.push(i * step);
+  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9 && out.length < 100; i++) out.push(i * step);
   return out;
 }
 
+/** The values that a logarithmic axis has: half and twice of them are numbers, too. */
+const LOG = [1e-300, 1e300];
+
 function logTicks(low, high) {
   const out = [];
+  if (!(low >= LOG[0] / 10 && high <= LOG[1] * 10)) return out;
   for (let p = Math.floor(Math.log10(low)); p <= Math.ceil(Math.log10(high)); p++) {
     for (const m of [1, 2, 5]) {
       const y = m * 10 ** p;
@@ -147,7 +154,8 @@ function chart({ title, series, limits = [], switches = [], bytes = false, log =
   const svg = make("svg", { tabindex: 0, role: "img" });
   const box = make("figure", { class: "chart" },
     make("figcaption", {}, make("h3", {}, title), at), legend, svg);
-  const usable = (p) => !log || p[1] > 0;
+  const seen = (y) => !log || (y >= LOG[0] && y <= LOG[1]);
+  const usable = (p) => seen(p[1]);
   const drawn = series.map((s) => ({
     ...s,
     raw: thinned((s.raw || []).filter(usable), 1200),
@@ -157,7 +165,7 @@ function chart({ title, series, limits = [], switches = [], bytes = false, log =
   const all = drawn.flatMap((s) => [...s.raw, ...s.line, ...s.dots]);
   const range = (values) => values.reduce(([a, b], v) => [Math.min(a, v), Math.max(b, v)], [Infinity, -Infinity]);
   const [x0, x1] = range(all.map((p) => p[0]));
-  let [y0, y1] = range([...all.map((p) => p[1]), ...limits.map((l) => l.y).filter((y) => !log || y > 0)]);
+  let [y0, y1] = range([...all.map((p) => p[1]), ...limits.map((l) => l.y).filter(seen)]);
   if (bytes && !log) y0 = 0;
   // A smoothed curve of equal values differs in its last bits.
   if (!(y1 - y0 > 1e-9 * Math.max(Math.abs(y0), Math.abs(y1)))) [y0, y1] = log ? [y0 / 2, y1 * 2] : [y0 - Math.abs(y0) * 0.1 - 1e-12, y1 + Math.abs(y1) * 0.1 + 1e-12];
@@ -223,7 +231,7 @@ function chart({ title, series, limits = [], switches = [], bytes = false, log =
       for (const [x] of switches) parts.push(make("line", { class: "switch", x1: X(x), x2: X(x), y1: top, y2: bottom }));
     }
     for (const l of limits) {
-      if (!log || l.y > 0) parts.push(make("line", { class: "limit", stroke: l.color, x1: left, x2: right, y1: Y(l.y), y2: Y(l.y) }));
+      if (seen(l.y)) parts.push(make("line", { class: "limit", stroke: l.color, x1: left, x2: right, y1: Y(l.y), y2: Y(l.y) }));
     }
     const path = (points) => points.map((p, i) => (i ? "L" : "M") + X(p[0]).toFixed(1) + " " + Y(p[1]).toFixed(1)).join("");
     for (const s of drawn) {

@@ -2,6 +2,8 @@
 "use strict";
 
 const MOST = 8;
+/** As in the views of runs. */
+const MOST_METRICS = 1000;
 const page = {
   /** The list of runs; the loaded runs by number. */
   list: [],
@@ -91,9 +93,15 @@ async function get(path) {
 
 function say(text) { if ($("state").textContent !== text) $("state").textContent = text; }
 
+/** Keeps a run. Its curves have the names that a file has: `constructor` is one like others. */
+function keep(run) {
+  run.curves = Object.assign(Object.create(null), run.curves);
+  page.loaded.set(run.id, run);
+}
+
 async function load(id) {
   try {
-    page.loaded.set(id, await get("run/" + id + ".json"));
+    keep(await get("run/" + id + ".json"));
   } catch (e) {
     page.loaded.delete(id);
     say("a run cannot be read: " + e.message);
@@ -113,7 +121,7 @@ async function toggle(id, on) {
 
 /** Adds a line of metrics to the curves of a run. */
 function append(run, line) {
-  if (!Number.isInteger(line.step)) return;
+  if (!line || !Number.isInteger(line.step)) return;
   if (typeof line.active_block === "string") {
     const block = run.switches[run.switches.length - 1];
     if (!block || block[1] !== line.active_block) run.switches.push([line.step, line.active_block]);
@@ -121,6 +129,7 @@ function append(run, line) {
   run.steps = Math.max(run.steps, line.step);
   for (const [name, y] of Object.entries(line)) {
     if (name === "step" || typeof y !== "number") continue;
+    if (!run.curves[name] && Object.keys(run.curves).length >= MOST_METRICS) continue;
     const curve = run.curves[name] || (run.curves[name] = []);
     while (curve.length && curve[curve.length - 1][0] >= line.step) curve.pop();
     curve.push([line.step, y]);
@@ -247,7 +256,7 @@ async function start() {
   if (data) {
     page.served = false;
     const runs = JSON.parse(data.textContent).runs;
-    for (const run of runs) page.loaded.set(run.id, run);
+    runs.forEach(keep);
     page.list = runs;
     page.chosen = runs.map((run) => run.id).slice(0, MOST);
     say("a copy, as of " + format.time(Math.max(...runs.map((run) => run.ended || 0))));

@@ -94,8 +94,10 @@ function overview(shown) {
   out.push(make("h2", {}, "Command"));
   for (const s of shown) {
     if (shown.length > 1) out.push(make("p", { class: "label" }, swatch(s), s.label));
-    for (const line of s.run.command.lines) {
-      out.push(make("div", { class: "command" }, make("pre", {}, line), copyButton(line)));
+    for (const [n, line] of s.run.command.lines.entries()) {
+      const copied = s.run.command.copied[n];
+      out.push(make("div", { class: "command" }, make("pre", {}, line), copied && copyButton(line)));
+      if (!copied) out.push(make("p", { class: "notice" }, "This command has characters that are not seen. They are shown as escapes."));
     }
     if (!s.run.command.given) {
       out.push(make("p", { class: "label" }, "The run does not record its command; this one gives the same recipe."));
@@ -229,20 +231,20 @@ function samples(shown) {
     for (const prompt of prompts) {
       const of = (when) => own.findLast((line) => line.prompt === prompt && line.when === when);
       const [a, b] = [of("before"), of("after")];
-      const reference = (b || a).reference;
+      const reference = (b || a || {}).reference;
       const part = (title, text, none) => make("div", {}, make("h3", {}, title),
         text === undefined || text === null ? make("p", { class: "quiet" }, none)
           : make("p", { class: "text" }, text === "" ? "(empty)" : text));
       out.push(make("article", { class: "sample" }, make("p", {}, prompt), make("div", { class: "three" },
         part("Before", a && a.completion, "not answered"),
-        part(b ? "After step " + b.step : "After", b && b.completion, "not answered yet"),
+        part(b ? "After step " + textOf(b.step) : "After", b && b.completion, "not answered yet"),
         part("Reference", reference, "not in the rows for evaluation"))));
     }
     const rolled = all.filter((line) => !line.when);
     for (const line of rolled.slice(-40).reverse()) {
       const rewards = Object.entries(line.rewards || {}).map(([k, v]) => k + " " + format.number(v)).join(", ");
       out.push(make("article", { class: "sample" },
-        make("p", { class: "label" }, "step " + line.step + (rewards ? ", " + rewards : "") +
+        make("p", { class: "label" }, "step " + textOf(line.step) + (rewards ? ", " + rewards : "") +
           (line.advantage === undefined ? "" : ", advantage " + format.number(line.advantage))),
         make("p", {}, line.prompt), make("div", { class: "three" },
           make("div", {}, make("h3", {}, "Answer"), make("p", { class: "text" }, line.completion)),
@@ -269,9 +271,9 @@ function data(shown) {
         .map(([k, t]) => format.count(event[k]) + " " + t).join(", ")));
     }
     for (const [n, row] of s.run.rows.entries()) {
-      const parts = Array.isArray(row.parts) ? row.parts : [];
+      const parts = Array.isArray(row.parts) ? row.parts.filter(Array.isArray) : [];
       out.push(make("div", { class: "row" },
-        make("p", { class: "label" }, "row " + (row.number ?? n + 1) + ", " + format.count(row.tokens) + " tokens, " +
+        make("p", { class: "label" }, "row " + textOf(row.number ?? n + 1) + ", " + format.count(row.tokens) + " tokens, " +
           format.count(row.trained) + " trained"),
         make("pre", { tabindex: 0 }, parts.map(([text, trained]) => (trained ? make("mark", {}, text) : text)))));
     }
@@ -286,6 +288,8 @@ function data(shown) {
 const PARTS = { weights: "weights", adapters: "adapters", optimizer: "optimizer state", gradients: "gradients",
   layer_inputs: "layer inputs", activations: "activations", layer_work: "work of a layer", logits: "logits",
   rollout: "rollout", saving: "saving", data: "data", scratch: "scratch", process: "process", retired_halves: "retired halves" };
+
+const partName = (name) => (Object.hasOwn(PARTS, name) ? PARTS[name] : name);
 
 function memory(shown) {
   const out = [];
@@ -308,36 +312,37 @@ function memory(shown) {
         return piece;
       })),
     ];
-    out.push(...bar("Forecast" + (plan.peak_moment ? ", peak during " + plan.peak_moment : ""), planned,
-      parts.map(([name, n], i) => [PARTS[name] || name, n, colorOf(i)])));
+    out.push(...bar("Forecast" + (plan.peak_moment ? ", peak during " + textOf(plan.peak_moment) : ""), planned,
+      parts.map(([name, n], i) => [partName(name), n, colorOf(i)])));
     if (measured !== null) out.push(...bar("Measured peak", measured, [["measured", measured, s.color]]));
     out.push(make("div", { class: "split" },
       make("div", {}, make("h2", {}, "At the peak"), table(["part", "forecast", "share"], parts.map(([name, n], i) =>
-        [[make("span", { class: "swatch", background: colorOf(i) }), PARTS[name] || name], format.bytes(n),
+        [[make("span", { class: "swatch", background: colorOf(i) }), partName(name)], format.bytes(n),
           planned ? ((100 * n) / planned).toFixed(1) + " %" : "–"]))),
       make("div", {}, make("h2", {}, "Strategy"), table(["", "chosen", "reason"], [
-        ...Object.entries(plan.strategy || {}).map(([k, v]) => [k.replaceAll("_", " "), String(v), ""]),
-        ...Object.entries(plan.chosen || {}).map(([k, v]) => [make("code", {}, k), String(v.value), String(v.why)]),
+        ...Object.entries(plan.strategy || {}).map(([k, v]) => [k.replaceAll("_", " "), textOf(v), ""]),
+        ...Object.entries(plan.chosen || {}).map(([k, v]) => [make("code", {}, k), textOf(v?.value), textOf(v?.why)]),
       ]))));
   }
   return out;
 }
 
 function events(shown, settings, redraw) {
-  const all = shown.flatMap((s) => s.run.events.map((e) => ({ s, e }))).sort((a, b) => (b.e.time || 0) - (a.e.time || 0));
-  const kinds = [...new Set(all.map(({ e }) => String(e.event)))].sort();
+  const timeOf = (e) => (typeof e.time === "number" ? e.time : 0);
+  const all = shown.flatMap((s) => s.run.events.map((e) => ({ s, e, kind: textOf(e.event) }))).sort((a, b) => timeOf(b.e) - timeOf(a.e));
+  const kinds = [...new Set(all.map(({ kind }) => kind))].sort();
   const select = make("select", { onchange: (e) => { settings.kind = e.target.value; redraw(); } },
     make("option", { value: "" }, "all"), kinds.map((k) => make("option", { value: k, selected: k === settings.kind }, k)));
-  const seen = all.filter(({ e }) => !settings.kind || e.event === settings.kind).slice(0, 500);
+  const seen = all.filter(({ kind }) => !settings.kind || kind === settings.kind).slice(0, 500);
   const text = (e) => Object.entries(e).filter(([k]) => k !== "time" && k !== "event")
-    .map(([k, v]) => (k === "message" ? String(v) : k.replaceAll("_", " ") + " " + (typeof v === "object" ? JSON.stringify(v) : v))).join(", ");
+    .map(([k, v]) => (k === "message" ? textOf(v) : k.replaceAll("_", " ") + " " + textOf(v))).join(", ");
   return [
     make("div", { class: "controls" }, make("label", {}, "Kind", select), make("span", {}, format.count(seen.length) + " events, the newest first")),
     make("div", { class: "wide" }, make("table", { class: "events" },
       make("thead", {}, make("tr", {}, ["Time", ...(shown.length > 1 ? ["Run"] : []), "Event", ""].map((h) => make("th", { scope: "col" }, h)))),
-      make("tbody", {}, seen.map(({ s, e }) => make("tr", {}, make("td", {}, format.time(e.time)),
+      make("tbody", {}, seen.map(({ s, e, kind }) => make("tr", {}, make("td", {}, format.time(e.time)),
         shown.length > 1 && make("td", { class: "of" }, swatch(s), s.label),
-        make("td", {}, make("span", { class: "tag " + (/^[a-z_]+$/.test(e.event) ? e.event : "") }, String(e.event).replaceAll("_", " "))),
+        make("td", {}, make("span", { class: "tag " + (/^[a-z_]+$/.test(kind) ? kind : "") }, kind.replaceAll("_", " "))),
         make("td", {}, text(e))))))),
   ];
 }

@@ -200,6 +200,14 @@ fn key_name(name: &str) -> String {
     toml_edit::Key::new(name).to_string()
 }
 
+/// True for a value with which a run starts a program, or gives it more rights: the file may come from somebody else.
+fn starts_programs(taken: &ImportedKey) -> bool {
+    match taken.key.as_str() {
+        "rlhf.reward_network" => true,
+        _ => taken.value.contains("program:"),
+    }
+}
+
 /// Leaves out values that are not TOML, because such a text could add keys to the recipe. Also leaves out the values that ft
 /// refuses whatever the other keys are.
 fn refuse(found: &mut Findings) {
@@ -211,6 +219,13 @@ fn refuse(found: &mut Findings) {
         }
         if taken.value.parse::<toml_edit::Value>().is_err() {
             found.leave(&taken.from, format!("`{}` has no value `{}`", taken.key, taken.value));
+            continue;
+        }
+        if starts_programs(&taken) {
+            found.leave(
+                &taken.from,
+                format!("`{}` starts programs: write it yourself", taken.key),
+            );
             continue;
         }
         let argument = format!("{}={}", taken.key, taken.value);

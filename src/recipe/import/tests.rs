@@ -462,3 +462,25 @@ fn what_the_file_says_adds_no_keys_to_the_recipe() {
         assert!(!imported.text.contains("\n[rlhf]"), "{text}\n{}", imported.text);
     }
 }
+
+/// A file of somebody else starts no program: what does is left to the user.
+#[test]
+fn programs_of_rewards_are_not_imported() {
+    for text in [
+        "base_model: m\nrl: grpo\nrewards: [\"program:sh -c 'x'\", exact]\nreward_network: true\ndatasets:\n  - path: t.jsonl\n",
+        "base_model: m\nrl: grpo\nrlhf:\n  rewards: \"program:x\"\n  reward_network: true\ndatasets:\n  - path: t.jsonl\n",
+    ] {
+        let imported = import(text, "c.yaml", None).unwrap();
+        let values = imported.text.lines().filter(|line| !line.starts_with('#'));
+        let values: Vec<&str> = values.collect();
+        assert!(
+            !values
+                .iter()
+                .any(|line| line.contains("program:") || line.contains("reward_network")),
+            "{}",
+            imported.text
+        );
+        let left: Vec<&str> = imported.left.iter().map(|(_, why)| why.as_str()).collect();
+        assert!(left.iter().any(|why| why.contains("starts programs")), "{left:?}");
+    }
+}

@@ -169,7 +169,7 @@ pub const KEYS: &[(&str, &str)] = &[
     ("resume_from_checkpoint resume auto_resume_from_checkpoints restore_callback_states_from_checkpoint train.resume", "there is no key for this: `ft train --recipe R --resume` continues from the newest checkpoint"),
     ("save_only_model save_safetensors save_on_each_node save_only_lora export_legacy_format pref_ftx_save", "there is no key for this: a checkpoint contains the whole state of the run, stored as safetensors"),
     ("use_tensorboard tensorboard", "write `train.report_to = \"tensorboard\"`: an event file in the run directory"),
-    ("wandb wandb_* use_wandb swanlab_* use_swanlab mlflow_* use_mlflow hf_mlflow_log_artifacts comet_* use_comet trackio_* use_trackio otel_* use_otel_metrics project_tracker tracker plot_loss neptune", "ft sends nothing to a tracker: `metrics.jsonl` in the run directory has one JSON object a line"),
+    ("wandb wandb_* use_wandb swanlab_* use_swanlab mlflow_* use_mlflow hf_mlflow_log_artifacts comet_* use_comet trackio_* use_trackio otel_* use_otel_metrics project_tracker tracker plot_loss neptune", "ft sends nothing to a tracker: `metrics.jsonl` in the run directory has all numbers, `train.report_to = \"tensorboard\"` also writes an event file, and `ft runs export RUN --to wandb --out DIR` writes rows for wandb (or `--to csv`)"),
     ("push_to_hub hub_* push_to_hub_model_id ms_hub_token om_hub_token log_completions_hub_repo export_hub_model_id", "a run uploads nothing: after it, `ft push RUN OWNER/NAME` uploads `final/` with a model card"),
     ("random_state random_seed data_seed train.random_seed full_determinism data.seed", "train.seed"),
     ("config recipe", "there is no key for this: a recipe is the argument of the command, `ft train my.toml`"),
@@ -184,7 +184,7 @@ pub const KEYS: &[(&str, &str)] = &[
     ("label_smoothing_factor", "train.label_smoothing_factor"),
     ("export_dir export_size export_device export_quantization_* merge_lora merge_method", "there is no key for this: `ft merge` and `ft quantize` make new model directories"),
     ("callbacks plugins trigger_file_path on_model_resolved model_patcher ebft strict modules axolotl_config_path serve_module rollout_func", "ft has no plugins"),
-    ("ds3_gather_for_generation ignore_bias_buffers torchdistx_path min_num_params worker_extension_cls deepspeed deepcompile zero_stage fsdp fsdp_* ddp ddp_* accelerator_config parallelism_config local_rank world_size num_processes num_gpus n_node tensor_parallel_size data_parallel_size dp_shard_size dp_replicate_size context_parallel_size sequence_parallel_degree ray_* use_ray resources_per_worker use_hyper_parallel hyper_parallel_args use_mca master_addr master_port ring_attn_func heads_k_stride reshard_after_forward auto_wrap_policy transformer_layer_cls_to_wrap state_dict_type final_state_dict_type use_orig_params sync_module_states cpu_ram_efficient_loading cpu_offload_pin_memory mixed_precision_policy ds_type device_map_planner_kwargs pipeline_parallel_size", "on several CPUs a run is started with `mpirun`, and `[distributed]` has its keys; weights are not divided: to fit a large model write `memory.tier`, `memory.frozen_weights` or `tune.method = \"block\"` instead"),
+    ("ds3_gather_for_generation ignore_bias_buffers torchdistx_path min_num_params worker_extension_cls deepspeed deepcompile zero_stage fsdp fsdp_* ddp ddp_* accelerator_config parallelism_config local_rank world_size num_processes num_gpus n_node tensor_parallel_size data_parallel_size dp_shard_size dp_replicate_size context_parallel_size sequence_parallel_degree ray_* use_ray resources_per_worker use_hyper_parallel hyper_parallel_args use_mca master_addr master_port ring_attn_func heads_k_stride reshard_after_forward auto_wrap_policy transformer_layer_cls_to_wrap state_dict_type final_state_dict_type use_orig_params sync_module_states cpu_ram_efficient_loading cpu_offload_pin_memory mixed_precision_policy ds_type device_map_planner_kwargs pipeline_parallel_size", "`ft launch -n 4 train my.toml`, `torchrun` or `mpirun` starts several ranks (docs/distributed.md), and `distributed.weights = \"sharded\"` divides the weights over them, as ZeRO-3 and FSDP do; for a large model on one rank see `memory.tier`, `memory.frozen_weights` and `tune.method = \"block\"`"),
     ("scaling_softmax scaling_softmax_* pose_* use_pose return_logits attn_implementation attn_impl flash_attn flash_attention flash_attention_2 use_flash_attention_2 use_flash_attention sdp_attention sdpa_varlen xformers_attention flex_attention flex_attn_compile_kwargs eager_attention sage_attention s2_attention shift_attn flash_attn_* fused_attn_kernel gemma4_hybrid_attn_impl large_head_attention use_liger_kernel liger_kernel_config enable_liger_kernel use_liger_loss dpo_use_liger_kernel dpo_use_logits_to_keep use_unsloth use_v1_kernels use_kernels lora_mlp_kernel lora_qkv_kernel lora_o_kernel lora_embedding_kernel chunked_cross_entropy chunked_cross_entropy_num_chunks torch_compile torch_compile_* compile fullgraph unsloth_* fast_inference", "there is no key for this: attention, loss and updates are always fused, and the logits of a whole batch never exist"),
     ("moe_aux_loss_coef router_aux_loss_coef aux_loss_coef output_router_logits", "train.router_aux_loss_coef"),
     ("moe_z_loss_coeff router_z_loss_coef z_loss_coef", "train.router_z_loss_coef"),
@@ -261,12 +261,15 @@ pub const TABLES: &[(&str, &str)] = &[
     ),
     (
         "deepspeed fsdp fsdp_config accelerate accelerator parallelism",
-        "on several CPUs a run is started with `mpirun`: see `[distributed]`; for models that do not fit see `memory.tier` and \
-         `memory.frozen_weights`",
+        "`ft launch -n 4 train my.toml`, `torchrun` or `mpirun` starts several ranks (docs/distributed.md), and \
+         `distributed.weights = \"sharded\"` divides the weights over them, as ZeRO-3 and FSDP do; for a large model on one rank \
+         see `memory.tier` and `memory.frozen_weights`",
     ),
     (
         "wandb tensorboard mlflow logging log tracker report",
-        "ft sends nothing to a tracker: `metrics.jsonl` in the run directory has one JSON object per line; `train.logging_steps` is the interval",
+        "ft sends nothing to a tracker: `metrics.jsonl` in the run directory has all numbers (`train.logging_steps` is the interval), \
+         `train.report_to = \"tensorboard\"` also writes an event file, and `ft runs export RUN --to wandb --out DIR` writes rows for \
+         wandb (or `--to csv`)",
     ),
     (
         "eval evaluation validation",

@@ -61,7 +61,7 @@ section! {
         /// Storage of the projections of the layers that are not trained. Quantized, they take a half (`int8`) to a
         /// quarter (`int4`, `nf4`) of the memory of bf16, and lose precision. `bf16` in an f32 model takes half the memory; matrix
         /// multiplications with it are exact. Norms, biases, embedding and head stay in `model.dtype`.
-        frozen_weights: Auto<WeightStorage> = "auto", "as `model.dtype`: nothing is lost";
+        frozen_weights: Auto<WeightStorage> = "auto", "as `model.dtype`; `int8` or `nf4` if nothing else fits (lossy; `ft plan` shows it)";
         /// A different storage for some projections, by prefixes of parameter names (`"layers.0."`) or by patterns with
         /// `*` (`"*.down_proj.*"`). The longest match applies.
         overrides: Vec<(String, WeightStorage)> = {}, "the same storage for every projection";

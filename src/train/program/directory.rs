@@ -7,6 +7,7 @@ use crate::data::describe::visible;
 use crate::data::order::BatchStream;
 use crate::engine::StepStrategy;
 use crate::hf::{self, AdapterSet, BaseHashes, Fingerprint};
+use crate::plan::Plan;
 use crate::recipe::{self, Method, ModelInit, ReportTo};
 use crate::report::Reporter;
 use crate::setup::active_schedule::ActiveSchedule;
@@ -19,6 +20,20 @@ use crate::train::state::{self, RunFingerprint};
 use crate::train::{learning, owner, ranks, rehearsal};
 use serde_json::json;
 use std::path::PathBuf;
+
+/// A warning if the planner has chosen codes for the frozen weights, because nothing else fits: the user may expect LoRA, not QLoRA.
+fn lossy_choice(plan: &Plan) -> Option<String> {
+    let chosen = plan
+        .choices
+        .iter()
+        .find(|choice| choice.key.0 == "memory.frozen_weights")?;
+    ["int8", "int4", "nf4"].contains(&&*chosen.value).then(|| {
+        format!(
+            "the frozen weights are quantized to `{}`, which loses precision ({}): set `memory.frozen_weights` to choose their storage",
+            chosen.value, chosen.why
+        )
+    })
+}
 
 /// The directory of a run and the state from which it goes on.
 pub(super) struct OpenedRun {
@@ -185,6 +200,7 @@ impl OpenedRun {
             .chain(rows::warnings(train, eval, recipe, model.template.is_some(), positions))
             .chain(screened.iter().flat_map(|s| s.warnings()))
             .chain(learning::warnings(recipe, schedule, stream, cx.options.only_steps))
+            .chain(lossy_choice(plan))
             .chain(adapters.warnings.iter().map(|line| recipe::in_program_terms(line)))
             .chain(model.tokenizer.end_conflict().map(str::to_string))
             .chain(

@@ -30,6 +30,7 @@ pub use open::{OpenModel, open, open_dequantized};
 pub use tie::{untied_weights, unties};
 
 use crate::base::{Error, Result, files};
+use crate::formats::index::stays_inside;
 use serde_json::{Map, Value};
 use std::path::Path;
 
@@ -67,6 +68,7 @@ fn copy_beside(from: &Path, to: &Path, names: &[&str]) -> Result<()> {
     for name in names {
         let source = from.join(name);
         if source.is_file() {
+            stays_inside(&source)?;
             files::copy_atomic(&source, &to.join(name))?;
         }
     }

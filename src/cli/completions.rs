@@ -46,7 +46,10 @@ const BASH: &str = r#"_ft() {
     COMPREPLY=($(FT_COMPLETE=bash _CLAP_IFS="$IFS" _CLAP_COMPLETE_INDEX=$last ft -- "${words[@]}" 2> /dev/null))
     COMPREPLY=("${COMPREPLY[@]#"${cursor%"$2"}"}")
     for n in "${!COMPREPLY[@]}"; do
-        if [[ -n ${COMPREPLY[n]} ]]; then printf -v "COMPREPLY[$n]" %q "${COMPREPLY[n]}"; fi
+        # The shell replaces a tilde only without quotes.
+        piece=${COMPREPLY[n]} word=
+        if [[ $piece == '~/'* ]]; then word='~/' piece=${piece:2}; fi
+        if [[ -n $piece ]]; then printf -v "COMPREPLY[$n]" '%s%q' "$word" "$piece"; fi
     done
     if [[ ${COMPREPLY-} == *[=/] ]]; then compopt -o nospace; fi
 }

@@ -51,8 +51,9 @@ pub const SHIPPED: [(&str, &str); 20] = shipped![
   ft recipes schema > recipe.schema.json  a JSON schema for editors
 
 The list shows whether a recipe fits the free memory of this machine: `fits`, `tight` (uses nearly all of it, or needs
-weights on the disk or quantized weights) or `no`. The number is the peak memory that the run would use on this machine, if every
-row has `data.max_length` tokens. With less memory ft recomputes activations or reads weights from the disk.")]
+weights on the disk or quantized weights) or `no`. The number is the peak memory that the run would use on
+this machine, if every row has `data.max_length` tokens. With less memory ft recomputes activations or reads
+weights from the disk.")]
 pub struct Args {
     #[command(subcommand)]
     action: Option<RecipesAction>,

@@ -147,6 +147,11 @@ pub fn merge(
         shard_bytes: writer::SHARD_BYTES,
         chat_template: template.as_deref(),
     };
+    let settings = adapter_dirs
+        .iter()
+        .map(|(dir, _)| dir.join("generation_config.json"))
+        .rfind(|f| f.is_file());
+    settings.iter().try_for_each(|file| stays_inside(file))?;
     let mut rounding = RoundingErrors::default();
     // Experts that share a tensor are written in another order.
     let by_name: HashMap<&str, &ParamInfo> = params.iter().map(|p| (&*p.name, p)).collect();
@@ -158,12 +163,7 @@ pub fn merge(
     if let Some((tokenizer, _)) = &new {
         tokenizer::write_files(&out, &tokenizer.files_with_added(model_dir)?)?;
     }
-    if let Some(settings) = adapter_dirs
-        .iter()
-        .map(|(dir, _)| dir.join("generation_config.json"))
-        .rfind(|f| f.is_file())
-    {
-        stays_inside(&settings)?;
+    if let Some(settings) = settings {
         files::copy_atomic(&settings, &out.join("generation_config.json"))?;
     }
 

@@ -71,12 +71,18 @@ impl TrainingRun<'_> {
         if step == 0 {
             return e;
         }
+        // Nothing can be read from a device that is gone.
+        if is_of_driver(&e) {
+            return self.ended(step, e);
+        }
         self.ended_after(engine, step, e, "`--resume` goes on with the evaluation")
     }
 
     fn ended_after(&mut self, engine: &Engine, step: u64, e: Error, then: &str) -> Error {
-        // The state of several ranks is in parts, and the others do not know of the error.
-        if self.ranks.several() {
+        // The state of several ranks is in parts, and the others do not know of the error. Without its averages the engine may have
+        // them in the place of weights: they could not be exchanged.
+        let is_exchanged = self.recipe.train.ema().is_some() && engine.ema.is_none();
+        if self.ranks.several() || is_exchanged {
             return self.ended(step, e);
         }
         let saved = if self.pace.saved == step {

@@ -98,9 +98,10 @@ pub fn write(dir: &Path, out: &Path) -> Result<CheckpointExport> {
     let bytes = storage.bytes(&params);
     let lora = &recipe.tune.lora;
     let moves_base = starts::requantizes_base(recipe) || lora.save_residual || recipe.model.init == ModelInit::Random;
+    let fits = memory::available().is_none_or(|free| bytes < free / 10 * 8);
     let written = match recipe.tune.method {
         // A first product that is subtracted doubles the rank.
-        Method::Lora if !moves_base => {
+        Method::Lora if fits && !moves_base => {
             let elements: usize = adapter_set.adapters.values().map(|a| a.elements()).sum();
             8 * elements as u64
         }
@@ -108,7 +109,6 @@ pub fn write(dir: &Path, out: &Path) -> Result<CheckpointExport> {
     };
     checkpoint::check_space(out, written)?;
     let scratch = ScratchDirectory::beside(&out.with_extension("weights"))?;
-    let fits = memory::available().is_none_or(|free| bytes < free / 10 * 8);
     let placement = if fits {
         Placement::Device
     } else {

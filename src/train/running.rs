@@ -444,8 +444,8 @@ impl TrainingRun<'_> {
     pub fn samples(&mut self, engine: &mut Engine, step: u64, when: &str) -> Result<()> {
         let ask = |engine: &Engine| samples::answers(self.recipe, self.model, engine, self.eval);
         let answers = engine.with_averages(|engine| engine.by_root(|| ask(engine)).map(Option::unwrap_or_default));
-        let answers = answers.map_err(|e| self.evaluation_failed(engine, step, e));
-        let Some(answers) = self.ranks.unless_root_stopped(answers)? else {
+        let answers = self.ranks.unless_root_stopped(answers);
+        let Some(answers) = answers.map_err(|e| self.evaluation_failed(engine, step, e))? else {
             return Ok(());
         };
         for one in answers {

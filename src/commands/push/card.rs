@@ -2,6 +2,7 @@
 
 use crate::base::files;
 use crate::base::units::{bytes, count, duration};
+use crate::formats::index::stays_inside;
 use crate::history::{Curve, RunRecord};
 use crate::hub;
 use crate::recipe::ModelRef;
@@ -245,9 +246,9 @@ fn results(record: &RunRecord) -> String {
     )
 }
 
-/// The text of a file; `None` for a link, which could lead to a file that has nothing to do with the model.
+/// The text of a file; `None` for a link out of its directory, to a file that has nothing to do with the model.
 fn own_text(path: &Path) -> Option<String> {
-    files::read_text(path).ok().filter(|_| !path.is_symlink())
+    stays_inside(path).and_then(|()| files::read_text(path)).ok()
 }
 
 fn how(dir: &Path) -> String {

@@ -204,7 +204,8 @@ fn key_name(name: &str) -> String {
 fn starts_programs(taken: &ImportedKey) -> bool {
     match taken.key.as_str() {
         "rlhf.reward_network" => true,
-        _ => taken.value.contains("program:"),
+        "rlhf.rewards" => taken.value.contains("program:"),
+        _ => false,
     }
 }
 

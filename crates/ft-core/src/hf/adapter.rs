@@ -8,6 +8,7 @@ use crate::base::staging::Staging;
 use crate::base::{Error, Result, files};
 use crate::formats::StoredDtype;
 use crate::formats::adapter::{AdapterConfig, AdapterKind, VERA, WEIGHTS, file_key};
+use crate::formats::index::stays_inside;
 use crate::formats::writer::{self, TensorPlan, Values};
 use crate::model::Adapters;
 use crate::ops::update;
@@ -87,6 +88,7 @@ pub fn rehearse_adapter(
         .map(|name| base_dir.join(name))
         .filter(|path| path.exists())
     {
+        stays_inside(&path)?;
         files::open(&path)?;
     }
     Ok(())

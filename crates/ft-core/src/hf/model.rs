@@ -3,6 +3,7 @@
 use super::{BESIDE, TOKENIZER, copy_beside, set_chat_template};
 use crate::base::staging::Staging;
 use crate::base::{Error, Result, files};
+use crate::formats::index::stays_inside;
 use crate::formats::writer::{self, TensorPlan, Values};
 use crate::formats::{StoredDtype, Weights, joined};
 use crate::model::spec::LM_HEAD;
@@ -147,6 +148,7 @@ impl OutputModel<'_> {
         for name in TOKENIZER.iter().chain(&BESIDE) {
             let path = self.base_dir.join(name);
             if path.exists() {
+                stays_inside(&path)?;
                 files::open(&path)?;
             }
         }

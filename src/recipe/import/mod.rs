@@ -204,7 +204,16 @@ fn key_name(name: &str) -> String {
 fn starts_programs(taken: &ImportedKey) -> bool {
     match taken.key.as_str() {
         "rlhf.reward_network" => true,
-        "rlhf.rewards" => taken.value.contains("program:"),
+        "rlhf.rewards" => names_program(&taken.value.parse().unwrap_or_else(|_| "".into())),
+        _ => false,
+    }
+}
+
+/// Of the decoded texts: an escape can hide the word in the TOML.
+fn names_program(value: &toml_edit::Value) -> bool {
+    match value {
+        toml_edit::Value::String(text) => text.value().contains("program:"),
+        toml_edit::Value::Array(items) => items.iter().any(names_program),
         _ => false,
     }
 }

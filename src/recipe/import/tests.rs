@@ -468,6 +468,8 @@ fn what_the_file_says_adds_no_keys_to_the_recipe() {
 fn programs_of_rewards_are_not_imported() {
     for text in [
         "base_model: m\nrl: grpo\nrewards: [\"program:sh -c 'x'\", exact]\nreward_network: true\ndatasets:\n  - path: t.jsonl\n",
+        // An escape of TOML.
+        "base_model: m\nrl: grpo\nrewards: '[\"\\u0070rogram:x\"]'\nreward_network: true\ndatasets:\n  - path: t.jsonl\n",
         "base_model: m\nrl: grpo\nrlhf:\n  rewards: \"program:x\"\n  reward_network: true\ndatasets:\n  - path: t.jsonl\n",
     ] {
         let imported = import(text, "c.yaml", None).unwrap();
@@ -480,6 +482,7 @@ fn programs_of_rewards_are_not_imported() {
             "{}",
             imported.text
         );
+        assert!(!imported.text.contains("[rlhf]"), "{}", imported.text);
         let left: Vec<&str> = imported.left.iter().map(|(_, why)| why.as_str()).collect();
         assert!(left.iter().any(|why| why.contains("starts programs")), "{left:?}");
     }

@@ -65,6 +65,18 @@ pub fn export(from: &str, out: &Path, dtype: Option<Dtype>) -> Result<ExportRepo
     Ok(report)
 }
 
+/// Refuses a link out of its directory, which would bring files of another place into a copy or an upload, and a link to a
+/// directory, which can contain itself.
+pub fn refuse_link_out(path: &Path) -> Result<()> {
+    stays_inside(path)?;
+    if path.is_symlink() && path.is_dir() {
+        return Err(Error::format("the directory is a link")
+            .at_path(path)
+            .hint("copy it to this place"));
+    }
+    Ok(())
+}
+
 /// Copies an adapter directory with its `base/`, if it has one.
 fn copied(dir: &Path, out: &Path) -> Result<ExportReport> {
     let staging = Staging::create(out)?;
@@ -73,13 +85,8 @@ fn copied(dir: &Path, out: &Path) -> Result<ExportReport> {
         files::create_dir_all(&to)?;
         for path in files::list(&from)? {
             let Some(name) = path.file_name() else { continue };
-            // A link could bring files of another place into the copy.
-            stays_inside(&path)?;
-            if path.is_symlink() && path.is_dir() {
-                return Err(Error::format("the directory is a link")
-                    .at_path(&path)
-                    .hint("copy it into the adapter"));
-            } else if path.is_dir() {
+            refuse_link_out(&path)?;
+            if path.is_dir() {
                 folders.push((path.clone(), to.join(name)))
             } else {
                 files::copy_atomic(&path, &to.join(name))?

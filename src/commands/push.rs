@@ -3,7 +3,7 @@
 mod card;
 
 use crate::base::{Error, Result, files};
-use crate::formats::index::stays_inside;
+use crate::commands::export::refuse_link_out;
 use crate::history::RunRecord;
 use crate::hub::{LocalFile, UploadContent};
 use crate::setup::locate::{self, NamedKind};
@@ -107,13 +107,8 @@ fn collect(dir: &Path, prefix: &str, out: &mut Vec<LocalFile>) -> Result<()> {
             continue;
         }
         let name = format!("{prefix}{name}");
-        // What a link of another place leads to is not part of the model.
-        stays_inside(&path)?;
-        if path.is_symlink() && path.is_dir() {
-            return Err(Error::format("the directory is a link")
-                .at_path(&path)
-                .hint("copy it into the model"));
-        } else if path.is_dir() {
+        refuse_link_out(&path)?;
+        if path.is_dir() {
             collect(&path, &format!("{name}/"), out)?;
         } else {
             out.push(LocalFile {

@@ -6,12 +6,18 @@ mod browser;
 mod completions;
 #[path = "cli/cookbook.rs"]
 mod cookbook;
+#[path = "cli/damaged.rs"]
+mod damaged;
 #[path = "cli/dash.rs"]
 mod dash;
 #[path = "cli/events.rs"]
 mod events;
 #[path = "cli/page.rs"]
 mod page;
+#[path = "run/unprivileged.rs"]
+mod unprivileged;
+#[path = "cli/unreadable.rs"]
+mod unreadable;
 
 use std::path::Path;
 use std::process::{Command, Output, Stdio};

@@ -2,6 +2,14 @@
 //! connections, damaged content, no network.
 #![cfg(feature = "hub")]
 
+#[path = "run/bench.rs"]
+#[allow(dead_code, reason = "other tests need more of it")]
+mod bench;
+#[path = "hub/cache.rs"]
+mod cache;
+#[path = "run/disk.rs"]
+#[allow(dead_code, reason = "other tests need more of it")]
+mod disk;
 #[path = "hub/lies.rs"]
 mod lies;
 #[path = "hub/plan.rs"]
@@ -12,6 +20,8 @@ mod programs;
 mod push;
 #[path = "hub/request.rs"]
 mod request;
+#[path = "run/unprivileged.rs"]
+mod unprivileged;
 
 use ft::formats::{Config, StoredDtype, TensorPlan, Tokenizer, Values, Weights, writer};
 use ft::hub::{DatasetPart, HubSettings, resolve_dataset_with, resolve_with};
@@ -62,6 +72,8 @@ struct Lies {
     location: Option<String>,
     /// A listed file that does not exist.
     path: Option<String>,
+    /// Link from every page of a list to the next one.
+    next: Option<String>,
     /// Endless bytes after every file.
     endless: bool,
 }
@@ -220,12 +232,9 @@ fn serve(mut stream: TcpStream, state: &Mutex<State>) -> Option<()> {
             all.push(json!({"type": "file", "oid": oid(b"x"), "size": 1, "path": path}));
         }
         let body = Value::Array(all).to_string();
-        return reply(
-            "200 OK",
-            "Content-Type: application/json\r\n",
-            body.as_bytes(),
-            body.len(),
-        );
+        let link = |next: &String| format!("Link: <{next}>; rel=\"next\"\r\n");
+        let link = lies.next.as_ref().map(link).unwrap_or_default();
+        return reply("200 OK", &link, body.as_bytes(), body.len());
     }
     let (repo, rest) = path.trim_start_matches('/').split_once("/resolve/")?;
     let repo = if repo.starts_with("datasets/") {

@@ -2,7 +2,7 @@
 
 use super::{put, said};
 use ft::checkpoint;
-use ft::train::state;
+use ft::train::{resumed, state};
 use serde_json::{Value, json};
 
 /// The hash of a manifest: its fields, each with its length. `None`: a field is missing, or has another type.
@@ -64,8 +64,10 @@ pub fn state(bytes: &[u8]) {
     assert_eq!(loaded.as_ref().map(|loaded| &loaded.state), wanted.as_ref());
     if let Some(loaded) = loaded {
         let own = state::fingerprint(&loaded);
-        said(state::check_same(&own, &own));
-        state::other_bits(&loaded, &own);
+        said(resumed::check_same(&own, &own));
+        resumed::other_bits(&loaded, &own);
+        resumed::allowed_changes(&loaded, &own);
+        resumed::other_rates(&loaded, 7, &Default::default());
         said(state::stage_state(&loaded));
     }
 }

@@ -46,6 +46,34 @@ pub fn save(
     staging.commit_over(&is_ours)
 }
 
+/// Copies checkpoints of another run into `run_dir`, under the names of their steps: all of them, or none.
+///
+/// Errors: one is damaged; not enough disk space.
+pub fn copy(all: &[&Path], run_dir: &Path) -> Result<()> {
+    let manifests = all
+        .iter()
+        .map(|from| manifest::verify(from))
+        .collect::<Result<Vec<_>>>()?;
+    let sizes = manifests
+        .iter()
+        .flat_map(|manifest| &manifest.files)
+        .map(|file| file.size);
+    check_space(run_dir, sizes.sum())?;
+    let mut copies = Vec::new();
+    for (from, manifest) in all.iter().zip(&manifests) {
+        let copy = Staging::beside(&run_dir.join(name_of(manifest.step)))?;
+        let names = manifest.files.iter().map(|file| &*file.name);
+        for name in names.chain([manifest::MANIFEST]) {
+            files::copy_atomic(&from.join(name), &copy.path().join(name))?;
+        }
+        copies.push(copy);
+    }
+    for copy in copies {
+        copy.commit_over(&is_ours)?;
+    }
+    Ok(())
+}
+
 /// Errors: a name twice, or one that a file of a checkpoint cannot have.
 pub(super) fn check_names<'a>(all: impl Iterator<Item = &'a str>) -> Result<Vec<&'a str>> {
     let names: Vec<&str> = all.collect();

@@ -8,9 +8,9 @@ use crate::commands::bench;
 /// Measure the steps of a recipe, and compare them with a saved measurement
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
-  ft bench recipes/quickstart.toml                        20 steps: seconds, tokens/s, memory
-  ft bench my.toml --save before                          keeps the numbers under a name
-  ft bench my.toml --against before                       compares with them
+  ft bench recipes/quickstart.toml   20 steps: seconds, tokens/s, memory
+  ft bench my.toml --save before     keeps the numbers under a name
+  ft bench my.toml --against before  compares with them
   ft bench my.toml memory.activations=recompute --steps 5
 
 The run is made in a directory that is removed; it evaluates, saves and exports nothing.")]

@@ -240,7 +240,7 @@ pub const CODES: &[ErrorCode] = codes! {
         "The hub, a mirror or a proxy answered something that is not usable.",
         "Try again: what was downloaded or uploaded is kept. Another `HF_ENDPOINT`, if it is a mirror.";
 
-    "FT901" Internal, "a fault of ft", [],
+    "FT901" Internal, "a bug in ft", [],
         "An internal state is inconsistent, or ft panicked (exit code 70).",
         "Report it with the message, the command and the output of `ft doctor --json`.";
     "FT902" Unsupported, "not supported", [],

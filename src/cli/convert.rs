@@ -10,8 +10,8 @@ use std::path::{Path, PathBuf};
 /// Turn a dense model into a mixture of experts; convert a router
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
-  ft convert --model base --to moe --experts 8 --out base-moe
-  ft convert --model base --to moe --experts 8 --top-k 4 --split rows.jsonl --out base-moe
+  ft convert --model base --to moe --experts 8 --top-k 4 --out base-moe
+  ft convert --model base --to moe --experts 8 --split rows.jsonl --out base-moe
   ft convert --model base-moe --to smile --groups 4 --out base-smile
 
 Without --split every expert is a copy of the MLP, and the loss is that of the dense model. With --split the experts share the

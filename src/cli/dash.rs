@@ -8,9 +8,9 @@ use std::path::PathBuf;
 /// Show runs on a local page, live
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
-  ft dash                             the runs in `runs`, and those that start later
+  ft dash                           the runs in `runs`, and later ones
   ft dash runs/a runs/b
-  ft dash runs/a runs/b --out page    page/index.html, for a browser without a server
+  ft dash runs/a runs/b --out page  page/index.html, which needs no server
 
 The page is at 127.0.0.1, has a random token in its address, and can only read. Ctrl-C ends it.
 From another machine: ssh -L 8787:127.0.0.1:8787 HOST ft dash --port 8787")]

@@ -30,7 +30,7 @@ enum DistillCommand {
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   ft distill cache --recipe distill.toml --out teacher-outputs
-  ft distill cache --recipe distill.toml distill.top_k=128 --out teacher-outputs-128")]
+  ft distill cache --recipe distill.toml distill.top_k=128 --out teacher-128")]
 struct CacheArgs {
     #[command(flatten)]
     recipe: RecipeArgs,

@@ -16,7 +16,7 @@ use std::path::{Path, PathBuf};
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   ft export runs/sft/checkpoint-400 --out model-400
-  ft export runs/sft --out model                       final/, else the newest checkpoint
+  ft export runs/sft --out model  final/, else the newest checkpoint
   ft export --model base --to hf --dtype f32 --out base-f32
   ft export runs/sft --to gguf --type q4_k_m --out sft-gguf
 
@@ -36,6 +36,9 @@ pub struct Args {
     /// New directory
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
+    /// Of a checkpoint: its base model, if it is not where the run had it
+    #[arg(long, value_name = "MODEL")]
+    base: Option<String>,
     /// f32 or bf16, for whole models [default: unchanged]
     #[arg(long, value_name = "TYPE", value_parser = super::parse_dtype)]
     dtype: Option<Dtype>,
@@ -54,6 +57,16 @@ pub fn run(mut args: Args) -> Result<i32> {
     let Some(from) = args.from.take().or(args.model.take()) else {
         return Err(Error::usage("no checkpoint or model is given").expected("a checkpoint, a run or a model"));
     };
+    if args.base.is_some() && args.to != "hf" {
+        return Err(Error::usage("`--base` is for `--to hf` only")
+            .at("--base")
+            .found(format!("--to {}", args.to))
+            .expected("--to hf")
+            .hint(format!(
+                "export to a Hugging Face directory first, then convert that with `--to {}`",
+                args.to
+            )));
+    }
     if args.to == "gguf" {
         return to_gguf(&from.to_string_lossy(), &args);
     }
@@ -65,7 +78,7 @@ pub fn run(mut args: Args) -> Result<i32> {
     if args.to == "mlx" {
         return to_mlx(&from.to_string_lossy(), &args);
     }
-    let report = export(&from.to_string_lossy(), &args.out, args.dtype)?;
+    let report = export(&from.to_string_lossy(), &args.out, args.dtype, args.base.as_deref())?;
     report.notes.iter().for_each(|line| super::note(line));
     if args.json {
         let kind = if report.adapter { "adapter" } else { "model" };
@@ -113,7 +126,11 @@ fn parse_type(text: &str) -> std::result::Result<FileType, String> {
 
 fn to_gguf(from: &str, args: &Args) -> Result<i32> {
     if args.dtype.is_some() {
-        return Err(Error::usage("`--dtype` is of Hugging Face directories").hint("give `--type`"));
+        return Err(Error::usage("`--dtype` has no effect on GGUF files")
+            .at("--dtype")
+            .found("--to gguf")
+            .expected("--to hf or --to mlx")
+            .hint("give `--type`"));
     }
     let report = gguf::export(from, &args.out, args.file_type, args.pre_tokenizer.as_deref())?;
     report.notes.iter().for_each(|line| super::note(line));

@@ -13,8 +13,8 @@ use std::path::PathBuf;
 /// Continue a prompt, or chat
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
-  ft generate --model runs/quickstart/final --prompt \"The capital is\" --temperature 0
-  ft generate --model runs/quickstart/final --chat --prompt \"What is 2 + 3?\"
+  ft generate --model runs/sft/final --prompt \"The capital is\" --temperature 0
+  ft generate --model runs/sft/final --chat --prompt \"What is 2 + 3?\"
   ft generate --model runs/lora --chat                 with the base of the run
   ft generate --model runs/lora/checkpoint-400 --chat
   ft generate --model base --adapter runs/lora/final --chat")]

@@ -8,8 +8,8 @@ use std::path::PathBuf;
 /// Write a first recipe: four questions, or flags
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
-  ft init                                                       asks
-  ft init --model Qwen/Qwen3-0.6B --data rows.jsonl --method lora --output-dir runs/first
+  ft init                                                         asks
+  ft init --model Qwen/Qwen3-0.6B --data rows.jsonl --method lora
 
 Without a terminal nothing is asked: --model and --data must be given.")]
 pub struct Args {

@@ -397,6 +397,23 @@ mod tests {
         }
     }
 
+    /// A window of 80 columns would break a longer line in the middle of its command.
+    #[test]
+    fn examples_fit_80_columns() {
+        fn checked(command: &clap::Command) -> usize {
+            let texts = [command.get_after_help(), command.get_after_long_help()];
+            let mut count = 0;
+            for text in texts.into_iter().flatten().map(ToString::to_string) {
+                for line in text.lines().filter(|line| line.starts_with("  ")) {
+                    count += 1;
+                    assert!(line.chars().count() <= 80, "{}: {line}", command.get_name());
+                }
+            }
+            count + command.get_subcommands().map(checked).sum::<usize>()
+        }
+        assert!(checked(&definition()) > 80);
+    }
+
     /// Tests that the short help fits one screen, without rare options.
     #[test]
     fn the_short_help_is_one_screen() {

@@ -12,10 +12,10 @@ use crate::report;
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   ft plan recipes/quickstart.toml
-  ft plan --recipe my.toml --budget 24GiB            does it fit?
-  ft plan --recipe my.toml --device-like 4090        does it fit there, and how fast is it?
-  ft plan --recipe my.toml --ranks 4 --link 10Gb     four ranks, and the time of their bytes
-  ft plan --recipe my.toml --ranks 8 --nodes 2       eight ranks on two machines like this one
+  ft plan my.toml --budget 24GiB         does it fit?
+  ft plan my.toml --device-like 4090     does it fit there, and how fast is it?
+  ft plan my.toml --ranks 4 --link 10Gb  four ranks, and the time of their bytes
+  ft plan my.toml --ranks 8 --nodes 2    eight ranks on two machines like this
   ft plan --recipe my.toml tune.method=lora --json")]
 pub struct Args {
     #[command(flatten)]

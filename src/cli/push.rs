@@ -11,7 +11,7 @@ use std::path::PathBuf;
 /// Upload the result of a run to a hub, with a model card
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
-  ft push runs/sft me/my-model --dry-run            the files and the card; nothing is sent
+  ft push runs/sft me/my-model --dry-run  only shows the files and the card
   ft push runs/sft me/my-model --private
   ft push merged me/my-model --license apache-2.0
 

@@ -12,7 +12,7 @@ use std::path::PathBuf;
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   ft quantize --model base --to nf4 --out base-nf4
-  ft quantize --model base --to int4 --budget 6GiB --data rows.jsonl --out base-mixed
+  ft quantize --model base --to int4 --budget 6GiB --data rows.jsonl --out mixed
 
 nf4 uses the format of bitsandbytes: transformers can load the directory. The other formats are specific to ft.
 With --budget the attention and the MLP of each layer get 16 bits, 8 bits or the bits of --to, chosen by the measured

@@ -85,8 +85,8 @@ An editor with taplo (Even Better TOML) uses it for a recipe whose first line is
     Schema,
     /// Write a recipe to a file
     #[command(after_help = "Examples:
-  ft recipes copy quickstart --with-data             quickstart.toml, assets/tiny and its rows
-  ft recipes copy sft-qwen                           sft-qwen.toml
+  ft recipes copy quickstart --with-data  quickstart.toml, assets/tiny, its rows
+  ft recipes copy sft-qwen                sft-qwen.toml
   ft recipes copy sft-qwen --to my.toml
 
 Paths in a recipe are relative to the current directory; --with-data writes the files there.")]

@@ -2,11 +2,11 @@
 
 use super::completions;
 use super::out::{out, out_colored, out_text};
-use crate::base::units::{bytes, count, duration};
+use crate::base::units::{bytes, count, duration, table_cell};
 use crate::base::{Error, Result, files};
 use crate::history::{self, Curve, RunRecord};
 use crate::report;
-use crate::train::verify;
+use crate::train::verify::{self, CheckedDirectory};
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -21,7 +21,7 @@ use std::time::Duration;
   ft runs compare runs/*              settings that differ, and the results
   ft runs plot runs/a runs/b          their losses in the terminal
   ft runs plot runs/a --svg a.svg     all its curves for a browser
-  ft runs verify runs/a               compare checkpoints and final/ with their hashes
+  ft runs verify runs/a               compare saved files with their hashes
   ft runs export runs/* --to tensorboard --out logs
 
 A run writes `curves.svg` to its directory when it saves.")]
@@ -113,20 +113,20 @@ pub fn run(args: Args) -> Result<i32> {
         RunsAction::List { places } => list(&places, json)?,
         RunsAction::Show { run } => show(&RunRecord::read(&run)?, json)?,
         RunsAction::Diff { a, b } => diff(&RunRecord::read(&a)?, &RunRecord::read(&b)?, json)?,
-        RunsAction::Compare { places } => compare(&read(&places)?, json)?,
+        RunsAction::Compare { places } => compare(&read(&places, usize::MAX)?, json)?,
         RunsAction::Plot {
             places,
             metric,
             raw,
             svg,
-        } => plot(&read(&places)?, &metric, raw, svg.as_deref(), json)?,
+        } => plot(&read(&places, usize::MAX)?, &metric, raw, svg.as_deref(), json)?,
         RunsAction::Verify { places } => return verify(&places, json),
         RunsAction::Export { places, to, out } => export(&places, to, &out)?,
     }
     Ok(0)
 }
 
-/// Returns the exit code: 1 if anything is damaged.
+/// Returns the exit code: 1 if anything is damaged or cannot be read.
 fn verify(places: &[PathBuf], json: bool) -> Result<i32> {
     let mut whole = true;
     // A damaged run may not be recognized by its other files.
@@ -135,10 +135,18 @@ fn verify(places: &[PathBuf], json: bool) -> Result<i32> {
     let others: Vec<PathBuf> = others.into_iter().cloned().collect();
     let mut runs: Vec<PathBuf> = named.into_iter().cloned().collect();
     if !others.is_empty() {
-        runs.extend(read(&others)?.into_iter().map(|run| run.path));
+        runs.extend(find(&others)?);
     }
     for run in &runs {
-        for checked in verify::verify(run)? {
+        // A run that cannot be read does not hide the others: a row without a number of files.
+        let unreadable = |e| {
+            vec![CheckedDirectory {
+                path: run.clone(),
+                files: None,
+                errors: vec![e],
+            }]
+        };
+        for checked in verify::verify(run).unwrap_or_else(unreadable) {
             whole &= checked.errors.is_empty();
             let place = checked.path.display();
             if json {
@@ -149,7 +157,8 @@ fn verify(places: &[PathBuf], json: bool) -> Result<i32> {
             match (checked.errors.is_empty(), checked.files) {
                 (true, Some(files)) => out_text(format!("{place}: whole, {files} files"))?,
                 (true, None) => out_text(format!("{place}: no hashes, written by an earlier version"))?,
-                (false, _) => out_text(format!("{place}: damaged"))?,
+                (false, Some(_)) => out_text(format!("{place}: damaged"))?,
+                (false, None) => out_text(format!("{place}: cannot be read"))?,
             }
             (checked.errors.iter()).try_for_each(|e| out_text(format!("  {}", e.line())))?;
         }
@@ -157,16 +166,45 @@ fn verify(places: &[PathBuf], json: bool) -> Result<i32> {
     Ok(i32::from(!whole))
 }
 
+/// The runs in these places, with curves of at most `most` points. A damaged run in a folder is left out with a warning.
+///
+/// Errors: there is no run; none can be read; one of `places` is a run that cannot be read.
+fn read(places: &[PathBuf], most: usize) -> Result<Vec<RunRecord>> {
+    let found = find(places)?;
+    let mut runs = Vec::new();
+    for path in &found {
+        match RunRecord::read_at_most(path, most) {
+            Ok(run) => runs.push(run),
+            Err(e) if places.contains(path) => return Err(e),
+            Err(e) => {
+                let reason = RunRecord::unreadable(path, &e).state;
+                report::warn(&format!("{} is left out, {reason}", path.display()));
+            }
+        }
+    }
+    if runs.is_empty() {
+        return Err(Error::new("none of the runs in this directory can be read")
+            .at(names(places))
+            .found(format!("{} damaged runs", found.len()))
+            .hint("`ft runs list DIR` shows the reason for each"));
+    }
+    Ok(runs)
+}
+
+fn names(places: &[PathBuf]) -> String {
+    let names: Vec<String> = places.iter().map(|p| p.display().to_string()).collect();
+    names.join(", ")
+}
+
 /// Errors: there is no run.
-fn read(places: &[PathBuf]) -> Result<Vec<RunRecord>> {
+fn find(places: &[PathBuf]) -> Result<Vec<PathBuf>> {
     let found = history::find(places)?;
     if found.is_empty() {
-        let names: Vec<String> = places.iter().map(|p| p.display().to_string()).collect();
         return Err(Error::usage("there is no run in this directory")
-            .at(names.join(", "))
+            .at(names(places))
             .hint("`ft train` writes a run to `train.output_dir`"));
     }
-    found.iter().map(|path| RunRecord::read(path)).collect()
+    Ok(found)
 }
 
 fn export(places: &[PathBuf], to: ExportTarget, folder: &Path) -> Result<()> {
@@ -176,10 +214,10 @@ fn export(places: &[PathBuf], to: ExportTarget, folder: &Path) -> Result<()> {
         ExportTarget::Wandb => history::ExportFormat::Wandb,
     };
     let mut names = BTreeSet::new();
-    for run in history::find(places)? {
-        let record = RunRecord::read_at_most(&run, 0)?;
+    for run in read(places, 0)? {
         // `runs/a` and `old/a` have the same last name.
         let last = run
+            .path
             .file_name()
             .map_or("run".into(), |name| name.to_string_lossy().into_owned());
         let numbered = (2..).map(|n| format!("{last}-{n}"));
@@ -189,7 +227,7 @@ fn export(places: &[PathBuf], to: ExportTarget, folder: &Path) -> Result<()> {
         let name = name.unwrap_or(last);
         let out_dir = folder.join(&name);
         names.insert(name);
-        for file in history::export(&run, form, record.began.unwrap_or(0.0), &record.settings, &out_dir)? {
+        for file in history::export(&run.path, form, run.began.unwrap_or(0.0), &run.settings, &out_dir)? {
             out(file.display())?;
         }
     }
@@ -251,36 +289,49 @@ fn as_json(run: &RunRecord) -> Value {
 
 fn list(places: &[PathBuf], json: bool) -> Result<()> {
     let default = [PathBuf::from("runs")];
-    let runs = read(if places.is_empty() { &default } else { places })?;
-    for run in &runs {
-        if json {
-            out(as_json(run))?;
-            continue;
+    for path in find(if places.is_empty() { &default } else { places })? {
+        match (RunRecord::read(&path), json) {
+            (Ok(run), true) => out(as_json(&run))?,
+            (Ok(run), false) => list_one(&run)?,
+            // A damaged run does not hide the others.
+            (Err(e), true) => {
+                let mut row = as_json(&RunRecord::unreadable(&path, &e));
+                row["error"] = json!(e.line());
+                out(row)?;
+            }
+            (Err(e), false) => {
+                let run = RunRecord::unreadable(&path, &e);
+                out_text(format!("{}  {}", path.display(), run.state))?;
+            }
         }
-        let what = [
-            run.setting("train.stage"),
-            run.setting("tune.method"),
-            run.setting("model.path"),
-        ]
-        .join(" ");
-        out_text(format!("{}  {}, {}", run.path.display(), run.state, steps(run)))?;
-        let shown = [
-            "loss",
-            "eval_loss",
-            "eval_accuracy",
-            "eval_reward",
-            "peak_memory_bytes",
-            "seconds",
-        ];
-        let numbers = results(run);
-        let numbers = numbers.iter().filter(|(name, ..)| shown.contains(name));
-        let numbers: Vec<String> = numbers
-            .map(|(name, _, text)| format!("{} {text}", short(name)))
-            .collect();
-        out_text(format!("    {what}"))?;
-        if !numbers.is_empty() {
-            out_text(format!("    {}", numbers.join("  ")))?;
-        }
+    }
+    Ok(())
+}
+
+fn list_one(run: &RunRecord) -> Result<()> {
+    let what = [
+        run.setting("train.stage"),
+        run.setting("tune.method"),
+        run.setting("model.path"),
+    ]
+    .join(" ");
+    out_text(format!("{}  {}, {}", run.path.display(), run.state, steps(run)))?;
+    let shown = [
+        "loss",
+        "eval_loss",
+        "eval_accuracy",
+        "eval_reward",
+        "peak_memory_bytes",
+        "seconds",
+    ];
+    let numbers = results(run);
+    let numbers = numbers.iter().filter(|(name, ..)| shown.contains(name));
+    let numbers: Vec<String> = numbers
+        .map(|(name, _, text)| format!("{} {text}", short(name)))
+        .collect();
+    out_text(format!("    {what}"))?;
+    if !numbers.is_empty() {
+        out_text(format!("    {}", numbers.join("  ")))?;
     }
     Ok(())
 }
@@ -405,21 +456,11 @@ fn compare(runs: &[RunRecord], json: bool) -> Result<()> {
     table(rows).iter().try_for_each(out)
 }
 
-/// Most characters of a cell: a long one makes its whole column wide.
-const CELL: usize = 200;
-
-fn clipped(text: &str) -> String {
-    match text.char_indices().nth(CELL) {
-        Some((end, _)) => format!("{}…", &text[..end]),
-        None => text.to_string(),
-    }
-}
-
 /// The lines of a table with columns of equal width. Every row has a name and as many values as the first.
 fn table(mut rows: Vec<(String, Vec<String>)>) -> Vec<String> {
     for (name, values) in &mut rows {
-        *name = clipped(name);
-        values.iter_mut().for_each(|value| *value = clipped(value));
+        *name = table_cell(name);
+        values.iter_mut().for_each(|value| *value = table_cell(value));
     }
     let wide = |text: &String| text.chars().count();
     let first = rows.iter().map(|(name, _)| wide(name)).max().unwrap_or(0);

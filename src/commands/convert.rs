@@ -21,9 +21,10 @@ use crate::formats::StoredDtype;
 use crate::formats::config::Config;
 use crate::formats::weights::Weights;
 use crate::formats::writer::{self, TensorPlan, Values};
-use crate::hf::OutputModel;
+use crate::hf::{self, OutputModel};
 use crate::model::spec::ExpertsSpec;
 use crate::model::{Spec, families};
+use crate::report;
 use crate::setup::locate;
 use serde_json::{Map, Value, json};
 use std::collections::HashMap;
@@ -146,6 +147,9 @@ pub fn convert(request: &ConvertRequest) -> Result<ConvertReport> {
             }
         }
     })?;
+    if let Some(note) = hf::config_note(&raw, request.model) {
+        report::note(&note);
+    }
     let reached = splits.map(|s| s.iter().map(|s| s.reached).sum::<f64>() / s.len().max(1) as f64);
     Ok(ConvertReport::new(out, &dense, &mixture, reached))
 }

@@ -22,6 +22,7 @@ use crate::setup::sources::{RowSet, sources};
 use crate::setup::vocabulary::TextChanges;
 use crate::setup::{self, ModelDir};
 use crate::sft::CausalLm;
+use crate::train::samples;
 use crate::train::stage::preference;
 use candle_core::Tensor;
 use std::path::Path;
@@ -176,18 +177,11 @@ fn texts(opened: &EvaluatedModel, recipe: &Recipe, request: &EvaluateRequest) ->
     let sources = sources(recipe, rows_of(recipe, request))?;
     let spec = rows::spec(&sources, &recipe.data, stage, model_dir.spec.vocab);
     let mut questions = rows.questions(&spec, &model_dir.tokenizer, model_dir.template(), usize::MAX)?;
-    let (all, most) = (questions.len(), model_dir.spec.generated_positions());
-    questions.retain(|q| q.prompt.len() < most);
-    if questions.len() < all {
-        terminal::warn(&format!(
-            "{} of {all} prompts are longer than the context length of the model ({most}): they are skipped and do not count in \
-             the accuracy",
-            all - questions.len()
-        ));
+    if let Some(warning) = samples::skip_long(&mut questions, model_dir.spec.generated_positions()) {
+        terminal::warn(&warning);
     }
     let mut report = EvaluateReport::of_loss("rows", rows.examples.len(), totals);
-    if !questions.is_empty() {
-        let right = crate::train::samples::exact_matches(model_dir, network, &questions)?;
+    if let Some(right) = samples::exact_matches(model_dir, network, &questions)? {
         report.add(
             "accuracy",
             right,

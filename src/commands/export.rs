@@ -1,13 +1,14 @@
 //! `ft export`: writes a model directory or an adapter directory from a checkpoint, a run or a model.
 
-use crate::base::staging::Staging;
+use crate::base::staging::{ScratchDirectory, Staging};
 use crate::base::{Error, Result, files};
 use crate::commands::merge;
 use crate::formats::index::stays_inside;
-use crate::recipe::{DeviceRef, Dtype};
+use crate::recipe::{DeviceRef, Dtype, ModelRef};
 use crate::setup;
 use crate::setup::locate::{self, NamedKind};
-use crate::train::from_checkpoint::{self, ScratchDirectory};
+use crate::train::from_checkpoint::{self, RecipePaths};
+use crate::train::verify;
 use candle_core::Device;
 use std::path::{Path, PathBuf};
 
@@ -23,15 +24,23 @@ pub struct ExportReport {
 }
 
 /// Writes `out` from a checkpoint, a run directory (its `final/`, else its newest checkpoint), a model directory, a hub
-/// id or an adapter directory. `dtype` applies to full models only.
+/// id or an adapter directory. `dtype` applies to full models only. `base`: of a checkpoint, where its base model is now.
 ///
 /// Errors: `out` is not empty; there is nothing to export; the base model is not the one of the run.
-pub fn export(from: &str, out: &Path, dtype: Option<Dtype>) -> Result<ExportReport> {
+pub fn export(from: &str, out: &Path, dtype: Option<Dtype>, base: Option<&str>) -> Result<ExportReport> {
     merge::refuse_existing(out)?;
     let found = locate::locate(from)?;
+    if base.is_some() && !matches!(found, NamedKind::Checkpoint(_)) {
+        return Err(Error::usage("only a checkpoint needs a base model")
+            .at("--base")
+            .found(from)
+            .hint("give a `checkpoint-<step>` directory, or leave `--base` out"));
+    }
+    let base = base.map(ModelRef::new);
+    let paths = base.as_ref().map_or(RecipePaths::OfCheckpoint, RecipePaths::Base);
     let mut report = match &found {
         NamedKind::Checkpoint(dir) => {
-            let written = from_checkpoint::write(dir, out)?;
+            let written = from_checkpoint::write(dir, out, paths).map_err(|e| verify::or_removed(e, dir))?;
             ExportReport {
                 out: out.to_path_buf(),
                 adapter: written.adapter,
@@ -57,9 +66,10 @@ pub fn export(from: &str, out: &Path, dtype: Option<Dtype>) -> Result<ExportRepo
             report.notes.push(note.into());
         }
         (Some(dtype), false) => {
-            let whole = ScratchDirectory::beside(out)?;
-            files::rename(out, &whole.0)?;
-            merge::merge(&whole.0, &[], out, Some(dtype))?;
+            let scratch = ScratchDirectory::beside(out)?;
+            let whole = scratch.path().join("model");
+            files::rename(out, &whole)?;
+            merge::merge(&whole, &[], out, Some(dtype))?;
         }
     }
     Ok(report)

@@ -4,6 +4,7 @@ use crate::base::staging::Staging;
 use crate::base::{Error, Result, files};
 use crate::commands::{merge, named};
 use crate::formats::gguf::BlockType;
+use crate::formats::read_json_to_rewrite;
 use crate::formats::tokenizer::Tokenizer;
 use crate::gguf::{self, AdapterFile, Fidelity, FileType, ModelFile};
 use crate::setup::locate::{NamedKind, locate};
@@ -149,9 +150,8 @@ fn modelfile(file: &Path, base: &Path) -> Result<String> {
     lines.extend(stops.map(|token| format!("PARAMETER stop {}", Value::String(token))));
     let settings = base.join("generation_config.json");
     if settings.is_file() {
-        let text = files::read_text(&settings)?;
         // A file that is no JSON is reported where its stop ids are read.
-        let settings: Value = serde_json::from_str(&text).unwrap_or_default();
+        let settings = read_json_to_rewrite(&settings).unwrap_or_default();
         for (key, name) in [
             ("temperature", "temperature"),
             ("top_p", "top_p"),
@@ -179,4 +179,23 @@ pub fn fidelity(list: &[Fidelity]) -> Vec<String> {
         )
     };
     list.iter().map(one).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_modelfile_has_the_sampling_settings_beside_numbers_that_only_python_reads() {
+        let dir = tempfile::tempdir().unwrap();
+        let tokenizer = r#"{"version": "1.0", "truncation": null, "padding": null, "added_tokens": [],
+            "normalizer": null, "pre_tokenizer": null, "post_processor": null, "decoder": null,
+            "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"}}"#;
+        std::fs::write(dir.path().join("tokenizer.json"), tokenizer).unwrap();
+        let settings = r#"{"temperature": 0.6, "top_p": NaN, "top_k": 20, "sequence_bias": [[[1], -Infinity]]}"#;
+        std::fs::write(dir.path().join("generation_config.json"), settings).unwrap();
+        let text = modelfile(Path::new("there/model-Q8_0.gguf"), dir.path()).unwrap();
+        let expected = "FROM ./model-Q8_0.gguf\nPARAMETER temperature 0.6\nPARAMETER top_k 20\n";
+        assert_eq!(text, expected);
+    }
 }

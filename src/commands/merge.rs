@@ -9,7 +9,7 @@ use crate::formats::index::stays_inside;
 use crate::formats::tokenizer::{self, Tokenizer};
 use crate::formats::weights::Weights;
 use crate::formats::writer::{self, TensorPlan, Values};
-use crate::hf::{self, OutputModel, WeightedAdapter};
+use crate::hf::{self, OutputModel, TensorFill, WeightedAdapter};
 use crate::model::spec::{EMBEDDING, LM_HEAD};
 use crate::model::{Spec, families};
 use crate::ops::update;
@@ -107,7 +107,7 @@ pub fn merge(
     }
     let mut raw = config.raw.clone();
     if let Some(format) = quantized {
-        raw.remove("quantization_config");
+        hf::unquantized(&mut raw);
         report::warn(&format!(
             "the weights of this model are quantized ({format}): the merged model has their dequantized values"
         ));
@@ -152,19 +152,26 @@ pub fn merge(
         .map(|(dir, _)| dir.join("generation_config.json"))
         .rfind(|f| f.is_file());
     settings.iter().try_for_each(|file| stays_inside(file))?;
+    let own = OwnFiles {
+        tokenizer: match &new {
+            Some((tokenizer, _)) => tokenizer.files_with_added(model_dir)?,
+            None => Vec::new(),
+        },
+        settings,
+    };
     let mut rounding = RoundingErrors::default();
     // Experts that share a tensor are written in another order.
     let by_name: HashMap<&str, &ParamInfo> = params.iter().map(|p| (&*p.name, p)).collect();
-    let out = directory.write(&mut |plan, sink| match (by_name.get(plan.name.as_str()), &score) {
-        (Some(param), _) => write_one(&weights, param, plan.dtype, &adapters, &mut rounding, sink),
-        (None, Some(score)) => sink(Values::F32(&update::to_f32_vec(score)?)),
-        (None, None) => Err(Error::new("no such parameter").at(&plan.name)),
-    })?;
-    if let Some((tokenizer, _)) = &new {
-        tokenizer::write_files(&out, &tokenizer.files_with_added(model_dir)?)?;
-    }
-    if let Some(settings) = settings {
-        files::copy_atomic(&settings, &out.join("generation_config.json"))?;
+    let out = own.write_with(
+        &directory,
+        &mut |plan, sink| match (by_name.get(plan.name.as_str()), &score) {
+            (Some(param), _) => write_one(&weights, param, plan.dtype, &adapters, &mut rounding, sink),
+            (None, Some(score)) => sink(Values::F32(&update::to_f32_vec(score)?)),
+            (None, None) => Err(Error::new("no such parameter").at(&plan.name)),
+        },
+    )?;
+    if let Some(note) = hf::config_note(&raw, model_dir) {
+        report::note(&note);
     }
 
     let mut dtypes: Vec<_> = tensors.iter().map(|t| t.dtype.name()).collect();
@@ -182,6 +189,29 @@ pub fn merge(
         out,
         bytes,
     })
+}
+
+/// Files of the result that differ from those of the base model.
+struct OwnFiles {
+    /// Names and contents.
+    tokenizer: Vec<(&'static str, Vec<u8>)>,
+    /// `generation_config.json` of an adapter.
+    settings: Option<PathBuf>,
+}
+
+impl OwnFiles {
+    /// Writes the directory with these files: it must not exist with the tokenizer of the base model, whose tokens do not fit
+    /// the merged embedding.
+    fn write_with(&self, directory: &OutputModel, fill: &mut TensorFill) -> Result<PathBuf> {
+        let more = |dir: &Path| {
+            tokenizer::write_files(dir, &self.tokenizer)?;
+            match &self.settings {
+                Some(settings) => files::copy_atomic(settings, &dir.join("generation_config.json")),
+                None => Ok(()),
+            }
+        };
+        directory.write_with(fill, Some(&more))
+    }
 }
 
 /// Refuses a mix of adapters that untie embedding and head with adapters that change both at once: the sum is

@@ -1,12 +1,11 @@
 //! `ft export --to mlx`: a model or an adapter for mlx-lm (Apple silicon).
 
-use crate::base::staging::Staging;
+use crate::base::staging::{ScratchDirectory, Staging};
 use crate::base::{Error, Result, files};
 use crate::commands::{export, merge, named};
 use crate::hf;
 use crate::recipe::Dtype;
 use crate::setup::locate::{NamedKind, locate};
-use crate::train::from_checkpoint::ScratchDirectory;
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 
@@ -30,14 +29,15 @@ pub fn export(from: &str, out: &Path, dtype: Option<Dtype>) -> Result<MlxReport>
     merge::refuse_existing(out)?;
     let found = named::find(from, None)?;
     let Some(adapter) = &found.adapter else {
-        let whole = ScratchDirectory::beside(out)?;
-        let written = export::export(&found.model, &whole.0, dtype)?;
-        let path = whole.0.join(CONFIG);
+        let scratch = ScratchDirectory::beside(out)?;
+        let whole = scratch.path().join("model");
+        let written = export::export(&found.model, &whole, dtype, None)?;
+        let path = whole.join(CONFIG);
         let mut config = read(&path)?;
         if add_older_keys(&mut config) {
             files::write_atomic(&path, format!("{:#}\n", Value::Object(config)).as_bytes())?;
         }
-        files::rename(&whole.0, out)?;
+        files::rename(&whole, out)?;
         return Ok(MlxReport {
             out: out.to_path_buf(),
             adapter: false,

@@ -1,11 +1,13 @@
 //! Finds the model for a name: a model directory, a hub id, an adapter with its base, a run, or a checkpoint.
 
+use crate::base::staging::ScratchDirectory;
 use crate::base::{Error, Result, paths};
 use crate::formats::adapter::AdapterConfig;
 use crate::recipe::ModelRef;
 use crate::report;
 use crate::setup::locate::{NamedKind, locate};
-use crate::train::from_checkpoint::{self, ScratchDirectory};
+use crate::train::from_checkpoint::{self, RecipePaths};
+use crate::train::verify;
 use std::path::{Path, PathBuf};
 
 /// A base model with or without an adapter.
@@ -116,15 +118,17 @@ impl ModelAndAdapter {
             return Ok(place);
         };
         let scratch = ScratchDirectory::beside(&dir)?;
-        let report = from_checkpoint::write(&dir, &scratch.0)?;
+        // Below it: what is marked as temporary is no result.
+        let written = scratch.path().join("model");
+        let report = from_checkpoint::write(&dir, &written, RecipePaths::OfCheckpoint)
+            .map_err(|e| verify::or_removed(e, &dir))?;
         self.note(name, &format!("the state after step {}", report.step));
         self.notes.extend(report.notes);
-        let dir = scratch.0.clone();
         self._scratch.push(scratch);
         Ok(if report.adapter {
-            NamedKind::Adapter(dir)
+            NamedKind::Adapter(written)
         } else {
-            NamedKind::Model(dir)
+            NamedKind::Model(written)
         })
     }
 

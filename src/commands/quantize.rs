@@ -8,10 +8,11 @@ use crate::formats::StoredDtype;
 use crate::formats::config::Config;
 use crate::formats::weights::Weights;
 use crate::formats::writer::{self, TensorPlan, Values};
-use crate::hf::OutputModel;
+use crate::hf::{self, OutputModel};
 use crate::model::families;
 use crate::quant::{self, Format, QMatrix};
 use crate::recipe::Dtype;
+use crate::report;
 use crate::setup::vocabulary::TextChanges;
 use crate::setup::{ModelDir, locate};
 use crate::source::ParamInfo;
@@ -192,6 +193,9 @@ fn write(request: &QuantizeRequest, work: &QuantizedModel, measured: Option<Meas
         }
     })?;
 
+    if let Some(note) = hf::config_note(&raw, request.model) {
+        report::note(&note);
+    }
     let mut counts: BTreeMap<String, usize> = BTreeMap::new();
     for p in params.iter().filter(|p| is_projection(p)) {
         let format = formats

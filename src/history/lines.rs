@@ -42,13 +42,7 @@ pub fn read_own_text(path: &Path) -> Result<String> {
             .at_path(path)
             .expected("at most 8 MiB"));
     }
-    let text = String::from_utf8(bytes).map_err(|e| {
-        Error::format("file is not UTF-8 text")
-            .at_path(path)
-            .found(format!("byte {} is not valid", e.utf8_error().valid_up_to()))
-    })?;
-    // A byte order mark.
-    Ok(text.strip_prefix('\u{feff}').map(str::to_string).unwrap_or(text))
+    files::text_of(path, bytes)
 }
 
 /// Calls `each` with every line and its line break. The file is not held in memory: metrics of a long run are large.

@@ -1,10 +1,12 @@
 //! One run: its settings, its state, its numbers.
 
-use super::{Curves, each_own_line, read_own_text};
-use crate::base::{Error, Result, files, lock};
+use super::{Curves, each_own_line, open_own, read_own_text};
+use crate::base::lock::{self, LockState};
+use crate::base::{Error, Result, files, units};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 use toml_edit::{DocumentMut, TableLike};
 
 /// Most levels of tables and parts of keys in one line of `resolved.toml`.
@@ -12,6 +14,10 @@ const MOST_NESTED: usize = 64;
 /// Most warnings that are read, and most characters of each.
 const MOST_WARNINGS: usize = 1000;
 const MOST_OF_A_WARNING: usize = 10_000;
+/// Levels of directories below a given one that may have runs.
+const LEVELS: usize = 3;
+/// A run on another machine that wrote a line in this time is taken as in progress.
+const FRESH: Duration = Duration::from_secs(600);
 
 /// The content of the files of a run directory.
 #[derive(Debug, Clone)]
@@ -22,7 +28,8 @@ pub struct RunRecord {
     pub curves: Curves,
     /// Steps of the whole run, once it has started.
     pub total_steps: Option<u64>,
-    /// `running`, `done`, `early stopping`, `stopped` (by a signal), `interrupted`, or the reason of its end.
+    /// `running`, `done`, `early stopping`, `stopped` (by a signal), `interrupted`, or the reason of its end; `unreadable: ` and
+    /// the reason for a run that cannot be read; `running on HOST?` or `unknown (started on HOST)` for a run of another machine.
     pub state: String,
     /// Steps of the checkpoints.
     pub checkpoints: Vec<u64>,
@@ -34,22 +41,29 @@ pub struct RunRecord {
     pub warnings: Vec<String>,
 }
 
-/// True for a directory with the files of a run.
+/// True for a directory with the names of the files of a run. What they are is checked when the run is read: a damaged run is shown
+/// as one. A run writes `events.jsonl` after the others.
 fn is_run(path: &Path) -> bool {
-    ["resolved.toml", "events.jsonl"]
-        .iter()
-        .all(|name| path.join(name).is_file())
+    let has = |name: &str| path.join(name).symlink_metadata().is_ok();
+    has("events.jsonl") && (has("resolved.toml") || has("run.json"))
 }
 
-/// The runs in these directories, by path: each is a run, or has runs in it (up to three levels).
+/// The runs in these directories, by path: each is a run, or has runs in it (up to three levels). A directory below them that cannot
+/// be listed is among the runs: it may be one, and its error comes when it is read.
 ///
-/// Errors: a directory cannot be listed; there is no run.
+/// Errors: one of these directories does not exist, or cannot be listed.
 pub fn find(places: &[PathBuf]) -> Result<Vec<PathBuf>> {
     fn below(path: &Path, depth: usize, out: &mut Vec<PathBuf>) -> Result<()> {
         if is_run(path) {
             out.push(path.to_path_buf());
         } else if depth > 0 {
-            let inner = files::list(path)?;
+            let inner = match files::list(path) {
+                Err(_) if depth < LEVELS => {
+                    out.push(path.to_path_buf());
+                    return Ok(());
+                }
+                listed => listed?,
+            };
             let visible = |p: &&PathBuf| !p.file_name().is_some_and(|n| n.to_string_lossy().starts_with('.'));
             for path in inner.iter().filter(visible).filter(|p| p.is_dir() && !p.is_symlink()) {
                 below(path, depth - 1, out)?;
@@ -64,7 +78,7 @@ pub fn find(places: &[PathBuf]) -> Result<Vec<PathBuf>> {
                 .at_path(place)
                 .hint("give a run directory, or a directory with runs; the default is `runs`"));
         }
-        below(place, 3, &mut out)?;
+        below(place, LEVELS, &mut out)?;
     }
     out.dedup();
     Ok(out)
@@ -78,9 +92,12 @@ impl RunRecord {
         Self::read_at_most(path, usize::MAX)
     }
 
-    /// As `read`, with curves of at most `most` points (`Curve::thinned`); 0: the metrics are not read.
+    /// As `read`, with curves of at most `most` points (`Curve::thinned`); 0: the metrics are not read, but can be opened.
     pub fn read_at_most(path: &Path, most: usize) -> Result<Self> {
         if !is_run(path) {
+            if path.is_dir() {
+                files::list(path)?;
+            }
             return Err(Error::usage("this is not a run directory")
                 .at_path(path)
                 .expected("a directory that `ft train` wrote (`resolved.toml`, `events.jsonl`)")
@@ -106,13 +123,16 @@ impl RunRecord {
             .filter_map(|p| p.file_name()?.to_str()?.strip_prefix("checkpoint-")?.parse().ok())
             .collect();
         checkpoints.sort_unstable();
+        let metrics = path.join("metrics.jsonl");
+        let curves = match most {
+            0 if metrics.exists() => open_own(&metrics).map(|_| Curves::default())?,
+            0 => Curves::default(),
+            _ => Curves::read(path, most)?,
+        };
         Ok(Self {
             path: path.to_path_buf(),
             settings,
-            curves: match most {
-                0 => Curves::default(),
-                _ => Curves::read(path, most)?,
-            },
+            curves,
             total_steps: events.steps,
             state: events.state(path),
             checkpoints,
@@ -121,6 +141,32 @@ impl RunRecord {
             planned_bytes: plan.and_then(|plan| plan["peak_bytes"].as_u64()),
             warnings: events.warnings,
         })
+    }
+
+    /// A run that cannot be read: its path, and the reason as its state. In a list it does not hide the other runs.
+    pub fn unreadable(path: &Path, e: &Error) -> Self {
+        let line = e.line();
+        let place = path.display().to_string();
+        let short = line.strip_prefix(&place).unwrap_or(&line);
+        let short = short.trim_start_matches(['/', ':', ' ']);
+        let reason = units::table_cell(short);
+        Self {
+            path: path.to_path_buf(),
+            settings: BTreeMap::new(),
+            curves: Curves::default(),
+            total_steps: None,
+            state: format!("unreadable: {reason}"),
+            checkpoints: Vec::new(),
+            began: None,
+            ended: None,
+            planned_bytes: None,
+            warnings: Vec::new(),
+        }
+    }
+
+    /// True if the run is in progress, on this machine or, as it seems, on another one.
+    pub fn is_running(&self) -> bool {
+        self.state == "running" || self.state.starts_with(RUNNING_ON)
     }
 
     /// A setting without quotes: `sft`.
@@ -182,8 +228,24 @@ impl Events {
                 Some(reason) => reason.to_string(),
             };
         }
-        if lock::is_held(run) { "running" } else { "interrupted" }.to_string()
+        match lock::state(run) {
+            LockState::Held => "running".to_string(),
+            LockState::Free => "interrupted".to_string(),
+            LockState::Elsewhere(host) if is_fresh(run) => format!("{RUNNING_ON}{host}?"),
+            LockState::Elsewhere(host) => format!("unknown (started on {host})"),
+        }
     }
+}
+
+/// The state of a run on another machine that still writes lines, up to the name of the machine.
+const RUNNING_ON: &str = "running on ";
+
+/// True if a run has written a line a short time ago.
+fn is_fresh(run: &Path) -> bool {
+    let changed = |name: &str| run.join(name).symlink_metadata().and_then(|found| found.modified());
+    // An error of `elapsed` is a time in the future: the clock of a file server may be ahead.
+    let is_new = |name| changed(name).is_ok_and(|at| at.elapsed().unwrap_or_default() <= FRESH);
+    ["metrics.jsonl", "events.jsonl"].into_iter().any(is_new)
 }
 
 /// The deepest place of a TOML text: brackets that are open there, and dots of their keys. The parser and everything that works
@@ -292,6 +354,39 @@ mod tests {
         assert_eq!(RunRecord::read(&run).unwrap().state, "done");
         assert_eq!(find(&[dir.path().to_path_buf()]).unwrap(), std::slice::from_ref(&run));
         assert!(find(&[dir.path().join("none")]).is_err() && RunRecord::read(dir.path()).is_err());
+    }
+
+    #[test]
+    fn a_run_of_another_machine_is_not_called_interrupted() {
+        let dir = tempfile::tempdir().unwrap();
+        let run = dir.path();
+        fs::write(run.join("resolved.toml"), "").unwrap();
+        fs::write(
+            run.join("events.jsonl"),
+            "{\"event\":\"start\",\"steps\":20,\"time\":1.5}\n",
+        )
+        .unwrap();
+        fs::write(run.join("metrics.jsonl"), "").unwrap();
+        let line = "process 1 since 2026-01-01 00:00:00 UTC on far.away (process namespace 7)\n";
+        fs::write(run.join(lock::NAME), line).unwrap();
+        let record = RunRecord::read(run).unwrap();
+        assert_eq!((&*record.state, record.is_running()), ("running on far.away?", true));
+        let age = |name: &str, seconds: u64| {
+            let file = fs::OpenOptions::new().write(true).open(run.join(name)).unwrap();
+            let then = std::time::SystemTime::now() - Duration::from_secs(seconds);
+            file.set_modified(then).unwrap();
+        };
+        age("events.jsonl", 3600);
+        age("metrics.jsonl", 300);
+        assert!(RunRecord::read(run).unwrap().is_running());
+        age("metrics.jsonl", 700);
+        let record = RunRecord::read(run).unwrap();
+        let expected = ("unknown (started on far.away)", false);
+        assert_eq!((&*record.state, record.is_running()), expected);
+        // A run that stopped has the state of its stop.
+        let stop = "{\"event\":\"stop\",\"step\":20,\"reason\":\"done\",\"time\":9.0}\n";
+        fs::write(run.join("events.jsonl"), stop).unwrap();
+        assert_eq!(RunRecord::read(run).unwrap().state, "done");
     }
 
     #[test]

@@ -28,7 +28,7 @@ const DATA: &str = "<!-- data -->";
 
 /// Writes `index.html` to a directory: the page with these runs in it, for a browser without a server. Returns its path.
 ///
-/// Errors: there are more than eight runs; a run cannot be read; the file cannot be written.
+/// Errors: there are more than eight runs; no run can be read; the file cannot be written.
 pub fn write_folder(places: &[PathBuf], out: &Path) -> Result<PathBuf> {
     let runs = history::find(places)?;
     if runs.is_empty() || runs.len() > MOST_RUNS {
@@ -38,8 +38,20 @@ pub fn write_folder(places: &[PathBuf], out: &Path) -> Result<PathBuf> {
             .expected(format!("1 to {MOST_RUNS} runs"))
             .hint("name the run directories: `ft dash runs/a runs/b --out DIR`"));
     }
-    let views = runs.iter().enumerate().map(|(id, run)| view::view(id, run));
-    let views = views.collect::<Result<Vec<_>>>()?;
+    let (mut views, mut errors) = (Vec::new(), Vec::new());
+    for (id, run) in runs.iter().enumerate() {
+        views.push(view::view(id, run).unwrap_or_else(|e| {
+            let shown = view::unreadable(id, run, &e);
+            errors.push(e);
+            shown
+        }));
+    }
+    // A damaged run does not hide the others.
+    if errors.len() == runs.len()
+        && let Some(e) = errors.into_iter().next()
+    {
+        return Err(e);
+    }
     let data = inside_markup(&json!({ "runs": views }));
     let mut page = INDEX.to_string();
     for (element, name, text) in PARTS {

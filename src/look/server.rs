@@ -168,16 +168,17 @@ impl ServerState {
     fn list(&self) -> Result<Value> {
         let found = history::find(&self.places)?;
         let mut runs = self.runs.lock().unwrap_or_else(PoisonError::into_inner);
-        for run in found {
-            if !runs.contains(&run) {
-                runs.push(run);
+        for run in &found {
+            if !runs.contains(run) {
+                runs.push(run.clone());
             }
         }
         // A run that was removed is not listed any more.
         let entries = runs
             .iter()
             .enumerate()
-            .filter_map(|(id, run)| view::entry(id, run).ok());
+            .filter(|(_, run)| found.contains(run))
+            .map(|(id, run)| view::entry(id, run));
         Ok(json!({"runs": entries.collect::<Vec<_>>(), "most": MOST_RUNS}))
     }
 

@@ -2,7 +2,7 @@
 //! damaged, too large or a link is left out, and nothing is taken as markup.
 
 use crate::base::paths::shell_word;
-use crate::base::{Result, files};
+use crate::base::{Error, Result, files};
 use crate::history::{RunRecord, each_own_line, read_own_text};
 use crate::report::visible;
 use serde_json::{Value, json};
@@ -112,25 +112,42 @@ fn escaped(line: &str) -> String {
     visible(&out)
 }
 
-/// A run in the list: its name and what it is, without its numbers.
-///
-/// Errors: it is no run.
-pub fn entry(id: usize, run: &Path) -> Result<Value> {
-    let record = RunRecord::read_at_most(run, 0)?;
-    Ok(json!({
+/// A run in the list: its name and what it is, without its numbers. One that cannot be read has its error.
+pub fn entry(id: usize, run: &Path) -> Value {
+    match RunRecord::read_at_most(run, 0) {
+        Ok(record) => entry_of_record(id, run, &record),
+        Err(e) => with_error(entry_of_record(id, run, &RunRecord::unreadable(run, &e)), &e),
+    }
+}
+
+fn with_error(mut shown: Value, e: &Error) -> Value {
+    shown["error"] = json!(e.line());
+    shown
+}
+
+fn entry_of_record(id: usize, run: &Path, record: &RunRecord) -> Value {
+    json!({
         "id": id, "name": run.display().to_string(), "state": record.state, "stage": record.setting("train.stage"),
         "method": record.setting("tune.method"), "model": record.setting("model.path"),
         "steps": record.total_steps, "began": record.began,
-    }))
+    })
 }
 
 /// All of a run. `metrics_bytes` and `events_bytes` are the places from which a reader follows the files.
 ///
 /// Errors: it is no run; a file cannot be read.
 pub fn view(id: usize, run: &Path) -> Result<Value> {
-    let events_bytes = files::size(&run.join("events.jsonl")).unwrap_or(0);
-    let samples_bytes = files::size(&run.join("samples.jsonl")).unwrap_or(0);
+    let bytes = ["events.jsonl", "samples.jsonl"].map(|name| files::size(&run.join(name)).unwrap_or(0));
     let record = RunRecord::read_at_most(run, POINTS)?;
+    Ok(view_of_record(id, run, &record, bytes))
+}
+
+/// As `view` for a run that cannot be read: its error, and what its other files say.
+pub fn unreadable(id: usize, run: &Path, e: &Error) -> Value {
+    with_error(view_of_record(id, run, &RunRecord::unreadable(run, e), [0; 2]), e)
+}
+
+fn view_of_record(id: usize, run: &Path, record: &RunRecord, [events_bytes, samples_bytes]: [u64; 2]) -> Value {
     let settings = settings(&text(run, "resolved.toml").unwrap_or_default());
     let mut events = last_lines(run, "events.jsonl", EVENTS);
     let command = command(run, &settings);
@@ -151,7 +168,7 @@ pub fn view(id: usize, run: &Path) -> Result<Value> {
     }
     let mut samples: Vec<(usize, Value)> = samples.into_values().collect();
     samples.sort_by_key(|(n, _)| *n);
-    Ok(json!({
+    json!({
         "id": id, "name": run.display().to_string(), "state": record.state,
         "stage": record.setting("train.stage"), "method": record.setting("tune.method"),
         "model": record.setting("model.path"), "steps": record.curves.steps, "total_steps": record.total_steps,
@@ -162,7 +179,7 @@ pub fn view(id: usize, run: &Path) -> Result<Value> {
         "events": events, "samples": samples.into_iter().map(|(_, line)| line).collect::<Vec<_>>(),
         "rows": first_lines(run, "rows.jsonl"), "metrics_bytes": record.curves.bytes,
         "events_bytes": events_bytes, "samples_bytes": samples_bytes,
-    }))
+    })
 }
 
 fn first_lines(run: &Path, name: &str) -> Vec<Value> {
@@ -230,7 +247,7 @@ mod tests {
             .collect();
         assert_eq!(texts, ["a", "c"]);
         assert!(seen["plan"].is_null() && !inside_markup(&seen).contains('<'));
-        assert_eq!(entry(3, run).unwrap()["steps"], 9);
+        assert_eq!(entry(3, run)["steps"], 9);
         let started = "{\"event\":\"start\",\"steps\":9,\"command\":\"ft train a.toml\",\"time\":1.0}\n";
         fs::write(run.join("events.jsonl"), started).unwrap();
         assert_eq!(

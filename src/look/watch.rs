@@ -132,7 +132,7 @@ impl WatchedRun {
             .record
             .total_steps
             .map(|total| total.saturating_sub(self.curves.steps));
-        let running = self.record.state == "running";
+        let running = self.record.is_running();
         (
             elapsed,
             pace.zip(left)
@@ -304,9 +304,11 @@ pub fn newest(places: &[PathBuf]) -> Result<Option<PathBuf>> {
     let found = history::find(places)?;
     let newest = found.into_iter().max_by_key(|run| {
         let record = RunRecord::read_at_most(run, 0).ok();
-        let running = record.as_ref().is_some_and(|r| r.state == "running");
+        let running = record.as_ref().is_some_and(RunRecord::is_running);
+        // One that cannot be read is the last choice.
+        let can_be_read = record.is_some();
         let began = record.and_then(|r| r.began).unwrap_or(0.0);
-        (running, began as u64)
+        (can_be_read, running, began as u64)
     });
     Ok(newest)
 }

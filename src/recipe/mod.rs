@@ -156,6 +156,12 @@ pub fn parse(text: &str, name: &str, overrides: &[String]) -> Result<LoadedRecip
     })
 }
 
+/// The default of a key as TOML; `None` for unknown keys, and for those whose default depends on model, rows or memory.
+pub fn default_value(key: &str) -> Option<String> {
+    let key = table::find(key).filter(|key| key.default != "\"auto\"")?;
+    Some(resolved::toml(&check::default_of(key)))
+}
+
 /// Rebuilds a recipe from the values of an earlier run, in the form of `LoadedRecipe::values`.
 ///
 /// Errors: keys or values that this version does not support.

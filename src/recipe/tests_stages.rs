@@ -87,6 +87,16 @@ fn preference_keys_belong_to_their_stages() {
         let e = bad(LEAST, &arguments);
         assert!(e.contains(want) && !e.contains("faults"), "{e}");
     }
+    let best = [
+        "data.eval=e.jsonl",
+        "train.load_best_model_at_end=true",
+        "train.metric_for_best_model=perplexity",
+    ];
+    for of in ["train.stage=dpo", "train.label_smoothing_factor=0.1"] {
+        let e = bad(LEAST, &[&best[..], &[of]].concat());
+        assert!(e.contains("the evaluations have no perplexity"), "{e}");
+    }
+    good(LEAST, &best);
     let kto = good(LEAST, &["train.stage=kto", "rlhf.loss_type=apo_zero_unpaired"]);
     assert_eq!(kto.recipe.preference.loss_type.judged(), JudgedLoss::ApoZeroUnpaired);
     let sft = good(LEAST, &["rlhf.beta=0.3"]);

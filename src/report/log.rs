@@ -91,6 +91,24 @@ pub fn truncate_after(dir: &Path, step: u64) -> Result<()> {
     Ok(())
 }
 
+/// Copies the lines of `metrics.jsonl` and `samples.jsonl` up to `step` from the run in `from` to `dir`, for a run that goes on
+/// there. A missing file is not an error.
+pub fn copy_until(from: &Path, dir: &Path, step: u64) -> Result<()> {
+    for name in [METRICS, SAMPLES] {
+        let source = from.join(name);
+        if source.symlink_metadata().is_err() {
+            continue;
+        }
+        let mut out = AtomicFile::create(&dir.join(name))?;
+        each_line(&source, |line| match whole(line) {
+            Some((at, _)) if at <= step => out.write(line),
+            _ => Ok(()),
+        })?;
+        out.commit()?;
+    }
+    Ok(())
+}
+
 /// Removes lines from the end of `events.jsonl` in `dir` that a loss of power or a full disk left incomplete. Earlier
 /// synced lines are complete.
 pub(super) fn drop_torn_events(dir: &Path) -> Result<()> {
@@ -145,7 +163,9 @@ pub fn evaluations(dir: &Path) -> Vec<(u64, Vec<(String, f64)>)> {
             return Ok(());
         };
         let numbers = line.as_object().into_iter().flatten();
-        let numbers = numbers.filter_map(|(name, value)| Some((name.clone(), value.as_f64()?)));
+        // JSON has no number that is not finite: such a value is `null` in the file.
+        let number = |value: &Value| value.is_null().then_some(f64::NAN).or(value.as_f64());
+        let numbers = numbers.filter_map(|(name, value)| Some((name.clone(), number(value)?)));
         let numbers = numbers.filter(|(name, _)| name.starts_with("eval_"));
         found.entry(step).or_default().extend(numbers);
         Ok(())

@@ -11,7 +11,7 @@ mod terminal;
 pub use environment::{Cpu, cpu, environment, write_environment};
 pub use fullscreen::FullScreen;
 pub use layout::{ascii, columns, visible, visible_but_colors, wrapped};
-pub use log::{evaluations, has_evaluation, truncate_after};
+pub use log::{copy_until, evaluations, has_evaluation, truncate_after};
 pub use screen::{
     OutputStyle, above, aside, ask, bug, clear, error, last_words, note, result_is_terminal, result_width, start,
     style, warn, width,
@@ -47,7 +47,8 @@ pub struct StepMetrics {
 pub struct EvalMetrics {
     pub step: u64,
     pub eval_loss: f64,
-    pub eval_perplexity: f64,
+    /// `None`: the loss is not the mean cross-entropy of tokens.
+    pub eval_perplexity: Option<f64>,
     pub eval_tokens: u64,
     /// Fraction of the rows with an answer that were answered exactly.
     pub eval_accuracy: Option<f64>,
@@ -58,9 +59,10 @@ pub struct EvalMetrics {
 impl EvalMetrics {
     /// The numbers that can say which model is better, by their names in `metrics.jsonl`.
     pub fn numbers(&self) -> Vec<(String, f64)> {
-        let named = [("loss", self.eval_loss), ("perplexity", self.eval_perplexity)];
+        let perplexity = self.eval_perplexity.map(|perplexity| ("perplexity", perplexity));
         let accuracy = self.eval_accuracy.map(|accuracy| ("accuracy", accuracy));
-        let all = named.into_iter().chain(accuracy).chain(self.more.iter().copied());
+        let named = [("loss", self.eval_loss)].into_iter().chain(perplexity).chain(accuracy);
+        let all = named.chain(self.more.iter().copied());
         all.map(|(name, value)| (format!("eval_{name}"), value)).collect()
     }
 }
@@ -183,7 +185,9 @@ impl Reporter {
         let mut line = Map::new();
         line.insert("step".into(), json!(m.step));
         line.insert("eval_loss".into(), json!(m.eval_loss));
-        line.insert("eval_perplexity".into(), json!(m.eval_perplexity));
+        if let Some(perplexity) = m.eval_perplexity {
+            line.insert("eval_perplexity".into(), json!(perplexity));
+        }
         line.insert("eval_tokens".into(), json!(m.eval_tokens));
         if let Some(accuracy) = m.eval_accuracy {
             line.insert("eval_accuracy".into(), json!(accuracy));
@@ -344,12 +348,18 @@ mod tests {
             true,
         );
         r.step(&step(2, f64::NAN), false);
-        r.eval(&EvalMetrics {
+        let eval = EvalMetrics {
             step: 2,
             eval_loss: 0.5,
             eval_accuracy: Some(1.0),
             ..Default::default()
-        });
+        };
+        r.eval(&eval);
+        let with_perplexity = EvalMetrics {
+            eval_perplexity: Some(1.5),
+            ..eval.clone()
+        };
+        r.eval(&with_perplexity);
         r.event("stop", json!({ "reason": "finished" }));
         r.finish();
         let lines = lines(dir.path(), "metrics.jsonl");
@@ -373,6 +383,14 @@ mod tests {
         assert_eq!(lines[0]["active_block"], "layers.1");
         assert!(lines[1]["loss"].is_null() && lines[1]["active_block"].is_null());
         assert_eq!(lines[2]["eval_accuracy"], 1.0);
+        assert!(lines[2].get("eval_perplexity").is_none());
+        assert_eq!(lines[3]["eval_perplexity"], 1.5);
+        let names = |m: &EvalMetrics| m.numbers().into_iter().map(|(name, _)| name).collect::<Vec<_>>();
+        assert_eq!(names(&eval), ["eval_loss", "eval_accuracy"]);
+        assert_eq!(
+            names(&with_perplexity),
+            ["eval_loss", "eval_perplexity", "eval_accuracy"]
+        );
         let events = super::tests::lines(dir.path(), "events.jsonl");
         assert_eq!(events[0]["event"], "stop");
         assert!(events[0]["time"].as_f64().unwrap() > 1.7e9);
@@ -514,5 +532,24 @@ mod tests {
         assert_eq!(e["version"], env!("CARGO_PKG_VERSION"));
         assert!(e["threads"].as_u64().unwrap() >= 1);
         assert!(e["cpu"]["name"].is_string() && e["os"].is_string() && e["build"]["features"].is_array());
+    }
+
+    #[test]
+    fn a_run_that_goes_on_elsewhere_has_the_lines_before() {
+        let (old, new) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let metrics = "{\"step\":1,\"loss\":2.0}\n{\"step\":1,\"eval_loss\":null,\"eval_tokens\":7}\n{\"step\":2,\"loss\":1.0}\n\
+                       {\"step\":3,\"loss\":1.0}\n{\"st";
+        std::fs::write(old.path().join(log::METRICS), metrics).unwrap();
+        copy_until(old.path(), new.path(), 2).unwrap();
+        let copied = lines(new.path(), log::METRICS);
+        assert_eq!(copied.len(), 3);
+        assert!(!new.path().join(log::SAMPLES).exists());
+        // An evaluation that is not finite is one, too: `early_stopping_patience` counts it.
+        let (step, numbers) = &evaluations(new.path())[0];
+        assert_eq!((*step, numbers.len()), (1, 2));
+        assert!(
+            numbers.iter().any(|(name, x)| name == "eval_loss" && x.is_nan()),
+            "{numbers:?}"
+        );
     }
 }

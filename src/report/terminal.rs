@@ -63,16 +63,15 @@ impl Terminal {
 
     pub(super) fn eval(&self, m: &EvalMetrics) {
         let mut line = format!("eval  step {}  loss {:.4}", m.step, m.eval_loss);
-        // Stages that compare answers show accuracy instead: their loss is not a token loss, so it has no perplexity.
-        let mut shown = m
-            .more
-            .iter()
-            .filter(|(n, _)| n.contains("accurac") || n.contains("margin"))
-            .peekable();
-        if shown.peek().is_none() {
-            line.push_str(&format!("  perplexity {:.3}", m.eval_perplexity));
+        if let Some(perplexity) = m.eval_perplexity {
+            line.push_str(&format!("  perplexity {perplexity:.3}"));
         }
-        shown.for_each(|(name, value)| line.push_str(&format!("  {name} {value:.4}")));
+        // Stages that compare answers show how often they are right.
+        for (name, value) in &m.more {
+            if name.contains("accurac") || name.contains("margin") {
+                line.push_str(&format!("  {name} {value:.4}"));
+            }
+        }
         line.push_str(&format!("  {} tokens", units::count(m.eval_tokens)));
         if let Some(a) = m.eval_accuracy {
             line.push_str(&format!("  accuracy {:.1} %", a * 100.0));

@@ -258,7 +258,7 @@ impl ModelFiles {
             raw.insert("vocab_size".into(), self.spec.vocab.into());
         }
         // The exported model is not quantized.
-        raw.remove("quantization_config");
+        hf::unquantized(&mut raw);
         raw
     }
 

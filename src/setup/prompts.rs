@@ -140,8 +140,7 @@ pub fn read(recipe: &Recipe, model: &ModelDir, screen: Option<&Screen>) -> Resul
         hash = format!("{hash} less {}", questions.eval.len());
     }
     questions.mixture = Mixture::new(&train.shares, mixture::rows_of(&train.shares, &origins));
-    rewards::check(&recipe.rl, &questions.train)?;
-    rewards::check(&recipe.rl, &questions.eval)?;
+    rewards::check(&recipe.rl, &questions.train, &questions.eval)?;
     let stand_in = |prompts: &[Prompt], hash: String| {
         let mut dataset = Dataset::from_examples(prompts.iter().map(|p| example(p, room)).collect());
         dataset.fingerprint = hash;

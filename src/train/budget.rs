@@ -26,9 +26,10 @@ impl Budget {
         self.bytes.saturating_add(self.bytes / 10)
     }
 
-    /// True if the process used more than the budget during training. `peak`: its peak memory so far.
-    pub fn is_passed(self, peak: u64) -> bool {
-        peak > self.most().max(self.before)
+    /// The peak memory of the process so far, `peak`, if training used more than the budget; else 0. On several ranks each one
+    /// compares its own peak: the memory before the training differs between them.
+    pub fn excessive(self, peak: u64) -> u64 {
+        if peak > self.most().max(self.before) { peak } else { 0 }
     }
 
     /// Returns the warning before the run if the process exceeded the budget already.
@@ -53,11 +54,20 @@ mod tests {
             bytes: 1000,
             before: 400,
         };
-        assert!(!budget.is_passed(1100) && budget.is_passed(1101));
+        assert_eq!([1100, 1101].map(|peak| budget.excessive(peak)), [0, 1101]);
         assert_eq!(budget.warning(), None);
         // Reading the rows exceeded the budget already: only a higher peak is caused by training.
         let before = Budget { before: 3000, ..budget };
-        assert!(!before.is_passed(3000) && before.is_passed(3001));
+        assert_eq!([3000, 3001].map(|peak| before.excessive(peak)), [0, 3001]);
         assert!(before.warning().is_some_and(|w| w.contains("2.9 KiB")));
+    }
+
+    #[test]
+    fn each_rank_compares_its_peak_with_its_own_memory_before_the_training() {
+        let rank = |before, peak| Budget { bytes: 1000, before }.excessive(peak);
+        // Rank 1 read more rows, and training used no more than that.
+        assert_eq!([rank(400, 900), rank(3000, 3000)].into_iter().max(), Some(0));
+        // The peak of the rank that passed its limit, not the highest one.
+        assert_eq!([rank(400, 1200), rank(3000, 3000)].into_iter().max(), Some(1200));
     }
 }

@@ -13,7 +13,7 @@ use crate::setup::ModelDir;
 use crate::setup::rows::RecipeRows;
 use crate::source::Placement;
 use crate::train::checkpoint_size::CheckpointSize;
-use crate::train::owner::{self, DirectoryState, OwnedFiles};
+use crate::train::owner::{self, DirectoryState, OwnedFiles, RecordedFinal};
 use crate::train::starts;
 use crate::train::{Resume, TrainOptions};
 use serde_json::json;
@@ -98,7 +98,7 @@ pub fn check(run_dir: &Path, options: &TrainOptions) -> Result<()> {
 }
 
 /// True if `from` is the directory of the run, or a checkpoint in it.
-fn is_within(from: &Path, run_dir: &Path) -> bool {
+pub fn is_within(from: &Path, run_dir: &Path) -> bool {
     match (from.canonicalize(), run_dir.canonicalize()) {
         (Ok(from), Ok(run_dir)) => from.starts_with(run_dir),
         _ => false,
@@ -267,9 +267,14 @@ impl RunDirectory {
         staging::left_name(&self.path.join(owner::FINAL))
     }
 
-    /// Registers the new `final/`; `before` is the path from `aside`. Returns messages for the user.
-    pub fn exported(&mut self, before: &Path) -> Result<Vec<String>> {
-        let (stays, doubled) = self.manifest.exported(&self.path, before)?;
+    /// Registers the new `final/`, directly after it got its name; `before` is the path from `aside`.
+    pub fn record_final(&mut self, before: &Path) -> Result<RecordedFinal> {
+        self.manifest.record_final(&self.path, before)
+    }
+
+    /// Registers the hashes of the new `final/`; `before` as for `record_final`. Returns messages for the user.
+    pub fn complete_final(&mut self, recorded: RecordedFinal, before: &Path) -> Result<Vec<String>> {
+        let (stays, doubled) = self.manifest.complete_final(&self.path, recorded)?;
         let mut said = Vec::new();
         if stays {
             said.push(format!(

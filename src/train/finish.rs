@@ -20,6 +20,7 @@ use crate::source::{Group, ParamElements, ParamInfo, Sublayer};
 use crate::train::stage::preference;
 use crate::train::starts;
 use candle_core::{DType, Device, Tensor};
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -72,6 +73,9 @@ pub fn rehearse(trained: &TrainedModel, out: &Path) -> Result<()> {
     let model = trained.model;
     if written(trained, out, &mut |_| {}, ExportMode::Rehearse)?.is_some() {
         model.tokenizer.files_with_added(&model.dir)?;
+        if model.turn_end.is_some() {
+            hf::rehearse_stop_ids(&model.dir, &model.raw_config())?;
+        }
     }
     Ok(())
 }
@@ -86,7 +90,8 @@ fn written(trained: &TrainedModel, out: &Path, note: &mut dyn FnMut(&str), way: 
     if let Some(out) = adapter(trained, out, note, way)? {
         return Ok(Some(out));
     }
-    let out = base(trained, out, true, recipe.model.dtype, way, &mut |name, sink| {
+    let dtype = recipe.model.dtype;
+    let out = base(trained, out, true, dtype, note, way, &mut |name, sink| {
         let module = name.strip_suffix(".weight").unwrap_or(name);
         if let Some(rows) = engine.network.tokens.iter().find(|rows| &*rows.table == name) {
             return with_rows(engine, rows, sink);
@@ -110,6 +115,7 @@ fn base(
     out: &Path,
     whole: bool,
     dtype: Dtype,
+    note: &mut dyn FnMut(&str),
     way: ExportMode,
     fill: &mut hf::ParamFill,
 ) -> Result<PathBuf> {
@@ -121,7 +127,11 @@ fn base(
         ExportMode::Write => hf::model(parts, fill),
         ExportMode::Rehearse => hf::rehearse_model(parts, fill).map(|()| out.to_path_buf()),
     };
-    let more = |dir: &Path| write_text_files(recipe, model, dir);
+    let left_out = Cell::new(None::<String>);
+    let more = |dir: &Path| -> Result<()> {
+        left_out.set(write_text_files(recipe, model, dir)?);
+        Ok(())
+    };
     let mut parts = ModelExport {
         more: whole.then_some(&more as hf::WriteMore),
         out,
@@ -131,8 +141,14 @@ fn base(
         dtype,
         params: engine.network.source.params(),
     };
+    let mut say = |parts: &ModelExport| {
+        let config = hf::config_note(&parts.config, parts.base_dir);
+        config.iter().chain(&left_out.take()).for_each(|line| note(line));
+    };
     if !scores {
-        return write(&parts, fill);
+        let written = write(&parts, fill)?;
+        say(&parts);
+        return Ok(written);
     }
     // A reward model has a score head instead of the output projection.
     let mut params: Vec<ParamInfo> = parts.params.iter().filter(|p| &*p.name != LM_HEAD).cloned().collect();
@@ -144,10 +160,12 @@ fn base(
     });
     parts.params = &params;
     hf::as_classifier(&mut parts.config, preference::pad_id(&model.tokenizer));
-    write(&parts, &mut |name, sink| match name {
+    let written = write(&parts, &mut |name, sink| match name {
         hf::SCORE => engine.exact(reward::SCORE, &mut |values| sink(Values::F32(values))),
         _ => fill(name, sink),
-    })
+    })?;
+    say(&parts);
+    Ok(written)
 }
 
 fn adapter(trained: &TrainedModel, out: &Path, note: &mut dyn FnMut(&str), way: ExportMode) -> Result<Option<PathBuf>> {
@@ -215,7 +233,7 @@ fn adapter(trained: &TrainedModel, out: &Path, note: &mut dyn FnMut(&str), way: 
     }
     if !residual && !random && !quantized {
         let written = hf::adapter_over(out, &config, &adapters, &whole, &model.dir, &mut |dir| {
-            write_text_files(recipe, model, dir)?;
+            write_text_files(recipe, model, dir)?.iter().for_each(|line| note(line));
             Ok(print.clone())
         });
         return written.map(Some);
@@ -230,7 +248,8 @@ fn adapter(trained: &TrainedModel, out: &Path, note: &mut dyn FnMut(&str), way: 
     let dtype = if quantized { Dtype::F32 } else { recipe.model.dtype };
     hf::adapter_over(out, &config, &adapters, &whole, &model.dir, &mut |dir| {
         // The score head is part of the adapter directory.
-        let written = base(trained, &dir.join("base"), false, dtype, way, &mut |name, sink| {
+        let path = dir.join("base");
+        let written = base(trained, &path, false, dtype, note, way, &mut |name, sink| {
             if quantized && let Some(values) = dequantized(engine, name)? {
                 return sink(Values::F32(&values));
             }
@@ -240,7 +259,7 @@ fn adapter(trained: &TrainedModel, out: &Path, note: &mut dyn FnMut(&str), way: 
                 None => as_stored(engine, name, sink),
             }
         })?;
-        write_text_files(recipe, model, dir)?;
+        write_text_files(recipe, model, dir)?.iter().for_each(|line| note(line));
         Ok(hf::fingerprint(&written)?.base())
     })
     .map(Some)
@@ -361,8 +380,9 @@ fn compressed(
     Ok((config, plain))
 }
 
-/// Writes what the recipe changes beside the weights: chat template, new tokens, the end of a turn.
-fn write_text_files(recipe: &Recipe, model: &ModelDir, out: &Path) -> Result<()> {
+/// Writes what the recipe changes beside the weights: chat template, new tokens, the end of a turn. Returns a note for the user
+/// about settings that are left out.
+fn write_text_files(recipe: &Recipe, model: &ModelDir, out: &Path) -> Result<Option<String>> {
     if let Some(template) = &model.template
         && (recipe.data.chat_template.given().is_some() || template.has_kwargs())
     {
@@ -376,8 +396,9 @@ fn write_text_files(recipe: &Recipe, model: &ModelDir, out: &Path) -> Result<()>
             tokenizer::write_files(&dir, &model.tokenizer.files_with_added(&model.dir)?)?;
         }
     }
-    if model.turn_end.is_some() {
-        hf::set_stop_ids(out, &model.raw_config(), model.tokenizer.stop_ids())?;
+    if model.turn_end.is_none() {
+        return Ok(None);
     }
-    Ok(())
+    let left_out = hf::set_stop_ids(out, &model.raw_config(), model.tokenizer.stop_ids())?;
+    Ok(hf::left_out_note("generation_config.json", &left_out))
 }

@@ -1,6 +1,7 @@
 //! Writes the model or the adapter of a checkpoint, equal to `final/` at that step. Needs the base model and the
 //! checkpoint; does not read the training rows.
 
+use crate::base::staging::ScratchDirectory;
 use crate::base::{Error, Result, files, memory};
 use crate::checkpoint::{self, LoadedState};
 use crate::data::Dataset;
@@ -8,7 +9,7 @@ use crate::engine::{ActiveSet, Engine, StepStrategy, TrainConfig};
 use crate::hf;
 use crate::model::Objective;
 use crate::plan::memory_plan::pin_resumed_choices;
-use crate::recipe::{self, Method, ModelInit, Recipe, Stage};
+use crate::recipe::{self, Method, ModelInit, ModelRef, Recipe, Stage};
 use crate::rlhf::preference::RewardObjective;
 use crate::setup::active_schedule;
 use crate::setup::adapters;
@@ -24,7 +25,7 @@ use crate::train::stage::preference;
 use crate::train::starts::{self, AdapterInitContext};
 use crate::train::state;
 use candle_core::Device;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 /// The result of an export from a checkpoint.
 #[derive(Debug, Clone, PartialEq)]
@@ -36,39 +37,42 @@ pub struct CheckpointExport {
     pub notes: Vec<String>,
 }
 
-/// A temporary directory; it is removed on drop.
-pub struct ScratchDirectory(pub PathBuf);
-
-impl ScratchDirectory {
-    /// Chooses a new name next to `path`; the parent directory must exist.
-    pub fn beside(path: &Path) -> Result<Self> {
-        let scratch = files::temporary(path);
-        if scratch.exists() {
-            files::remove_dir_all(&scratch)?;
-        }
-        Ok(Self(scratch))
-    }
-}
-
-impl Drop for ScratchDirectory {
-    fn drop(&mut self) {
-        if self.0.is_dir() {
-            // If this fails, the next run in this directory removes it.
-            let _ = files::remove_dir_all(&self.0);
-        }
-    }
+/// Where the files are that the recipe of a checkpoint names.
+#[derive(Debug, Clone, Copy)]
+pub enum RecipePaths<'a> {
+    /// As its recipe says.
+    OfCheckpoint,
+    /// The base model is here now.
+    Base(&'a ModelRef),
+    /// As in the recipe of the run that goes on with it: the same content may be at other places.
+    OfRun(&'a Recipe),
 }
 
 /// Writes the equivalent of `final/` after the step of the checkpoint in `dir`.
 ///
 /// Errors: the base model is not the one of the run; `out` cannot be written.
-pub fn write(dir: &Path, out: &Path) -> Result<CheckpointExport> {
+pub fn write(dir: &Path, out: &Path, paths: RecipePaths) -> Result<CheckpointExport> {
     let loaded = checkpoint::load(dir)?;
     let fingerprint = state::fingerprint(&loaded);
     let written = recipe::again(&fingerprint.recipe).map_err(|e| e.within(dir.display()))?;
-    let recipe = &pin_resumed_choices(&written.recipe, &Resume::From(dir.to_path_buf()))?;
+    let mut recipe = pin_resumed_choices(&written.recipe, &Resume::From(dir.to_path_buf()))?;
+    match paths {
+        RecipePaths::OfCheckpoint => {}
+        RecipePaths::Base(base) => (recipe.model.path, recipe.model.revision) = (base.clone(), "main".into()),
+        RecipePaths::OfRun(run) => {
+            (recipe.model.path, recipe.model.revision) = (run.model.path.clone(), run.model.revision.clone());
+            recipe.tune.lora.adapter.clone_from(&run.tune.lora.adapter);
+            recipe.data.chat_template = run.data.chat_template.clone();
+        }
+    }
+    let recipe = &recipe;
     let device = Device::Cpu;
-    let model = ModelDir::of_recipe(recipe).map_err(|e| e.after("the base model of the checkpoint is needed"))?;
+    let model = ModelDir::of_recipe(recipe).map_err(|e| {
+        let first = e.hint_text().map_or(String::new(), |hint| format!("{hint}; "));
+        e.after("the base model of the checkpoint is needed").hint(format!(
+            "{first}if it was moved, name its directory with `ft export --base`"
+        ))
+    })?;
     let recipe = &vocabulary::with_new_rows(recipe, model.new_rows.as_ref(), &model.spec);
     if model.is_shape() {
         return Err(Error::new("a built-in shape has random weights: there is nothing to export").at_path(dir));
@@ -108,21 +112,18 @@ pub fn write(dir: &Path, out: &Path) -> Result<CheckpointExport> {
         _ => bytes,
     };
     checkpoint::check_space(out, written)?;
-    let scratch = ScratchDirectory::beside(&out.with_extension("weights"))?;
+    let scratch = ScratchDirectory::beside(out)?;
     let placement = if fits {
         Placement::Device
     } else {
         Placement::Disk { head_rows: None }
     };
-    if placement != Placement::Device {
-        files::create_dir_all(&scratch.0)?;
-    }
     let strategy = StepStrategy {
         placement,
         storage,
         ..StepStrategy::new(recipe.model.dtype)
     };
-    let mut loaded_model = model.load_for(&strategy, recipe, &scratch.0, &device, &RunRanks::default().0)?;
+    let mut loaded_model = model.load_for(&strategy, recipe, scratch.path(), &device, &RunRanks::default().0)?;
     let network = &mut loaded_model.network;
     adapter_set.attach(network)?;
     let config = TrainConfig {
@@ -139,7 +140,7 @@ pub fn write(dir: &Path, out: &Path) -> Result<CheckpointExport> {
             objective: &CausalLm::new(model.spec.vocab),
             train: &Dataset::default(),
             base: &fingerprint.base,
-            cache: &scratch.0,
+            cache: scratch.path(),
             ranks: &RunRanks::default(),
             store: &*loaded_model.store,
             note: &mut |_| {},
@@ -175,6 +176,10 @@ pub fn write(dir: &Path, out: &Path) -> Result<CheckpointExport> {
 /// Planned number of steps of the run: the AdaLoRA schedule is saved with the adapter.
 fn steps_of_run(loaded: &LoadedState, recipe: &Recipe) -> u64 {
     if let Ok(steps) = u64::try_from(recipe.train.max_steps) {
+        return steps;
+    }
+    // Checkpoints of earlier versions do not have the number.
+    if let Some(steps) = state::fingerprint(loaded).total_steps {
         return steps;
     }
     let events = loaded.path.parent().map(|run| run.join("events.jsonl"));

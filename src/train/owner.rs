@@ -12,6 +12,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
+mod results;
+
+pub use results::{FinalCheck, RecordedFinal};
+
 pub const MANIFEST: &str = "run.json";
 pub const FINAL: &str = "final";
 /// Training rows that were dropped, and why.
@@ -73,8 +77,8 @@ struct StoredFile {
     size: u64,
     /// Modification time in nanoseconds.
     changed: i64,
-    /// blake3; empty in a run of an earlier version.
-    hash: String,
+    /// blake3; empty until it is computed. `None`: a run of an earlier version.
+    hash: Option<String>,
 }
 
 /// The state of a directory before a run starts in it.
@@ -206,7 +210,7 @@ impl OwnedFiles {
                     let stored = StoredFile {
                         size: file[0].as_u64()?,
                         changed: file[1].as_i64()?,
-                        hash: file[2].as_str().unwrap_or_default().to_string(),
+                        hash: file[2].as_str().map(str::to_string),
                     };
                     Some((name.clone(), stored))
                 })
@@ -240,91 +244,6 @@ impl OwnedFiles {
     pub fn clean(&self, run_dir: &Path, last: Option<u32>) -> Result<CleanupReport> {
         let processes: BTreeSet<u32> = self.processes.iter().copied().chain(last).collect();
         checkpoint::clean_leftovers(run_dir, &processes, &is_name)
-    }
-
-    /// Records the files of the new `final/` with their hashes, and removes the previous one (its name is `before` now) if
-    /// this run wrote all of it. Returns true if the previous one stays, and the results of killed processes of this run
-    /// that were removed because they have the same bytes.
-    pub fn exported(&mut self, run_dir: &Path, before: &Path) -> Result<(bool, Vec<PathBuf>)> {
-        let replaced = before.symlink_metadata().is_ok();
-        let ours = self.is_final(before);
-        if replaced && ours {
-            staging::remove_whole(before)?;
-        }
-        let out = run_dir.join(FINAL);
-        let mut finals = inside(&out)?;
-        for (name, file) in &mut finals {
-            file.hash = checkpoint::hash(&out.join(name))?.1;
-        }
-        self.finals = finals;
-        self.write(run_dir)?;
-        let mut doubled = Vec::new();
-        for path in files::list(run_dir)? {
-            let name = name_of(&path);
-            let process = name.strip_prefix(FINAL).and_then(|n| n.strip_prefix(files::TEMPORARY));
-            let process = process.and_then(|p| p.split('-').next()?.parse().ok());
-            // Killed between its last file and its name.
-            if process.is_some_and(|p| self.processes.contains(&p)) && self.doubles(&path) {
-                staging::remove_whole(&path)?;
-                doubled.push(path);
-            }
-        }
-        Ok((replaced && !ours, doubled))
-    }
-
-    /// True if each file of this directory is in `final/` too, with the same bytes.
-    fn doubles(&self, dir: &Path) -> bool {
-        let same = |(name, now): (&String, &StoredFile)| {
-            let known = self.finals.get(name).filter(|stored| stored.size == now.size);
-            known.is_some_and(|stored| checkpoint::hash(&dir.join(name)).is_ok_and(|(_, hash)| hash == stored.hash))
-        };
-        staging::is_directory(dir) && inside(dir).is_ok_and(|now| !now.is_empty() && now.iter().all(same))
-    }
-
-    /// True if this directory is an unchanged `final/` of this run.
-    fn is_final(&self, dir: &Path) -> bool {
-        let same = |now: &BTreeMap<String, StoredFile>| {
-            let mut files = now.iter().zip(&self.finals);
-            let equal = |a: &StoredFile, b: &StoredFile| (a.size, a.changed) == (b.size, b.changed);
-            now.len() == self.finals.len() && files.all(|(a, b)| a.0 == b.0 && equal(a.1, b.1))
-        };
-        !self.finals.is_empty() && staging::is_directory(dir) && inside(dir).is_ok_and(|now| same(&now))
-    }
-
-    /// Compares `final/` with what the run wrote: the number of files, and what is wrong with them, each named. `None`: the
-    /// run wrote no `final/`, or no hashes (earlier versions).
-    pub fn verify_final(run_dir: &Path) -> Result<Option<(usize, Vec<Error>)>> {
-        let Some(manifest) = Self::read(run_dir)? else {
-            return Ok(None);
-        };
-        if manifest.finals.values().all(|file| file.hash.is_empty()) {
-            return Ok(None);
-        }
-        let mut wrong = Vec::new();
-        for (name, stored) in &manifest.finals {
-            let path = run_dir.join(FINAL).join(name);
-            if !path.symlink_metadata().is_ok_and(|m| m.is_file()) {
-                wrong.push(Error::new("file of the result is missing").at_path(&path));
-                continue;
-            }
-            match checkpoint::hash(&path) {
-                Err(e) => wrong.push(e),
-                Ok((size, _)) if size != stored.size => wrong.push(
-                    Error::new("file of the result is damaged or was changed")
-                        .at_path(&path)
-                        .found(format!("{size} bytes"))
-                        .expected(format!("{} bytes, as the run wrote it", stored.size)),
-                ),
-                Ok((_, hash)) if hash != stored.hash => wrong.push(
-                    Error::new("file of the result is damaged or was changed")
-                        .at_path(&path)
-                        .found(format!("contents with blake3 hash {hash}"))
-                        .expected(format!("{}, as the run wrote it", stored.hash)),
-                ),
-                Ok(_) => {}
-            }
-        }
-        Ok(Some((manifest.finals.len(), wrong)))
     }
 
     /// Removes a run. Files that ft did not create, or that were changed, stay. Returns the removed names, and the
@@ -414,7 +333,7 @@ fn inside(dir: &Path) -> Result<BTreeMap<String, StoredFile>> {
                     let stored = StoredFile {
                         size: m.len(),
                         changed,
-                        hash: String::new(),
+                        hash: None,
                     };
                     out.insert(name, stored);
                 }
@@ -553,7 +472,7 @@ mod tests {
     #[test]
     fn a_final_directory_that_was_changed_is_kept() {
         let add = |d: &Path| put(d, &["final/notes.txt"]);
-        let change = |d: &Path| put(d, &["final/config.json"]);
+        let change = |d: &Path| std::fs::write(d.join("final/config.json"), "another text").unwrap();
         let link = |d: &Path| std::os::unix::fs::symlink(d, d.join("final/link")).unwrap();
         for (n, edit) in [&add as &dyn Fn(&Path), &change, &link].into_iter().enumerate() {
             let dir = tempfile::tempdir().unwrap();

@@ -169,6 +169,7 @@ pub fn train(loaded: &LoadedRecipe, options: &TrainOptions) -> Result<TrainOutco
     let trained_tokens = trainer.restore(&cx, &opened, &adapters, &mut reporter)?;
     let OpenedRun {
         directory,
+        taken,
         fingerprint,
         base,
         ..
@@ -207,7 +208,7 @@ pub fn train(loaded: &LoadedRecipe, options: &TrainOptions) -> Result<TrainOutco
             ..RunPace::default()
         },
     };
-    begin(&mut run, &mut engine, &cx, start_step)?;
+    begin(&mut run, &mut engine, &cx, start_step, taken.as_deref())?;
     let ended = run_steps(&mut run, &mut engine, &cx, start_step)?;
     if options.only_steps {
         run.reporter.finish();

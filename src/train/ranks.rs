@@ -10,6 +10,7 @@ use crate::recipe::{DistributedSection, RankWeights, Recipe, Train};
 use crate::source::sharded::Machines;
 use crate::train::TrainOptions;
 use crate::train::gpus::OwnDevice;
+use crate::train::side_inputs::PROGRAMS;
 use crate::train::state::RunFingerprint;
 use serde_json::{Value, json};
 use std::fmt;
@@ -54,6 +55,9 @@ pub fn agreed(
             .iter()
             .map(|(key, value)| (key.clone(), value.clone())),
     );
+    // Only rank 0 starts reward programs.
+    let contents = fingerprint.side_inputs.iter().filter(|(key, _)| *key != PROGRAMS);
+    all.extend(contents.map(|(key, hash)| (format!("content of {key}"), hash.clone())));
     let more = [
         ("training rows", fingerprint.data.clone()),
         ("evaluation rows", fingerprint.eval_data.clone()),
@@ -116,6 +120,12 @@ impl RunRanks {
     /// Waits until all ranks are here; those that wait for rank 0 have no time limit.
     pub fn meet(&self) -> Result<()> {
         self.0.bytes(Vec::new(), self.for_root()).map(drop)
+    }
+
+    /// Waits until all ranks are here, without a time limit: after work that may take some ranks much longer than others, such as
+    /// reading a checkpoint.
+    pub fn meet_after_reading(&self) -> Result<()> {
+        self.0.bytes(Vec::new(), Patience::Long).map(drop)
     }
 
     /// The signal that one of the ranks received.

@@ -3,7 +3,7 @@
 
 use crate::base::signal::{SignalReaction, Stop};
 use crate::base::units::bytes;
-use crate::base::{Error, ErrorKind, Result, memory, progress, signal, units};
+use crate::base::{Error, Result, memory, progress, signal, units};
 use crate::comm::Patience;
 use crate::data::{Batch, Dataset};
 use crate::engine::window::{self, MicroReport};
@@ -24,7 +24,7 @@ use crate::train::ranks::RunRanks;
 use crate::train::samples;
 use crate::train::stage::BatchSource;
 use crate::train::state::RunFingerprint;
-use crate::train::step_metrics::{copies, copy_metrics, expert_metrics, sent_metrics};
+use crate::train::step_metrics::{copies, copy_metrics, expert_metrics, perplexity, sent_metrics};
 use candle_core::Device;
 use serde_json::{Map, Value, json};
 use std::path::Path;
@@ -78,6 +78,8 @@ pub struct RunPace {
     pub drawn: Option<(Instant, Duration)>,
     /// The user was warned of slow copies.
     pub slow_copies: bool,
+    /// The user was warned of rows for evaluation that `eval_accuracy` does not contain.
+    pub unanswered: bool,
     /// Other ranks take part in a save.
     pub several: bool,
 }
@@ -222,7 +224,10 @@ impl TrainingRun<'_> {
         let (step, before) = (unread.step, unread.trained_before);
         let report = match engine.finish(&unread.queued) {
             Ok(report) => report,
-            Err(e) => return Err(self.failed(engine, step, before, e)),
+            Err(e) => {
+                let of_all = engine.is_of_all_ranks(&e);
+                return Err(self.failed(engine, step, before, e, of_all));
+            }
         };
         // A step that was queued during the one before begins when that one ends.
         let started = self.pace.read.map_or(unread.started, |read| read.max(unread.started));
@@ -343,20 +348,25 @@ impl TrainingRun<'_> {
             report.put_back(engine.objective.as_ref());
         }
         let accuracy = match self.eval {
-            Some(eval) if self.recipe.train.predict_with_generate => {
-                engine.by_root(|| samples::accuracy(self.recipe, self.model, engine, eval))
-            }
-            _ => Ok(None),
+            Some(eval) if self.recipe.train.predict_with_generate => engine
+                .by_root(|| samples::accuracy(self.recipe, self.model, engine, eval))
+                .map(Option::unwrap_or_default),
+            _ => Ok(samples::AnswerAccuracy::default()),
         };
-        let Some(eval_accuracy) = self.ranks.unless_root_stopped(accuracy)? else {
+        let Some(accuracy) = self.ranks.unless_root_stopped(accuracy)? else {
             return Ok(None);
         };
+        if let Some(warning) = &accuracy.warning
+            && !std::mem::replace(&mut self.pace.unanswered, true)
+        {
+            self.reporter.warn(warning);
+        }
         let metrics = EvalMetrics {
             step,
             eval_loss: totals.loss(),
-            eval_perplexity: totals.loss().exp(),
+            eval_perplexity: perplexity(&self.recipe.train, totals.loss()),
             eval_tokens: totals.trained,
-            eval_accuracy,
+            eval_accuracy: accuracy.exact,
             more: engine.objective.metrics(),
         };
         self.reporter.eval(&metrics);
@@ -443,8 +453,11 @@ impl TrainingRun<'_> {
     /// Shows answers to the sample prompts. A signal ends it early; the caller then saves and stops.
     pub fn samples(&mut self, engine: &mut Engine, step: u64, when: &str) -> Result<()> {
         let ask = |engine: &Engine| samples::answers(self.recipe, self.model, engine, self.eval);
-        let answers = engine.with_averages(|engine| engine.by_root(|| ask(engine)).map(Option::unwrap_or_default));
-        let answers = self.ranks.unless_root_stopped(answers);
+        // An error that leaves `with_averages` ends the run; a signal does not.
+        let answers = engine.with_averages(|engine| {
+            let asked = engine.by_root(|| ask(engine)).map(Option::unwrap_or_default);
+            self.ranks.unless_root_stopped(asked)
+        });
         let Some(answers) = answers.map_err(|e| self.evaluation_failed(engine, step, e))? else {
             return Ok(());
         };
@@ -487,9 +500,11 @@ impl TrainingRun<'_> {
     /// Errors: the process exceeded the memory budget of the recipe; the state after `step` is saved first.
     pub fn stop_above_budget(&mut self, engine: &Engine, step: u64) -> Result<()> {
         let Some(budget) = self.budget else { return Ok(()) };
-        // Of the rank that needs most.
-        let peak = self.ranks.most(memory::peak_resident(), Patience::Step)?;
-        if !self.ranks.of_root(budget.is_passed(peak))? {
+        // Of the ranks that need too much, the one that needs most.
+        let peak = self
+            .ranks
+            .most(budget.excessive(memory::peak_resident()), Patience::Step)?;
+        if peak == 0 {
             return Ok(());
         }
         self.save(engine, step)?;
@@ -517,13 +532,15 @@ impl TrainingRun<'_> {
             )))
     }
 
-    /// Handles a failed step. If gradients are kept, the weights are still those of the step before, which are saved.
-    pub fn failed(&mut self, engine: &Engine, step: u64, trained_tokens: u64, e: Error) -> Error {
+    /// Handles a failed step. If gradients are kept, the weights are still those of the step before, which are saved. `of_all`: all
+    /// ranks have this error, at the same place (`Engine::is_of_all_ranks`).
+    pub fn failed(&mut self, engine: &Engine, step: u64, trained_tokens: u64, e: Error, of_all: bool) -> Error {
         self.fingerprint.trained_tokens = trained_tokens;
         let whole = engine.strategy.gradients == GradientStorage::Keep && !self.schedule.corrects_at_once();
-        // After the error of one rank its part of the state is missing. A number that is not finite is the error of all ranks.
-        let needs_all = engine.is_divided() || self.writes_parts();
-        let together = !engine.trains_apart() && (!needs_all || e.kind() == ErrorKind::NonFinite);
+        // After the error of one rank the others do not come to a save.
+        let in_parts = engine.is_divided() || engine.store.sharded().is_some() || self.writes_parts();
+        let needs_all = self.ranks.several() && in_parts;
+        let together = !engine.trains_apart() && (!needs_all || of_all);
         let safe = whole && together && step > 1 && !self.schedule.switches_at(step);
         let saved = if safe && self.recipe.train.save_steps > 0 {
             self.save_here(engine, step - 1)

@@ -83,10 +83,40 @@ pub fn answers(
         .collect())
 }
 
+const NO_QUESTIONS: &str = "`train.predict_with_generate` has no effect: the rows for evaluation have no prompts with \
+                            answers, so there is no `eval_accuracy`";
+
+/// Exact answers to the rows for evaluation.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct AnswerAccuracy {
+    /// Fraction of the questions; `None`: there is no question.
+    pub exact: Option<f64>,
+    /// Rows that it does not contain.
+    pub warning: Option<String>,
+}
+
 /// Fraction of the rows with an answer that greedy decoding answers exactly (ignoring white space at both ends).
-pub fn accuracy(recipe: &Recipe, model: &ModelDir, engine: &Engine, rows: &Dataset) -> Result<f64> {
-    let questions = questions(recipe, model, rows, usize::MAX)?;
-    exact_matches(model, &engine.network, &questions)
+pub fn accuracy(recipe: &Recipe, model: &ModelDir, engine: &Engine, rows: &Dataset) -> Result<AnswerAccuracy> {
+    let mut questions = questions(recipe, model, rows, usize::MAX)?;
+    let skipped = skip_long(&mut questions, model.spec.generated_positions());
+    let exact = exact_matches(model, &engine.network, &questions)?;
+    Ok(AnswerAccuracy {
+        exact,
+        warning: skipped.or_else(|| exact.is_none().then(|| NO_QUESTIONS.to_string())),
+    })
+}
+
+/// Removes the questions that leave no room for an answer in a context of `most` tokens. Returns a warning if there are any.
+pub fn skip_long(questions: &mut Vec<Question>, most: usize) -> Option<String> {
+    let all = questions.len();
+    questions.retain(|q| q.prompt.len() < most);
+    let skipped = all - questions.len();
+    (skipped > 0).then(|| {
+        format!(
+            "{skipped} of {all} prompts are longer than the context length of the model ({most}): they are skipped and do not \
+             count in the accuracy"
+        )
+    })
 }
 
 /// The first questions of the rows for evaluation.
@@ -114,8 +144,11 @@ pub fn greedy(model: &ModelDir, network: &Network, prompts: &[Vec<u32>], longest
     Ok(texts)
 }
 
-/// Fraction of `questions` that greedy decoding answers exactly.
-pub fn exact_matches(model: &ModelDir, network: &Network, questions: &[Question]) -> Result<f64> {
+/// Fraction of `questions` that greedy decoding answers exactly. `None`: there are none.
+pub fn exact_matches(model: &ModelDir, network: &Network, questions: &[Question]) -> Result<Option<f64>> {
+    if questions.is_empty() {
+        return Ok(None);
+    }
     let mut right = 0;
     let phase = progress::phase("answering", questions.len(), "questions");
     for chunk in questions.chunks(ROWS) {
@@ -128,5 +161,23 @@ pub fn exact_matches(model: &ModelDir, network: &Network, questions: &[Question]
         }
         phase.add(chunk.len() as u64);
     }
-    Ok(right as f64 / questions.len().max(1) as f64)
+    Ok(Some(right as f64 / questions.len() as f64))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_prompt_that_fills_the_context_is_skipped_with_a_warning() {
+        let question = |tokens: usize| Question {
+            prompt: vec![1; tokens],
+            answer: "a".into(),
+        };
+        let mut questions: Vec<Question> = [3, 8, 7, 9].map(question).into();
+        let warning = skip_long(&mut questions, 8).unwrap();
+        assert!(warning.starts_with("2 of 4 prompts are longer"), "{warning}");
+        assert_eq!(questions, [question(3), question(7)]);
+        assert_eq!(skip_long(&mut questions, 8), None);
+    }
 }

@@ -381,8 +381,31 @@ fn corda(s: &mut AdapterInitContext, network: &mut Network, adapter_set: &mut hf
         let scale = scaling(hf::alpha_of(config, module)?, r, config.use_rslora);
         pairs.insert(module.clone(), (r, start::pair_of(component, method, r, scale)));
     }
-    cache::write(s.cache, &key, network, &pairs)?;
+    store(s, &key, network, &pairs)?;
     place(s.recipe, network, adapter_set, pairs)
+}
+
+/// Stores the pairs for other runs. Rank 0 writes them, and another rank only if it does not see the file of rank 0. If they
+/// cannot be written, the next run computes them again.
+fn store(
+    s: &mut AdapterInitContext,
+    key: &str,
+    network: &Network,
+    pairs: &BTreeMap<String, (usize, InitPair)>,
+) -> Result<()> {
+    let mut is_stored = false;
+    if !s.ranks.is_root() {
+        s.ranks.meet_after_reading()?;
+        is_stored = cache::read(s.cache, key, network, s.note)?.is_some();
+    }
+    if !is_stored && let Err(e) = cache::write(s.cache, key, network, pairs) {
+        let e = e.line();
+        (s.note)(&format!("corda: the components cannot be stored for other runs: {e}"));
+    }
+    if s.ranks.is_root() {
+        s.ranks.meet_after_reading()?;
+    }
+    Ok(())
 }
 
 /// Sets these pairs on the network; the config lists ranks that differ from `r`.

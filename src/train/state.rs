@@ -4,19 +4,19 @@
 //! of the active parameters, `state.json` the rest. Data order, block order and dropout are functions of (seed, step),
 //! so the step is their only state.
 
-use crate::base::{Error, Result, units};
+use crate::base::{Error, Result};
 use crate::checkpoint::{self, CheckpointFile, DividedFile, LoadedState, TensorSink};
-use crate::comm::Collective;
+use crate::comm::{Collective, Patience};
 use crate::data::Dataset;
 use crate::engine::{ActiveSet, Ema, Engine, MomentValues, SavedMoment};
 use crate::formats::dtype::StoredDtype;
 use crate::formats::writer::{TensorPlan, Values};
 use crate::hf::Fingerprint;
-use crate::recipe::table::{self, OnResume, PathContent};
-use crate::recipe::{self, LoadedRecipe};
+use crate::recipe::LoadedRecipe;
 use crate::report;
 use crate::setup::active_schedule::ActiveSchedule;
 use crate::train::ranks::of_program;
+use crate::train::side_inputs::SideHashes;
 use candle_core::{DType, Tensor};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -37,12 +37,18 @@ pub struct RunFingerprint {
     /// Recipe keys and values.
     pub recipe: BTreeMap<String, String>,
     pub data: String,
+    /// `data` as earlier versions computed it, if that differs; not saved.
+    pub data_before: String,
     pub eval_data: String,
+    /// Hashes of an adapter, rewards and other content that the recipe names. Checkpoints of earlier versions do not have them.
+    pub side_inputs: SideHashes,
     /// Hash of all base weights, or `RANDOM`.
     pub base: String,
     /// Hash of a part of the weights: checkpoints of older versions have only this one, in `base`.
     pub sampled: String,
     pub trained_tokens: u64,
+    /// Number of steps of the whole run, on which learning rates depend. Checkpoints of earlier versions do not have it.
+    pub total_steps: Option<u64>,
     /// What computes the run: program, processor and device. Checkpoints of earlier versions do not have it.
     pub made_by: BTreeMap<String, String>,
 }
@@ -92,8 +98,10 @@ pub fn save(
         "recipe": fingerprint.recipe,
         "data": fingerprint.data,
         "eval_data": fingerprint.eval_data,
+        "side_inputs": fingerprint.side_inputs,
         "base": fingerprint.base,
         "trained_tokens": fingerprint.trained_tokens,
+        "total_steps": fingerprint.total_steps,
         "made_by": fingerprint.made_by,
         "active_block": schedule.label(step.max(1)),
         "optimizer_steps": steps,
@@ -205,10 +213,13 @@ pub fn fingerprint(loaded: &LoadedState) -> RunFingerprint {
         recipe: texts("recipe"),
         made_by: texts("made_by"),
         data: text("data"),
+        data_before: String::new(),
+        side_inputs: texts("side_inputs"),
         eval_data: text("eval_data"),
         base: text("base"),
         sampled: String::new(),
         trained_tokens: loaded.state.get("trained_tokens").and_then(Value::as_u64).unwrap_or(0),
+        total_steps: loaded.state.get("total_steps").and_then(Value::as_u64),
     }
 }
 
@@ -279,7 +290,8 @@ fn restore_step_hook(loaded: &LoadedState, engine: &mut Engine) -> Result<()> {
     Ok(())
 }
 
-/// Restores weights and moments; the engine is then in the state after step `loaded.step`, in which `active` were active.
+/// Restores weights and moments; the engine is then in the state after step `loaded.step`, in which `active` were active. All
+/// ranks call it.
 pub fn restore(loaded: &LoadedState, engine: &mut Engine, active: &ActiveSet) -> Result<()> {
     let device = engine.network.device.clone();
     let weights = loaded.open(WEIGHTS)?;
@@ -335,6 +347,8 @@ pub fn restore(loaded: &LoadedState, engine: &mut Engine, active: &ActiveSet) ->
             .at(name)
             .within(loaded.path.display()));
     }
+    // Each rank reads the checkpoint at its own speed; a switch exchanges values with the time limit of a step.
+    engine.comm().bytes(Vec::new(), Patience::Long)?;
     // A block is quantized again when the next one begins, not before: an evaluation that is missing sees exact weights.
     if loaded.step > 0 {
         engine.switch(active, |_| true)?;
@@ -345,95 +359,14 @@ pub fn restore(loaded: &LoadedState, engine: &mut Engine, active: &ActiveSet) ->
 /// Value of `base` for random weights.
 pub const RANDOM: &str = "random";
 
-/// Errors: any change that would make the resumed run a different run, as a table old -> new.
-pub fn check_same(old: &RunFingerprint, new: &RunFingerprint) -> Result<()> {
-    let same_base = old.base == new.base || (!new.sampled.is_empty() && old.base == new.sampled);
-    let may_change = |key: &str, was: &str, now: &str| match table::find(key).map(|key| key.on_resume) {
-        None | Some(OnResume::Nothing) => false,
-        Some(OnResume::Value) => true,
-        Some(OnResume::Path(content)) => match content {
-            PathContent::BaseModel => same_base && new.base != RANDOM,
-            PathContent::TrainingRows => old.data == new.data,
-            PathContent::Sources => old.data == new.data && recipe::without_paths(was) == recipe::without_paths(now),
-            PathContent::EvaluationRows => old.eval_data == new.eval_data,
-            PathContent::Teacher => true,
-        },
-    };
-    let mut differences = Vec::new();
-    for (key, now) in &new.recipe {
-        if let Some(was) = old.recipe.get(key).filter(|was| *was != now)
-            && !may_change(key, was, now)
-        {
-            differences.push(format!("{key}: {was} -> {now}"));
-        }
-    }
-    for (what, was, now, same) in [
-        ("training rows", &old.data, &new.data, old.data == new.data),
-        (
-            "evaluation rows",
-            &old.eval_data,
-            &new.eval_data,
-            old.eval_data == new.eval_data,
-        ),
-        ("base model", &old.base, &new.base, same_base),
-    ] {
-        if !same {
-            differences.push(format!("{what}: hash {} -> {}", short(was), short(now)));
-        }
-    }
-    if differences.is_empty() {
-        return Ok(());
-    }
-    Err(Error::new("the settings or inputs differ from the saved run")
-        .found(format!(
-            "{}:\n      {}",
-            units::counted(differences.len(), "difference"),
-            differences.join("\n      ")
-        ))
-        .hint("undo these changes to resume, or start a new run in another `train.output_dir`"))
-}
-
-/// A warning if another program, processor or device goes on with `checkpoint`.
-pub fn other_bits(checkpoint: &LoadedState, new: &RunFingerprint) -> Option<String> {
-    let old = fingerprint(checkpoint);
-    let changed: Vec<String> = new
-        .made_by
-        .iter()
-        .filter_map(|(what, now)| {
-            let was = old.made_by.get(what).filter(|was| *was != now)?;
-            Some(format!("{what}: {} -> {}", named(was), named(now)))
-        })
-        .collect();
-    (!changed.is_empty()).then(|| {
-        format!(
-            "checkpoint-{} was written by another program or on another machine ({}): the last bits of the numbers may differ \
-             from those of a run that was not stopped",
-            checkpoint.step,
-            changed.join(", ")
-        )
-    })
-}
-
-/// The start of a hash, any other text as it is.
-fn named(fact: &str) -> &str {
-    let is_hash = fact.len() == 64 && fact.chars().all(|c| c.is_ascii_hexdigit());
-    if is_hash { &fact[..12] } else { fact }
-}
-
-fn short(hash: &str) -> &str {
-    // The prefix before the last colon is the kind of hash.
-    let digits = hash.rsplit_once(':').map_or(hash, |(_, digits)| digits);
-    digits.get(..12).unwrap_or(digits)
-}
-
-/// The fingerprint of a run that starts.
+/// The fingerprint of a run that starts. `ranks` and `device`: how many processes compute it, and on what.
 pub fn of_run(
     loaded: &LoadedRecipe,
     print: Option<Fingerprint>,
     train: &Dataset,
     eval: Option<&Dataset>,
-    ranks: usize,
-    device: &str,
+    (ranks, device): (usize, &str),
+    total_steps: u64,
 ) -> RunFingerprint {
     let mut recipe: BTreeMap<String, String> = loaded.values.iter().cloned().collect();
     // Ranks that train alone have moments and rows of their own.
@@ -448,92 +381,12 @@ pub fn of_run(
         recipe,
         made_by,
         data: train.fingerprint.clone(),
+        data_before: train.fingerprint_before.clone(),
+        side_inputs: SideHashes::new(),
         eval_data: eval.map(|e| e.fingerprint.clone()).unwrap_or_default(),
         base: print.as_ref().map_or(RANDOM.to_string(), |p| p.exact.clone()),
         sampled: print.map(|p| p.sampled).unwrap_or_default(),
         trained_tokens: 0,
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// Row R6.
-    #[test]
-    fn only_harmless_changes_are_let_through() {
-        let fingerprint = |pairs: &[(&str, &str)], data: &str| RunFingerprint {
-            recipe: pairs.iter().map(|(k, v)| (k.to_string(), v.to_string())).collect(),
-            data: data.into(),
-            ..RunFingerprint::default()
-        };
-        let old = fingerprint(&[("train.seed", "1"), ("train.save_steps", "5")], "aa");
-        assert!(
-            check_same(
-                &old,
-                &fingerprint(&[("train.seed", "1"), ("train.save_steps", "9")], "aa")
-            )
-            .is_ok()
-        );
-        let e = check_same(&old, &fingerprint(&[("train.seed", "2")], "bb"))
-            .unwrap_err()
-            .to_string();
-        assert!(e.contains("train.seed: 1 -> 2") && e.contains("training rows"), "{e}");
-    }
-
-    /// Row R6.
-    #[test]
-    fn sources_may_move_and_keep_their_weights() {
-        let fingerprint = |sources: &str, data: &str| RunFingerprint {
-            recipe: [("data.sources".to_string(), sources.to_string())].into(),
-            data: data.into(),
-            ..RunFingerprint::default()
-        };
-        let source = |path: &str, weight: &str| format!("[{{ path = [\"{path}\"], weight = {weight} }}]");
-        let old = fingerprint(&source("a.jsonl", "2.0"), "aa");
-        check_same(&old, &fingerprint(&source("moved/a.jsonl", "2.0"), "aa")).unwrap();
-        check_same(
-            &old,
-            &fingerprint("[{ path = [\"org/name\"], split = \"train\", weight = 2.0 }]", "aa"),
-        )
-        .unwrap();
-        let weight = check_same(&old, &fingerprint(&source("a.jsonl", "3.0"), "aa")).unwrap_err();
-        assert!(weight.to_string().contains("data.sources"), "{weight}");
-        let rows = check_same(&old, &fingerprint(&source("moved/a.jsonl", "2.0"), "bb")).unwrap_err();
-        assert!(rows.to_string().contains("2 differences"), "{rows}");
-    }
-
-    #[test]
-    fn what_was_moved_is_known_by_its_hash() {
-        let fingerprint = |path: &str, base: &str, sampled: &str| RunFingerprint {
-            recipe: [("model.path".to_string(), path.to_string())].into(),
-            base: base.into(),
-            sampled: sampled.into(),
-            ..RunFingerprint::default()
-        };
-        let old = fingerprint("a", "blake3-exact:11", "");
-        check_same(&old, &fingerprint("b", "blake3-exact:11", "blake3:7")).unwrap();
-        let e = check_same(&old, &fingerprint("b", "blake3-exact:12", "blake3:7"))
-            .unwrap_err()
-            .to_string();
-        assert!(
-            e.contains("model.path") && e.contains("base model: hash 11 -> 12"),
-            "{e}"
-        );
-        // A checkpoint with only the hash of a part of the weights.
-        check_same(
-            &fingerprint("a", "blake3:7", ""),
-            &fingerprint("b", "blake3-exact:12", "blake3:7"),
-        )
-        .unwrap();
-        assert!(
-            check_same(
-                &fingerprint("a", "blake3:8", ""),
-                &fingerprint("a", "blake3-exact:12", "blake3:7")
-            )
-            .is_err()
-        );
-        // For random weights the path identifies the shape.
-        assert!(check_same(&fingerprint("a", RANDOM, ""), &fingerprint("b", RANDOM, "")).is_err());
+        total_steps: Some(total_steps),
     }
 }

@@ -1,8 +1,9 @@
-//! Metrics of a step beside its loss: copies, experts, the loss scale.
+//! Metrics of a step beside its loss: copies, experts, the loss scale. The perplexity of an evaluation.
 
 use crate::base::Result;
 use crate::engine::{Engine, LossScale};
 use crate::ops::transfer::{Copier, CopyTimes};
+use crate::recipe::Train;
 use crate::source::ExpertReads;
 
 /// The step's host-device copies.
@@ -47,4 +48,39 @@ pub fn scale_metrics(before: Option<LossScale>, engine: &Engine) -> Vec<(&'stati
     let used = before.map(|scale| ("loss_scale", f64::from(scale.scale)));
     let skipped = used.map(|_| ("skipped_steps", engine.skipped_steps() as f64));
     used.into_iter().chain(skipped).collect()
+}
+
+/// The perplexity that belongs to the loss of an evaluation. `None`: this loss is not the mean cross-entropy of the tokens.
+pub fn perplexity(train: &Train, loss: f64) -> Option<f64> {
+    train.has_perplexity().then(|| loss.exp())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::recipe::{self, Stage};
+
+    #[test]
+    fn only_a_plain_loss_of_tokens_has_a_perplexity() {
+        let text = "[model]\npath = \"m\"\n[data]\ntrain = \"t\"\n";
+        let mut train = recipe::parse(text, "r.toml", &[]).unwrap().recipe.train;
+        for (stage, has) in [
+            (Stage::Pretrain, true),
+            (Stage::Sft, true),
+            (Stage::Distill, true),
+            (Stage::Reward, false),
+            (Stage::Dpo, false),
+            (Stage::Orpo, false),
+            (Stage::Simpo, false),
+            (Stage::Kto, false),
+            (Stage::Ppo, false),
+            (Stage::Grpo, false),
+        ] {
+            train.stage = stage;
+            assert_eq!(perplexity(&train, 0.5), has.then(|| 0.5_f64.exp()), "{stage:?}");
+        }
+        train.stage = Stage::Sft;
+        train.label_smoothing_factor = 0.1;
+        assert_eq!(perplexity(&train, 0.5), None);
+    }
 }

@@ -7,6 +7,7 @@
 //! A shard holds, for M documents with T trained tokens in all: `documents` u8 `[M, 20]` (16 bytes of hash, 4 of the
 //! number of trained tokens), `ids` u16 or u32 `[T, k]`, `log_probs` f16 `[T, k]`, `rest` f32 `[T]`.
 
+mod place;
 mod shard;
 #[cfg(test)]
 mod tests;
@@ -16,7 +17,6 @@ use crate::base::{Error, Result, files, paths, progress, signal, staging};
 use crate::data::batch::Example;
 use crate::data::{Batch, Dataset, IGNORE};
 use crate::distill::{self, StoredOutputs};
-use crate::formats::weights::Weights;
 use crate::ops::distill::TopK;
 use crate::recipe::{DistillSection, Recipe};
 use crate::report;
@@ -25,8 +25,9 @@ use crate::setup::ModelDir;
 use crate::setup::rows::RecipeRows;
 use crate::setup::teacher;
 use crate::train::inputs;
+use place::{CacheLock, check_place, holds};
 use serde_json::{Value, json};
-use shard::{CacheShard, Hash, REPAIR, damaged, hash, hash_of, is_damage, shard_path, write_shard};
+use shard::{CacheShard, Hash, REPAIR, damaged, hash, hash_of, shard_path, write_shard};
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
@@ -152,7 +153,7 @@ fn shards(rows: &Dataset) -> Result<Vec<Vec<usize>>> {
 /// Writes the outputs of the recipe's teacher for all training rows to `out`; existing shards stay.
 ///
 /// Errors: an invalid teacher or invalid rows; `out` holds something else, or outputs of another teacher, other rows or
-/// other settings; a signal (finished shards stay, the next call continues).
+/// other settings; another process works in `out`; a signal (finished shards stay, the next call continues).
 pub fn cache(recipe: &Recipe, out: &Path, note: &mut dyn FnMut(&str)) -> Result<CacheReport> {
     signal::install()?;
     let model = ModelDir::of_recipe(recipe)?;
@@ -171,17 +172,17 @@ pub fn cache(recipe: &Recipe, out: &Path, note: &mut dyn FnMut(&str)) -> Result<
         teacher: String::new(),
     };
     let named = opened.fingerprint()?;
+    let shards = shards(&rows)?;
+    if shards.is_empty() {
+        return Err(Error::new("the rows have no trained tokens").hint("look at them with `ft data --recipe R`"));
+    }
+    let _lock = CacheLock::acquire(out)?;
     // Shards of an older version use the old fingerprint: then the new shards use it too.
     facts.name_teacher(named.before);
     if !holds(out, &facts.key) {
         facts.name_teacher(named.now);
     }
-    let shards = shards(&rows)?;
-    if shards.is_empty() {
-        return Err(Error::new("the rows have no trained tokens").hint("look at them with `ft data --recipe R`"));
-    }
     check_place(out, &facts)?;
-    files::create_dir_all(out)?;
 
     let mut network = None;
     let mut report = CacheReport {
@@ -261,50 +262,6 @@ pub fn cache(recipe: &Recipe, out: &Path, note: &mut dyn FnMut(&str)) -> Result<
     };
     manifest.write(out)?;
     Ok(report)
-}
-
-fn is_manifest(path: &Path) -> bool {
-    let text = files::read_text(path).unwrap_or_default();
-    serde_json::from_str::<Value>(&text).is_ok_and(|m| m["format"] == FORMAT)
-}
-
-/// Accepts only an empty directory, or one with the same outputs. A file of them may be damaged if another one shows that
-/// they are the same.
-fn check_place(out: &Path, facts: &CacheKey) -> Result<()> {
-    if !out.is_dir() {
-        return Ok(());
-    }
-    let is_same = holds(out, &facts.key);
-    for path in files::list(out)? {
-        let name = path
-            .file_name()
-            .map(|n| n.to_string_lossy().into_owned())
-            .unwrap_or_default();
-        if name.starts_with("rows-") && name.ends_with(".safetensors") {
-            match CacheShard::open(&path, &facts.key, facts.k) {
-                Err(e) if is_damage(&e, &path) && is_same => {}
-                Err(e) if is_damage(&e, &path) => return Err(e.hint("give `--out` a new directory")),
-                opened => opened.map(drop)?,
-            }
-        } else if !(name == MANIFEST && (is_same && !path.is_symlink() || is_manifest(&path))
-            || name == setup::TEACHER && staging::is_marked(&path))
-        {
-            return Err(Error::usage("the directory contains other files")
-                .at_path(&path)
-                .hint("give `--out` a new directory"));
-        }
-    }
-    Ok(())
-}
-
-/// True if `cache.json` or one of the shards in `out` has this key.
-fn holds(out: &Path, key: &str) -> bool {
-    if CacheManifest::read(&out.join(MANIFEST)).is_ok_and(|manifest| manifest.facts.key == key) {
-        return true;
-    }
-    let shards = files::list(out).unwrap_or_default().into_iter();
-    let mut shards = shards.filter(|p| p.file_name().is_some_and(|n| n.to_string_lossy().starts_with("rows-")));
-    shards.any(|p| Weights::open_file(&p).is_ok_and(|w| w.metadata().get("ft_key").is_some_and(|k| k == key)))
 }
 
 /// Stored outputs for training.

@@ -80,12 +80,17 @@ impl Dash {
         (status, head.to_lowercase(), body.to_string())
     }
 
-    fn get(&self, path: &str) -> (u16, String, String) {
+    /// A path of the page, with the token.
+    pub(super) fn path(&self, name: &str) -> String {
+        format!("{}{name}", self.base)
+    }
+
+    pub(super) fn get(&self, path: &str) -> (u16, String, String) {
         self.ask(&format!("GET {path} HTTP/1.1\r\nHost: 127.0.0.1:{}\r\n\r\n", self.port))
     }
 
-    fn json(&self, path: &str) -> Value {
-        let (status, _, body) = self.get(&format!("{}{path}", self.base));
+    pub(super) fn json(&self, path: &str) -> Value {
+        let (status, _, body) = self.get(&self.path(path));
         assert_eq!(status, 200, "{path}: {body}");
         serde_json::from_str(&body).unwrap()
     }

@@ -1,5 +1,5 @@
-//! `ft dash` as a reader sees it, in a browser: a run that is over and one that goes on. `.ci/run` runs it where there is a
-//! Chromium (`cargo test --release --test cli -- --ignored in_a_browser`).
+//! `ft dash` as a reader sees it, in a browser: a run that is over, one that goes on, and those of `damaged.rs`. `.ci/run` runs
+//! it where there is a Chromium (`cargo test --release --test cli -- --ignored in_a_browser`).
 
 use super::browser::Browser;
 use super::dash::Dash;
@@ -276,4 +276,5 @@ fn the_page_works_in_a_browser() {
     assert!(faults.0.is_empty(), "{:#?}", faults.0);
     let asked = std::mem::take(&mut browser.asked);
     assert!(asked.iter().all(|url| *url == file || url == "data:,"), "{asked:?}");
+    super::damaged::odd_runs_are_shown(&mut browser);
 }

@@ -211,3 +211,26 @@ fn a_redirect_to_another_host_gets_no_token() {
         "{e}"
     );
 }
+
+/// Row W5.
+#[test]
+fn a_file_list_that_leads_in_a_circle_or_to_another_host_is_refused() {
+    let (hub, other) = (Hub::with_model(), Hub::with_model());
+    let cache = tempfile::tempdir().unwrap();
+    let page = format!("/api/models/{ID}/tree/{COMMIT}?cursor=2");
+    let elsewhere = format!("{}{page}", other.address);
+    for (next, words, pages) in [(page, "an earlier page", 2), (elsewhere, "at another address", 1)] {
+        hub.state().lies.next = Some(next);
+        let e = resolve_with(&hub.settings(cache.path()), ID, "main")
+            .unwrap_err()
+            .to_string();
+        assert!(
+            e.contains("the hub sent an invalid response") && e.contains(words),
+            "{e}"
+        );
+        let log = std::mem::take(&mut hub.state().log);
+        let asked = log.iter().filter(|(_, path, _)| path.contains("/tree/"));
+        assert_eq!(asked.count(), pages, "{log:?}");
+    }
+    assert!(other.state().log.is_empty());
+}

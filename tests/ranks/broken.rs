@@ -4,6 +4,7 @@ use crate::bench::{Bench, said};
 use crate::disk;
 use crate::faults::{LONG, assert_once, go_on_with, until_saved};
 use crate::job::{self, ranks_of, wait};
+use crate::same_bits::{BASE, REWARDS};
 use std::fmt::Write;
 use std::fs;
 use std::process::{Command, Output};
@@ -82,6 +83,23 @@ fn a_rank_that_panics_in_a_step_ends_the_job() {
             assert_eq!(out.status.code(), Some(70), "{}", said(&out));
         }
     }
+}
+
+/// The others wait for the rollout of rank 0: they take nothing else for it.
+#[test]
+fn a_rollout_that_is_not_finite_is_the_error_of_the_rank_that_makes_it() {
+    let bench = Bench::new();
+    let more = [
+        "tune.method=full",
+        "optimizer.learning_rate=1e15",
+        "train.output_dir=out",
+    ];
+    let out = job::run(&bench, 2, &[&BASE[..], &REWARDS, &more].concat());
+    let text = said(&out);
+    assert_eq!(out.status.code(), Some(1), "{text}");
+    assert_once(&text, "the model's output is not finite");
+    assert_once(&text, "[rank 0 (host ");
+    assert!(!text.contains("[rank 1") && !text.contains("lost step"), "{text}");
 }
 
 #[test]

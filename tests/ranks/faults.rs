@@ -1,6 +1,6 @@
 //! Failures: each ends the job on all ranks with one message, and nothing hangs.
 
-use crate::bench::{Bench, said};
+use crate::bench::{Bench, copy_all, goldens, said};
 use crate::job::{self, ranks_of, signal, wait};
 use crate::parts::PARTS;
 use std::io::Read;
@@ -213,6 +213,37 @@ fn a_signal_saves_the_state_of_all_ranks() {
         assert!(step >= 5 && saved.exists(), "{text}");
         go_on(&bench, 2);
     }
+}
+
+/// Every rank makes all answers of the student. A signal within them does not end one rank before the others.
+#[test]
+fn a_signal_while_a_student_answers_saves_the_state_of_all_ranks() {
+    let bench = Bench::new();
+    copy_all(&goldens().join("training/models/qwen3"), &bench.path("teacher"));
+    copy_all(&goldens().join("tokenizers/chat"), &bench.path("teacher"));
+    // The answers are long, and cut before they are trained: a step makes answers most of its time.
+    let student = [
+        "train.stage=distill",
+        "distill.teacher=teacher",
+        "distill.lmbda=1",
+        "distill.max_new_tokens=480",
+        "data.max_length=128",
+        "train.batch_size=1",
+    ];
+    let mut job = job::start(&bench, &vec![[&LONG[..], &student].concat(); 2]);
+    until_saved(&bench, &mut job);
+    std::thread::sleep(Duration::from_millis(50));
+    signal(ranks_of(&job)[1], "-USR1");
+    let out = wait(job);
+    let text = said(&out);
+    assert_eq!(out.status.code(), Some(128 + 10), "{text}");
+    assert_once(&text, "stopped by a signal; the state after step");
+    let (_, step) = text.split_once("the state after step ").unwrap();
+    let step = step.split_once(' ').unwrap().0;
+    assert!(
+        bench.path(&format!("out/checkpoint-{step}/manifest.json")).exists(),
+        "{text}"
+    );
 }
 
 #[test]

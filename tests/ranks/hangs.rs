@@ -1,11 +1,13 @@
 //! Ranks that hang in a save, and disks that are slow. A library makes operations on the files of one checkpoint hang, on one rank.
 
 use crate::bench::{Bench, said};
-use crate::disk;
+use crate::disk::{self, Library};
 use crate::faults::{LONG, assert_once, go_on, until_saved};
 use crate::job::{self, ranks_of, signal, wait};
 use crate::parts::PARTS;
+use std::fs;
 use std::process::{Child, Output};
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 /// Seconds after which a rank is missed. A busy disk may take seconds for one operation.
@@ -124,4 +126,76 @@ fn a_slow_save_is_no_hang() {
             begun.elapsed()
         );
     }
+}
+
+/// Every rank verifies the checkpoint of a resumed run; one of them reads for longer than the limit.
+#[test]
+fn a_slow_read_of_a_checkpoint_is_no_hang() {
+    static BUILT: Library = OnceLock::new();
+    let Some(library) = disk::compiled(&BUILT, "tests/ranks/slow.c") else {
+        return;
+    };
+    let bench = Bench::new();
+    let run = [&LONG[..], &[PARTS, "distributed.timeout=2"]].concat();
+    job::train(&bench, 2, &[&run[..], &["train.max_steps=5"]].concat());
+    fs::remove_dir_all(bench.path("out/final")).unwrap();
+    let files = bench.dir.path().canonicalize().unwrap().join("out/checkpoint-5/");
+    let variables = [
+        format!("LD_PRELOAD={}", library.display()),
+        format!("FT_SLOW_FILES={}", files.display()),
+        "FT_SLOW_READ=250".into(),
+    ];
+    let before: Vec<&str> = ["env"]
+        .into_iter()
+        .chain(variables.iter().map(String::as_str))
+        .collect();
+    let resume = [&run[..], &["train.max_steps=6", "train.save_steps=0", "--resume"]].concat();
+    let begun = Instant::now();
+    let out = wait(job::begin(job::mpirun_but(&bench, &vec![resume; 2], 1, &before)));
+    assert!(out.status.success(), "{}", said(&out));
+    assert!(bench.path("out/final").exists());
+    assert!(begun.elapsed() > Duration::from_secs(3), "{:?}", begun.elapsed());
+}
+
+/// A run goes on from another directory; rank 0 copies the checkpoint of the best evaluation from there for longer than the limit.
+#[test]
+fn a_slow_copy_of_the_best_checkpoint_is_no_hang() {
+    let bench = Bench::new();
+    let run = [
+        &LONG[..],
+        &[
+            "distributed.weights=sharded",
+            "distributed.timeout=2",
+            "data.eval_fraction=0.3",
+            "train.eval_steps=2",
+            "train.save_steps=3",
+            "train.save_total_limit=9",
+            "train.load_best_model_at_end=true",
+            "train.max_steps=4",
+        ],
+    ]
+    .concat();
+    job::train(&bench, 2, &run);
+    assert!(
+        bench.path("out/checkpoint-2").exists(),
+        "the first evaluation is the best so far"
+    );
+    let Some(mut variables) = disk_variables(&bench, "checkpoint-2", ["slow", "1", "400"]) else {
+        return;
+    };
+    let dir = bench.dir.path().canonicalize().unwrap();
+    variables[1].1 = format!("{}/other/checkpoint-2*", dir.display());
+    let variables = variables.map(|(name, value)| format!("{name}={value}"));
+    let before: Vec<&str> = ["env"]
+        .into_iter()
+        .chain(variables.iter().map(String::as_str))
+        .collect();
+    let more = ["train.output_dir=other", "--resume=out/checkpoint-3"];
+    let ranks = vec![[&run[..], &more].concat(); 2];
+    let begun = Instant::now();
+    let out = wait(job::begin(job::mpirun_but(&bench, &ranks, 0, &before)));
+    assert!(out.status.success(), "{}", said(&out));
+    assert!(bench.path("other/checkpoint-2").exists());
+    // Rank 1 waits for two seconds more than the limit.
+    assert!(begun.elapsed() > Duration::from_secs(5), "{:?}", begun.elapsed());
 }

@@ -141,7 +141,7 @@ const ON_THREE: [(&str, &[&str]); 15] = [
 ];
 
 /// Rank 0 makes the answers of the stages with rewards.
-const REWARDS: [&str; 7] = [
+pub const REWARDS: [&str; 7] = [
     "train.stage=grpo",
     "train.max_steps=6",
     "train.gradient_accumulation_steps=4",
@@ -347,5 +347,23 @@ fn start_values_are_read_by_all_ranks_or_by_none() {
     assert!(starts("first") == starts("second"));
     for run in ["second-run", "out"] {
         assert_same(&bench, "first-run", run);
+    }
+}
+
+/// The directory of start values is a file here. A run needs only its own.
+#[test]
+fn start_values_that_cannot_be_stored_end_no_run() {
+    let (_, settings) = METHODS.iter().find(|(method, _)| *method == "corda").unwrap();
+    let bench = Bench::new();
+    for size in [1, 2] {
+        let out = bench.path(&format!("on-{size}/out"));
+        fs::create_dir_all(out.parent().unwrap()).unwrap();
+        fs::write(out.with_file_name(".ft-starts"), "").unwrap();
+        let out = format!("train.output_dir={}", out.display());
+        let short = ["train.max_steps=1", "train.save_steps=0"];
+        let ran = job::run(&bench, size, &[&BASE[..], settings, &short, &[&out]].concat());
+        let text = said(&ran);
+        assert!(ran.status.success(), "{text}");
+        assert_eq!(text.matches("cannot be stored for other runs").count(), 1, "{text}");
     }
 }

@@ -1,12 +1,16 @@
-// A slow network, for LD_PRELOAD: what a process sends over TCP leaves at FT_SLOW_BYTES bytes per second. A connection that is busy takes
-// nothing, as one whose buffer is full. Compiled by seconds.rs.
+// A slow network and slow files, for LD_PRELOAD. What a process sends over TCP leaves at FT_SLOW_BYTES bytes per second; a connection that is
+// busy takes nothing, as one whose buffer is full. A read of a file whose path begins with FT_SLOW_FILES takes FT_SLOW_READ milliseconds.
+// Compiled by seconds.rs and hangs.rs.
 
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
+#include <limits.h>
 #include <netinet/in.h>
 #include <pthread.h>
+#include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
@@ -18,9 +22,13 @@ static const double BURST = 0.02;
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static double rate, free_at;
+static const char *files;
+static long pause_ms;
 
 __attribute__((constructor)) static void begin(void) {
     if (getenv("FT_SLOW_BYTES")) rate = atof(getenv("FT_SLOW_BYTES"));
+    if (getenv("FT_SLOW_READ")) pause_ms = atol(getenv("FT_SLOW_READ"));
+    files = getenv("FT_SLOW_FILES");
 }
 
 static double now(void) {
@@ -70,4 +78,15 @@ ssize_t write(int fd, const void *bytes, size_t size) {
 ssize_t send(int fd, const void *bytes, size_t size, int flags) {
     struct iovec part = {(void *)bytes, size};
     return is_slow(fd) ? sent(fd, &part, 1) : syscall(SYS_sendto, fd, bytes, size, flags, NULL, 0);
+}
+
+ssize_t read(int fd, void *bytes, size_t size) {
+    char link[64], path[PATH_MAX];
+    snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+    ssize_t n = files ? readlink(link, path, sizeof path - 1) : -1;
+    if (n > 0 && (size_t)n >= strlen(files) && !strncmp(path, files, strlen(files))) {
+        struct timespec left = {pause_ms / 1000, pause_ms % 1000 * 1000000L};
+        while (nanosleep(&left, &left)) {}
+    }
+    return syscall(SYS_read, fd, bytes, size);
 }

@@ -12,6 +12,7 @@ fn evaluations(bench: &Bench, run: &str) -> BTreeMap<u64, f64> {
     all.filter(|(step, _)| *step > 0).collect()
 }
 
+/// Row R6.
 #[test]
 fn a_run_ends_early_with_the_best_model_and_a_resumed_one_too() {
     let bench = Bench::new();
@@ -21,10 +22,26 @@ fn a_run_ends_early_with_the_best_model_and_a_resumed_one_too() {
     let (train, eval) = rows.split_at(rows.len() / 2);
     fs::write(bench.path("train.jsonl"), train.join("\n")).unwrap();
     fs::write(bench.path("eval.jsonl"), eval.join("\n")).unwrap();
+    bench.train(&[
+        "tune.method=lora",
+        "tune.lora.r=4",
+        "train.max_steps=1",
+        "train.output_dir=start",
+    ]);
+    fs::rename(bench.path("start/final"), bench.path("adapter")).unwrap();
+    let template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}";
+    fs::write(bench.path("template.jinja"), template).unwrap();
     // Blocks that are trained only after the best step have the weights of the base in `final/`.
     for (method, settings) in [
         ("block", &["tune.method=block", "tune.block.switch_every=3"][..]),
-        ("lora", &["tune.method=lora"][..]),
+        (
+            "lora",
+            &[
+                "tune.method=lora",
+                "tune.lora.adapter=adapter",
+                "data.chat_template=template.jinja",
+            ][..],
+        ),
     ] {
         let shared = [
             "data.train=train.jsonl",
@@ -68,8 +85,8 @@ fn a_run_ends_early_with_the_best_model_and_a_resumed_one_too() {
             (&"early stopping".into(), &last.into())
         );
         assert_eq!(listed["results"]["best_eval_loss"], found[best]);
-        let newest = last / 3 * 3;
-        for (step, kept) in [(*best, true), (newest, true), (newest - 3, *best == newest - 3)] {
+        // The last state is saved before the best one is written to `final/`.
+        for (step, kept) in [(*best, true), (last, true), (last / 3 * 3, last.is_multiple_of(3))] {
             let there = bench.path(&run).join(format!("checkpoint-{step}")).exists();
             assert_eq!(there, kept, "{method}: checkpoint-{step}, best {best}");
         }
@@ -82,6 +99,63 @@ fn a_run_ends_early_with_the_best_model_and_a_resumed_one_too() {
             whole == files(&bench.path(&exported)),
             "{method}: final/ is not the export of the best checkpoint"
         );
+        // In another directory, from the best step and from the last one, with all files in other places.
+        let moved = [
+            ("model", "moved"),
+            ("adapter", "adapter-2"),
+            ("template.jinja", "template-2.jinja"),
+        ];
+        for (from, to) in moved {
+            fs::rename(bench.path(from), bench.path(to)).unwrap();
+        }
+        let mut places = vec!["model.path=moved"];
+        if method == "lora" {
+            places.extend(["tune.lora.adapter=adapter-2", "data.chat_template=template-2.jinja"]);
+        }
+        let weights = |run: &str| -> Vec<_> {
+            let all = files(&bench.path(run).join("final")).into_iter();
+            all.filter(|(name, _)| name.ends_with(".safetensors")).collect()
+        };
+        for (step, new) in [(*best, "other"), (last, "late")] {
+            let (new, from) = (format!("{method}/{new}"), format!("{run}/checkpoint-{step}"));
+            let out = format!("train.output_dir={new}");
+            bench.train(&[&all[..], &places, &[&out, "--resume", &from]].concat());
+            assert_eq!(evaluations(&bench, &new), found, "{method}, {new}");
+            assert_eq!(bench.steps(&new).len() as u64, last, "{method}, {new}");
+            assert!(weights(&new) == weights(&run), "{method}, {new}: not the best model");
+            let copied = files(&bench.path(&new).join(format!("checkpoint-{best}")));
+            assert!(
+                copied == files(&bench.path(&format!("{run}/checkpoint-{best}"))),
+                "{method}, {new}"
+            );
+            // Where the new run goes on if it is killed before it saves.
+            assert!(
+                bench
+                    .path(&new)
+                    .join(format!("checkpoint-{step}/manifest.json"))
+                    .exists()
+            );
+        }
+        let kept = bench.path(&format!("{run}/checkpoint-{best}"));
+        fs::rename(&kept, bench.path("aside")).unwrap();
+        let late = format!("{run}/checkpoint-{last}");
+        let refused = [
+            &["train", "--recipe", "r.toml"][..],
+            &all,
+            &places,
+            &["train.output_dir=none", "--resume", &late],
+        ];
+        let refused = bench.ft(&refused.concat());
+        assert!(
+            !refused.status.success() && said(&refused).contains(&format!("{run}/checkpoint-{best}")),
+            "{}",
+            said(&refused)
+        );
+        fs::rename(bench.path("aside"), &kept).unwrap();
+        fs::remove_dir_all(bench.path("none")).unwrap();
+        for (from, to) in moved {
+            fs::rename(bench.path(to), bench.path(from)).unwrap();
+        }
         // Again from the best step: the same end, and the same files.
         let losses = || -> Vec<f64> { bench.steps(&run).iter().map(|l| number(l, "loss")).collect() };
         let before = losses();

@@ -111,12 +111,27 @@ fn overwriting_removes_the_run_says_so_and_keeps_the_rest() {
     );
 }
 
+/// Row R6.
 #[test]
 fn what_someone_added_to_final_is_kept_when_it_is_replaced() {
     let bench = Bench::new();
     assert!(train(&bench, &[]).status.success());
     // Its own `final/` is replaced without leftovers.
-    assert!(train(&bench, &["--resume", "train.max_steps=5"]).status.success());
+    let longer = train(&bench, &["--resume", "train.max_steps=5"]);
+    assert!(longer.status.success());
+    assert!(
+        said(&longer).contains("changed since checkpoint-4: train.max_steps 4 -> 5")
+            && said(&longer).contains("the run has 5 steps now, and had 4"),
+        "{}",
+        said(&longer)
+    );
+    let shorter = train(&bench, &["--resume", "train.max_steps=3"]);
+    assert_eq!(shorter.status.code(), Some(2), "{}", said(&shorter));
+    assert!(
+        said(&shorter).contains("would end before the checkpoint"),
+        "{}",
+        said(&shorter)
+    );
     assert!(!bench.path("run/final.left").exists());
     put(&bench, &["run/final/mine.gguf"]);
     let out = train(&bench, &["--resume", "train.max_steps=6"]);

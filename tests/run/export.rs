@@ -320,3 +320,107 @@ fn a_copied_adapter_names_its_own_base() {
     let out = bench.ft(&["generate", "--model", "out", "--prompt", "a", "--max-new-tokens", "1"]);
     assert!(out.status.success(), "{}", said(&out));
 }
+
+/// Row R6.
+#[test]
+fn the_base_model_of_a_checkpoint_may_have_moved() {
+    let bench = Bench::new();
+    bench.train(&[
+        "tune.method=block",
+        "train.output_dir=run",
+        "train.max_steps=2",
+        "train.save_steps=2",
+    ]);
+    std::fs::rename(bench.path("model"), bench.path("moved")).unwrap();
+    let export = |more: &[&str]| bench.ft(&[&["export", "run/checkpoint-2", "--out", "out"], more].concat());
+    let missing = export(&[]);
+    assert!(
+        !missing.status.success() && said(&missing).contains("ft export --base"),
+        "{}",
+        said(&missing)
+    );
+    // Another model with the same shapes.
+    crate::bench::copy_all(&bench.path("run/final"), &bench.path("another"));
+    let another = export(&["--base", "another"]);
+    assert!(
+        !another.status.success() && said(&another).contains("the base model differs"),
+        "{}",
+        said(&another)
+    );
+    assert!(!bench.path("out").exists());
+    let moved = export(&["--base", "moved"]);
+    assert!(moved.status.success(), "{}", said(&moved));
+    assert!(files(&bench.path("out")) == files(&bench.path("run/final")));
+    for unused in [
+        &["--base", "moved", "--to", "mlx"][..],
+        &["--base", "moved", "--to", "gguf"],
+    ] {
+        let refused = bench.ft(&[&["export", "run/checkpoint-2", "--out", "more"], unused].concat());
+        assert_eq!(refused.status.code(), Some(2), "{}", said(&refused));
+    }
+    let model = bench.ft(&["export", "run/final", "--out", "more", "--base", "moved"]);
+    assert_eq!(model.status.code(), Some(2), "{}", said(&model));
+}
+
+#[test]
+fn each_output_without_a_number_that_json_does_not_have_comes_with_a_note() {
+    let add_number = |model: &Path| {
+        let path = model.join("config.json");
+        let config = std::fs::read_to_string(&path).unwrap();
+        let config = config.replacen('{', "{\"time_step_limit\": [0.0, Infinity],", 1);
+        std::fs::write(&path, config).unwrap();
+    };
+    let bench = Bench::new();
+    add_number(&bench.path("model"));
+    std::fs::write(
+        bench.path("model/generation_config.json"),
+        r#"{"eos_token_id": 0, "top_p": NaN}"#,
+    )
+    .unwrap();
+    let train = |method: &str, out: &str| {
+        // A template with another end of a turn: the settings of sampling are written again.
+        let more = [
+            "data.chat_template=gemma",
+            "data.new_special_tokens=[\"<end_of_turn>\", \"<start_of_turn>\"]",
+            "train.max_steps=1",
+            "train.save_steps=1",
+        ];
+        bench.ft(&[&["train", "--recipe", "r.toml", method, out][..], &more].concat())
+    };
+    let noted = |out: &std::process::Output, files: &[&str]| {
+        let text = said(out);
+        assert!(out.status.success(), "{text}");
+        for (file, key) in [("config.json", "time_step_limit"), ("generation_config.json", "top_p")] {
+            let note =
+                format!("{file} is written without {key}: the value there is a number that JSON does not have\n");
+            let lines = text.split_inclusive('\n').filter(|line| *line == note).count();
+            assert_eq!(lines, usize::from(files.contains(&file)), "{file}: {text}");
+        }
+    };
+    let both = ["config.json", "generation_config.json"];
+    noted(&train("tune.method=full", "train.output_dir=run"), &both);
+    noted(&train("tune.method=lora", "train.output_dir=lora"), &[]);
+    let (run, model) = ("run/checkpoint-1", "model");
+    let other = Bench::of_family("qwen3");
+    add_number(&other.path("model"));
+    let to_moe = ["convert", "--model", model, "--to", "moe", "--experts", "4"];
+    noted(&other.ft(&[&to_moe[..], &["--out", "moe"]].concat()), &both[..1]);
+    add_number(&other.path("moe"));
+    let to_smile = ["convert", "--model", "moe", "--to", "smile", "--groups", "2"];
+    let commands: [(&Bench, &[&str], &[&str]); 6] = [
+        (&bench, &["export", run], &both),
+        (&bench, &["export", run, "--dtype", "bf16"], &both),
+        (&bench, &["export", model], &both[..1]),
+        (&bench, &["quantize", "--model", model, "--to", "nf4"], &both[..1]),
+        (&other, &to_smile, &both[..1]),
+        // What was written once is JSON.
+        (&bench, &["quantize", "--model", "run/final", "--to", "nf4"], &[]),
+    ];
+    for (n, (bench, command, files)) in commands.into_iter().enumerate() {
+        let out = format!("out-{n}");
+        let to = ["--out", out.as_str()];
+        noted(&bench.ft(&[command, &to[..]].concat()), files);
+        let text = std::fs::read_to_string(bench.path(&out).join("config.json")).unwrap();
+        assert!(serde_json::from_str::<Value>(&text).is_ok(), "{command:?}: {text}");
+    }
+}

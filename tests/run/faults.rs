@@ -14,19 +14,19 @@ const CRASHES: [Row; 14] = [
         "C1",
         "killed (SIGKILL) before numbered file operations or in the middle of a write, again during the resume; killed at random moments",
         "the resume continues from the newest complete checkpoint; metrics and result have the bits of an undisturbed run; leftovers are removed and named",
-        "tests/run/power.rs::kills_at_file_operations_lose_nothing tests/run/resume.rs::a_run_killed_at_random_points_resumes_to_the_same_bits tests/run/resumes.rs::kills_at_random_moments_of_every_pair_lose_nothing src/checkpoint/kill_tests.rs::a_process_killed_at_any_moment_leaves_a_state_that_loads",
+        "tests/run/power.rs::kills_at_file_operations_lose_nothing tests/run/resume.rs::a_run_killed_at_random_points_resumes_to_the_same_bits tests/run/resumes.rs::kills_at_random_moments_of_every_pair_lose_nothing src/checkpoint/kill_tests.rs::a_process_killed_at_any_moment_leaves_a_state_that_loads crates/ft-base/src/staging/held.rs::cleaning_removes_what_a_killed_process_left_and_nothing_that_is_in_use src/train/teacher_cache/tests.rs::what_a_killed_process_left_is_removed_and_nothing_else tests/run/scratch.rs::a_model_written_from_a_checkpoint_leaves_the_run_directory_with_its_process tests/run/scratch.rs::stored_outputs_go_on_after_a_kill_and_are_not_written_by_two_processes crates/ft-base/src/staging/held.rs::a_scratch_directory_of_another_machine_stays_for_a_day crates/ft-base/src/staging/held.rs::a_removal_that_was_killed_leaves_nothing_that_stays_for_good",
     ),
     (
         "C2",
-        "killed between two files of one checkpoint",
-        "the incomplete checkpoint is ignored; no mix of two states: the manifest names every file with size and hash",
-        "tests/run/power.rs::kills_at_file_operations_lose_nothing src/checkpoint/tests.rs::a_save_cut_off_between_two_files_is_ignored_and_cleaned",
+        "killed between two files of one checkpoint, or while the hashes of a new `final/` are computed",
+        "the incomplete checkpoint is ignored; no mix of two states: the manifest names every file with size and hash. `final/` is not called damaged",
+        "tests/run/power.rs::kills_at_file_operations_lose_nothing src/checkpoint/tests.rs::a_save_cut_off_between_two_files_is_ignored_and_cleaned src/train/owner/results.rs::a_result_without_hashes_is_not_called_damaged_and_is_known_to_be_ours src/train/owner/results.rs::a_result_that_was_not_recorded_is_removed_when_the_new_one_has_its_bytes src/train/owner/results.rs::a_kill_before_the_hashes_leaves_no_result_that_is_called_damaged_or_stays_for_good",
     ),
     (
         "C3",
         "a write fails with \"no space\", a quota that is used up or an input/output error: this write alone, or all later ones too",
-        "error with the path (logs and caches: a warning), earlier checkpoints stay whole, the resume has the same bits; if `final/` fails, the last state is saved",
-        "tests/run/power.rs::a_result_that_cannot_be_written_is_not_lost tests/run/power.rs::writes_that_fail_are_told_and_lose_nothing tests/run/limits.rs::a_run_works_under_limits_or_is_refused src/checkpoint/tests.rs::a_failed_save_leaves_the_old_state_and_nothing_else tests/run/power.rs::a_failed_sync_and_a_loss_of_power_keep_the_last_saved_state",
+        "error with the path (logs and caches: a warning), earlier checkpoints stay whole, the resume has the same bits; if `final/` fails, the last state is saved. The cache of the hub: an error with the path and `HF_HUB_CACHE`, and the next download goes on",
+        "tests/run/power.rs::a_result_that_cannot_be_written_is_not_lost tests/run/power.rs::writes_that_fail_are_told_and_lose_nothing tests/run/limits.rs::a_run_works_under_limits_or_is_refused src/checkpoint/tests.rs::a_failed_save_leaves_the_old_state_and_nothing_else tests/run/power.rs::a_failed_sync_and_a_loss_of_power_keep_the_last_saved_state tests/hub/cache.rs::a_file_in_the_place_of_the_cache_or_of_a_part_of_it_is_named_with_what_to_set tests/hub/cache.rs::a_read_only_cache_is_named_with_what_to_set_and_is_used_if_it_is_whole tests/hub/cache.rs::a_disk_that_is_full_in_a_download_loses_nothing_and_the_next_one_goes_on",
     ),
     (
         "C4",
@@ -55,8 +55,8 @@ const CRASHES: [Row; 14] = [
     (
         "C8",
         "a bit flipped, the end cut off, a file removed: each file of a checkpoint, of `final/`, a cache, a run directory",
-        "the file is named; `--resume --allow-older` continues from the newest whole checkpoint and says so; a cache is computed again, stored outputs of a teacher are an error with the command that repairs them; `ft runs verify` compares checkpoints and `final/` with their hashes",
-        "tests/run/decay.rs::damage_in_a_checkpoint_is_named_and_an_older_one_is_used_only_if_allowed tests/run/decay.rs::damage_beside_the_checkpoints_changes_no_result tests/run/decay.rs::damage_in_a_result_is_named tests/run/decay.rs::a_flipped_bit_in_a_result_is_named src/checkpoint/tests.rs::every_flipped_bit_of_every_file_is_noticed_and_named tests/run/directory.rs::a_stored_start_that_was_damaged_is_computed_again tests/run/distill.rs::stored_outputs_teach_like_the_teacher crates/ft-data/src/tokens/tests.rs::a_damaged_file_is_found_and_written_again_with_one_note crates/ft-data/src/tokens/tests.rs::a_flipped_bit_in_each_file_of_the_cache_is_found crates/ft-data/src/tokens/tests.rs::damage_in_each_file_of_the_cache_changes_no_row_and_no_fingerprint crates/ft-data/src/tokens/tests.rs::a_flipped_bit_in_a_made_result_makes_it_again_with_a_note src/train/teacher_cache/tests.rs::a_flipped_bit_in_any_byte_is_an_error_or_changes_nothing src/train/teacher_cache/tests.rs::a_changed_value_in_the_manifest_is_named src/train/teacher_cache/tests.rs::only_damaged_files_of_the_same_outputs_are_stored_again src/checkpoint/tests.rs::damage_in_files_that_only_some_runs_have_is_named tests/run/decay.rs::damage_in_the_averages_and_in_the_state_of_a_stage_is_named tests/run/decay.rs::a_damaged_token_cache_is_written_again_and_the_run_resumes tests/run/decay.rs::damage_in_stored_outputs_is_named_and_the_same_command_repairs_it",
+        "the file is named; `--resume --allow-older` continues from the newest whole checkpoint and says so; a cache is computed again, stored outputs of a teacher are an error with the command that repairs them; `ft runs verify` compares checkpoints and `final/` with their hashes; `ft runs list` shows a damaged run with its reason beside the others, and `compare`, `plot` and `export` of a folder leave it out with a warning",
+        "tests/run/decay.rs::damage_in_a_checkpoint_is_named_and_an_older_one_is_used_only_if_allowed tests/run/decay.rs::damage_beside_the_checkpoints_changes_no_result tests/run/decay.rs::damage_in_a_result_is_named tests/run/decay.rs::a_flipped_bit_in_a_result_is_named src/checkpoint/tests.rs::every_flipped_bit_of_every_file_is_noticed_and_named tests/run/directory.rs::a_stored_start_that_was_damaged_is_computed_again tests/run/distill.rs::stored_outputs_teach_like_the_teacher crates/ft-data/src/tokens/tests.rs::a_damaged_file_is_found_and_written_again_with_one_note crates/ft-data/src/tokens/tests.rs::a_flipped_bit_in_each_file_of_the_cache_is_found crates/ft-data/src/tokens/tests.rs::damage_in_each_file_of_the_cache_changes_no_row_and_no_fingerprint crates/ft-data/src/tokens/tests.rs::a_flipped_bit_in_a_made_result_makes_it_again_with_a_note src/train/teacher_cache/tests.rs::a_flipped_bit_in_any_byte_is_an_error_or_changes_nothing src/train/teacher_cache/tests.rs::a_changed_value_in_the_manifest_is_named src/train/teacher_cache/tests.rs::only_damaged_files_of_the_same_outputs_are_stored_again src/checkpoint/tests.rs::damage_in_files_that_only_some_runs_have_is_named tests/run/decay.rs::damage_in_the_averages_and_in_the_state_of_a_stage_is_named tests/run/decay.rs::a_damaged_token_cache_is_written_again_and_the_run_resumes tests/run/decay.rs::damage_in_stored_outputs_is_named_and_the_same_command_repairs_it tests/cli/unreadable.rs::damaged_runs_are_rows_with_a_reason_and_do_not_hide_the_others tests/cli/unreadable.rs::the_page_and_the_completions_have_the_runs_beside_a_damaged_one tests/cli/unreadable.rs::commands_over_a_folder_leave_damaged_runs_out_with_a_warning tests/cli/unreadable.rs::verify_goes_on_after_a_run_that_cannot_be_read",
     ),
     (
         "C9",
@@ -66,9 +66,9 @@ const CRASHES: [Row; 14] = [
     ),
     (
         "C10",
-        "a second `ft train` in the same run directory",
+        "a second `ft train` in the same run directory, a second `ft distill cache` in the same directory; processes with the same id in two containers",
         "refused; the message names the process that works there, and the time since when. The lock file of a killed run is no obstacle, even if its end is missing",
-        "tests/run/resume.rs::a_run_directory_belongs_to_one_run crates/ft-base/src/lock.rs::a_file_of_another_program_is_no_lock",
+        "tests/run/resume.rs::a_run_directory_belongs_to_one_run crates/ft-base/src/lock.rs::a_file_of_another_program_is_no_lock crates/ft-base/src/staging/held.rs::a_scratch_directory_takes_a_free_name_and_leaves_that_of_another_process src/train/teacher_cache/tests.rs::a_second_process_is_refused_and_changes_nothing tests/run/scratch.rs::a_model_written_from_a_checkpoint_leaves_the_run_directory_with_its_process tests/run/scratch.rs::stored_outputs_go_on_after_a_kill_and_are_not_written_by_two_processes crates/ft-base/src/lock.rs::a_lock_or_mark_on_a_removed_file_is_not_taken",
     ),
     (
         "C11",
@@ -143,7 +143,7 @@ const FORMATS: [Row; 11] = [
         "F8",
         "`config.json` with `auto_map` and other names of code; huge, negative or contradictory numbers",
         "code is ignored with a warning; the number is refused with its key, and takes no memory that the weights do not have",
-        "tests/run/hostile.rs::names_of_code_in_a_config_are_ignored_with_a_warning tests/run/hostile.rs::configs_that_ft_cannot_compute tests/memory/hostile.rs::numbers_of_a_config_take_no_memory_that_the_weights_do_not_have",
+        "tests/run/hostile.rs::names_of_code_in_a_config_are_ignored_with_a_warning tests/run/hostile.rs::configs_that_ft_cannot_compute tests/memory/hostile.rs::numbers_of_a_config_take_no_memory_that_the_weights_do_not_have crates/ft-core/src/source/stored/settings.rs::widths_that_cannot_be_read_are_refused_at_the_config",
     ),
     (
         "F9",
@@ -199,8 +199,8 @@ const RECIPES: [Row; 9] = [
     (
         "R6",
         "a resume with another seed, data, tokenizer, base model, type, batch, optimizer; by another program, or on another machine",
-        "refused with a table old -> new; harmless changes are allowed, and moved files if their hashes are the same, without a flag. Another program, processor, set of operations or GPU is allowed too, with a warning old -> new: the last bits may differ",
-        "tests/run/resume.rs::a_resume_by_another_program_or_processor_says_so tests/run/resume.rs::a_resume_of_another_run_is_refused src/train/state.rs::only_harmless_changes_are_let_through src/train/state.rs::sources_may_move_and_keep_their_weights tests/run/directory.rs::a_moved_model_is_known_by_its_weights_and_a_changed_number_is_not",
+        "refused with a table old -> new; harmless changes are allowed and printed, and moved files (model, rows, adapter, rewards, template) if their hashes are the same, without a flag; a warning if the length of the run changed the learning rates of the steps before. Another program, processor, set of operations or GPU is allowed too, with a warning old -> new: the last bits may differ",
+        "tests/run/resume.rs::a_resume_by_another_program_or_processor_says_so tests/run/resume.rs::a_resume_of_another_run_is_refused src/train/resumed.rs::only_harmless_changes_are_let_through src/train/resumed.rs::sources_may_move_and_keep_their_weights src/train/resumed.rs::a_key_that_an_old_checkpoint_lacks_had_its_default tests/run/directory.rs::a_moved_model_is_known_by_its_weights_and_a_changed_number_is_not crates/ft-data/src/streaming/tests.rs::a_stream_is_known_by_the_content_of_its_files_and_not_by_their_names crates/ft-data/src/streaming/tests.rs::a_stream_is_known_by_the_rows_with_which_it_is_compared_too src/train/side_inputs.rs::an_adapter_is_known_by_weights_and_settings_and_not_by_its_place src/train/side_inputs.rs::a_template_is_known_by_its_text_and_compared_rows_by_the_training_rows src/train/side_inputs.rs::a_program_may_move_or_change_but_not_both src/setup/rewards/contents.rs::a_reward_model_is_known_by_weights_score_and_tokenizer tests/run/resume_inputs.rs::rows_that_are_read_during_the_run_may_move_and_not_change tests/run/resume_inputs.rs::adapters_and_rewards_may_move_and_not_change tests/run/best.rs::a_run_ends_early_with_the_best_model_and_a_resumed_one_too tests/run/export.rs::the_base_model_of_a_checkpoint_may_have_moved tests/run/directory.rs::what_someone_added_to_final_is_kept_when_it_is_replaced",
     ),
     (
         "R7",
@@ -341,7 +341,7 @@ const RUNNING: [Row; 11] = [
         "S3",
         "SIGINT once and twice, SIGTERM, SIGHUP, SIGUSR1, in steps, evaluations, rollouts; SIGINT in answers; a terminal that is closed",
         "the state is saved; exit 128 + signal, 131 after the second Ctrl-C",
-        "tests/run/resume.rs::a_run_stopped_within_steps_resumes_to_the_same_bits tests/terminal.rs::a_run_whose_terminal_is_closed_saves_its_state tests/run/resume.rs::signals_save_the_state_and_exit_with_their_code tests/terminal.rs::a_second_interrupt_says_what_is_lost tests/run/chat.rs::a_signal_stops_an_answer tests/run/resume.rs::a_signal_in_the_last_evaluation_leaves_it_to_the_resume",
+        "tests/run/resume.rs::a_run_stopped_within_steps_resumes_to_the_same_bits tests/terminal.rs::a_run_whose_terminal_is_closed_saves_its_state tests/run/resume.rs::signals_save_the_state_and_exit_with_their_code tests/terminal.rs::a_second_interrupt_says_what_is_lost tests/run/chat.rs::a_signal_stops_an_answer tests/run/resume.rs::a_signal_in_the_last_evaluation_leaves_it_to_the_resume tests/run/scratch.rs::a_model_written_from_a_checkpoint_leaves_the_run_directory_with_its_process",
     ),
     (
         "S4",
@@ -389,7 +389,7 @@ const RUNNING: [Row; 11] = [
         "S11",
         "many steps",
         "the last steps hold no more memory, open files and threads than the first; lines of metrics are put at the end, also after a resume",
-        "tests/run/long.rs::a_longer_run_holds_no_more_memory_files_or_threads tests/run/long.rs::metrics_are_appended_and_never_written_again tests/run/long.rs::a_hundred_thousand_steps_hold_no_more_memory_files_or_threads tests/run/long.rs::metrics_that_do_not_fit_in_memory_are_appended tests/run/long.rs::metrics_of_a_gigabyte_are_appended",
+        "tests/run/long.rs::a_longer_run_holds_no_more_memory_files_or_threads tests/run/long.rs::metrics_are_appended_and_never_written_again tests/run/long.rs::a_hundred_thousand_steps_hold_no_more_memory_files_or_threads tests/run/long.rs::metrics_that_do_not_fit_in_memory_are_appended tests/run/long.rs::metrics_of_a_gigabyte_are_appended tests/run/long.rs::a_longer_run_by_blocks_from_the_disk_holds_no_more_memory_files_or_threads tests/run/long.rs::a_longer_run_with_rollouts_holds_no_more_memory_files_or_threads",
     ),
 ];
 
@@ -422,7 +422,7 @@ const SURFACE: [Row; 8] = [
         "W5",
         "a hub that lies about names, hashes, sizes and redirects; a stolen token",
         "nothing is written outside of the cache, wrong contents are thrown away, the token goes to the hub alone",
-        "tests/hub/lies.rs::a_lying_hub_writes_and_removes_nothing_outside_the_cache tests/hub/lies.rs::a_redirect_to_another_host_gets_no_token tests/hub.rs::damaged_content_never_gets_into_the_cache tests/run/egress.rs::no_program_opens_a_socket_and_no_secret_is_kept tests/hub/programs.rs::a_run_from_the_hub_with_a_token_keeps_no_token",
+        "tests/hub/lies.rs::a_lying_hub_writes_and_removes_nothing_outside_the_cache tests/hub/lies.rs::a_redirect_to_another_host_gets_no_token tests/hub.rs::damaged_content_never_gets_into_the_cache tests/run/egress.rs::no_program_opens_a_socket_and_no_secret_is_kept tests/hub/programs.rs::a_run_from_the_hub_with_a_token_keeps_no_token tests/hub/lies.rs::a_file_list_that_leads_in_a_circle_or_to_another_host_is_refused",
     ),
     (
         "W6",
@@ -438,9 +438,9 @@ const SURFACE: [Row; 8] = [
     ),
     (
         "W8",
-        "a reward program that opens sockets, reads secrets of the environment, or takes all memory",
-        "the system refuses its sockets, the secrets are not there, its memory is limited; `rlhf.reward_network` and `rlhf.reward_memory` change that",
-        "crates/ft-base/src/worker.rs::a_program_without_rights_opens_no_socket_sees_no_secret_and_has_a_limit tests/run/rl.rs::a_reward_program_has_no_network_and_no_secrets crates/ft-base/src/worker.rs::a_program_and_its_children_are_one_group_and_end_together",
+        "a reward program that opens sockets, reads secrets of the environment, takes all memory, or goes on when ft ends",
+        "the system refuses its sockets, the secrets are not there, its memory is limited; `rlhf.reward_network` and `rlhf.reward_memory` change that. It ends with ft",
+        "crates/ft-base/src/worker.rs::a_program_without_rights_opens_no_socket_sees_no_secret_and_has_a_limit tests/run/rl.rs::a_reward_program_has_no_network_and_no_secrets crates/ft-base/src/worker.rs::a_program_and_its_children_are_one_group_and_end_together crates/ft-base/src/worker/start.rs::a_program_ends_with_ft_also_if_a_signal_ends_it tests/run/rl.rs::a_reward_program_does_not_outlive_ft crates/ft-base/src/signal/groups.rs::a_look_at_a_program_that_ended_does_not_free_its_id src/setup/rewards/program.rs::the_group_of_a_program_that_ended_is_killed_before_its_id_is_free",
     ),
 ];
 

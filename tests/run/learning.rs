@@ -186,6 +186,82 @@ fn a_run_that_learns_little_says_so() {
     warned(&high, "the loss diverges");
 }
 
+/// The warnings in the events of a run that contain these words.
+fn warnings(bench: &Bench, words: &str) -> usize {
+    let events = bench.lines("run/events.jsonl");
+    let texts = events.iter().filter_map(|e| e["message"].as_str());
+    texts.filter(|text| text.contains(words)).count()
+}
+
+/// A number of an evaluation is left out where it would not be what its name says.
+#[test]
+fn an_evaluation_has_a_perplexity_and_an_accuracy_only_where_there_are_any() {
+    let bench = Bench::new();
+    let evaluations = |more: &[&str]| {
+        let base = [
+            "--overwrite",
+            "train.max_steps=2",
+            "train.save_steps=0",
+            "tune.method=full",
+        ];
+        let out = ft(&bench, &[&base[..], &["train.eval_steps=1"], more].concat());
+        assert!(out.status.success(), "{more:?}\n{}", said(&out));
+        let mut lines = bench.lines("run/metrics.jsonl");
+        lines.retain(|line| line.get("eval_loss").is_some());
+        assert!(lines.len() >= 2, "{more:?}: {lines:?}");
+        lines
+    };
+    let texts = "{\"text\": \"The sun is up.\"}\n{\"text\": \"It rains in the north.\"}\n";
+    fs::write(bench.path("texts.jsonl"), texts).unwrap();
+    let of_texts = ["data.train=texts.jsonl", "data.eval=texts.jsonl"];
+    let asked = "train.predict_with_generate=true";
+    for line in evaluations(&[&of_texts[..], &[asked]].concat()) {
+        assert!(line.get("eval_accuracy").is_none(), "{line}");
+        let perplexity = number(&line, "eval_loss").exp();
+        assert!(
+            (number(&line, "eval_perplexity") / perplexity - 1.0).abs() < 1e-12,
+            "{line}"
+        );
+    }
+    assert_eq!(warnings(&bench, "`train.predict_with_generate` has no effect"), 1);
+    // These rows have answers.
+    for line in evaluations(&["data.eval=rows.jsonl", asked]) {
+        assert!((0.0..=1.0).contains(&number(&line, "eval_accuracy")), "{line}");
+    }
+    assert_eq!(warnings(&bench, "predict_with_generate"), 0);
+    let pairs = ["train.stage=dpo", "data.train=pairs.jsonl", "data.eval=pairs.jsonl"];
+    let smooth = [&of_texts[..], &["train.label_smoothing_factor=0.1"]].concat();
+    for more in [&pairs[..], &smooth[..]] {
+        for line in evaluations(more) {
+            assert!(line.get("eval_perplexity").is_none(), "{more:?}: {line}");
+        }
+    }
+}
+
+#[test]
+fn a_run_warns_of_known_answers_that_numeric_may_read_otherwise() {
+    let bench = Bench::new();
+    let rows = "{\"prompt\": \"When?\", \"answer\": \"12:30\"}\n{\"prompt\": \"How many?\", \"answer\": 4}\n";
+    fs::write(bench.path("sums.jsonl"), rows).unwrap();
+    let out = ft(
+        &bench,
+        &[
+            "train.stage=grpo",
+            "tune.method=lora",
+            "data.train=sums.jsonl",
+            "rlhf.rewards=numeric",
+            "rlhf.num_generations=2",
+            "rlhf.max_completion_length=4",
+            "train.batch_size=2",
+            "train.gradient_accumulation_steps=1",
+            "train.max_steps=1",
+            "train.save_steps=0",
+        ],
+    );
+    assert!(out.status.success(), "{}", said(&out));
+    assert_eq!(warnings(&bench, "1 of 2 known answers have several numbers"), 1);
+}
+
 /// By default all blocks are active once, in a run of any length.
 #[test]
 fn every_block_has_a_turn_by_default() {

@@ -368,6 +368,47 @@ fn a_reward_program_has_no_network_and_no_secrets() {
     );
 }
 
+/// Row W8. After a second Ctrl-C no `Drop` runs in ft, and after SIGKILL nothing at all; then the children of the program stay.
+#[test]
+fn a_reward_program_does_not_outlive_ft() {
+    let lives = |id: i32| {
+        let stat = fs::read_to_string(format!("/proc/{id}/stat")).unwrap_or_default();
+        let state = stat.rsplit_once(") ").and_then(|(_, rest)| rest.chars().next());
+        state.is_some_and(|state| !"ZX".contains(state))
+    };
+    for (signals, whole_group) in [(&[libc::SIGINT, libc::SIGINT][..], true), (&[libc::SIGKILL][..], false)] {
+        let bench = Bench::new();
+        let script = "sleep 600 & echo $$ $! >ids.new; mv ids.new ids; exec sleep 600\n";
+        fs::write(bench.path("judge.sh"), script).unwrap();
+        let mut child = bench.start(&settings(
+            &["rlhf.rewards=program:sh judge.sh", "rlhf.reward_weights=[]"],
+            &["train.max_steps=2", "train.output_dir=run"],
+        ));
+        let start = Instant::now();
+        while !bench.path("ids").exists() && start.elapsed() < Duration::from_secs(120) {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let ids = fs::read_to_string(bench.path("ids")).unwrap();
+        let ids: Vec<i32> = ids.split_whitespace().map(|id| id.parse().unwrap()).collect();
+        let before = [lives(ids[0]), lives(ids[1])];
+        for signal in signals {
+            // SAFETY: the process is a child of this test and was not waited for.
+            unsafe { libc::kill(child.id() as i32, *signal) };
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        child.wait().unwrap();
+        let left = || lives(ids[0]) || (whole_group && lives(ids[1]));
+        let start = Instant::now();
+        while left() && start.elapsed() < Duration::from_secs(5) {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let left = left();
+        // SAFETY: the group of the program, if something of it is left; touches no memory.
+        unsafe { libc::kill(-ids[0], libc::SIGKILL) };
+        assert!(before == [true, true] && !left, "{signals:?}: {before:?}");
+    }
+}
+
 /// Row S3: an evaluation that fails loses no step: the state after its step is saved, and a resume makes up for it.
 #[test]
 fn an_evaluation_that_fails_loses_no_step() {

@@ -105,7 +105,11 @@ pub fn read_text_or_stdin(path: &Path) -> Result<String> {
     }
 }
 
-fn text_of(path: &Path, bytes: Vec<u8>) -> Result<String> {
+/// The text of a file with these bytes, without a byte order mark at the start.
+///
+/// # Errors
+/// The bytes are not UTF-8.
+pub fn text_of(path: &Path, bytes: Vec<u8>) -> Result<String> {
     let text = String::from_utf8(bytes).map_err(|e| {
         Error::format("file is not UTF-8 text")
             .at_path(path)
@@ -296,11 +300,17 @@ pub(super) fn finished(path: &Path) {
 /// Removes half-written files before a signal ends the process. Another thread may still write.
 pub(super) fn remove_unfinished() {
     for path in unfinished().iter() {
-        let _ = if path.is_dir() {
-            fs::remove_dir_all(path)
-        } else {
-            fs::remove_file(path)
-        };
+        // A thread that creates a file in a directory meanwhile makes its removal fail.
+        for _ in 0..10 {
+            let removed = if path.is_dir() {
+                fs::remove_dir_all(path)
+            } else {
+                fs::remove_file(path)
+            };
+            if removed.is_ok() || path.symlink_metadata().is_err() {
+                break;
+            }
+        }
     }
 }
 

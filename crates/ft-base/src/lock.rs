@@ -1,16 +1,55 @@
 //! One run per directory: an advisory lock on `run.lock`, which the system releases when the process ends.
 
-use crate::{Error, Result, files, units};
-use std::fs::{File, OpenOptions, TryLockError};
-use std::io::{Read, Seek, Write};
+mod holder;
+
+pub use holder::{LockState, state};
+
+use crate::{Error, Result, files};
+use holder::{is_elsewhere, line, process_in};
+use std::fs::{File, Metadata, OpenOptions, TryLockError};
+use std::io::{ErrorKind, Read, Seek, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
 
 /// Name of the lock file.
 pub const NAME: &str = "run.lock";
 
 /// Name of the file that marks a directory as used.
-const USED: &str = "used";
+pub(crate) const USED: &str = "used";
+
+const DAY: Duration = Duration::from_secs(24 * 60 * 60);
+
+/// Most bytes of a line that says who holds a lock.
+const LINE: u64 = 200;
+
+/// How often a file is opened again because another process has removed it before it was locked.
+pub(crate) const TRIES: usize = 1000;
+
+/// True if the file at a path, of which `found` has the properties, is this open file: a lock on a file that was removed or
+/// renamed protects nothing.
+pub(crate) fn is_same(file: &File, found: std::io::Result<Metadata>) -> bool {
+    let same = |a: Metadata, b: Metadata| (a.dev(), a.ino()) == (b.dev(), b.ino());
+    file.metadata()
+        .is_ok_and(|own| found.is_ok_and(|found| same(own, found)))
+}
+
+/// The error of a lock that the system refuses, with what is missing if its file system has no locks.
+pub(crate) fn refused(error: Error, e: std::io::Error) -> Error {
+    let without_locks = matches!(e.raw_os_error(), Some(libc::ENOSYS | libc::ENOLCK | libc::EOPNOTSUPP));
+    let error = error.cause(e);
+    if without_locks {
+        error.expected("a file system with locks (`flock`)")
+    } else {
+        error
+    }
+}
+
+/// True for a time less than a day ago: what is newer may belong to a process that cannot be seen from here.
+pub(crate) fn is_recent(time: SystemTime) -> bool {
+    // A time in the future, of a machine with another clock, is recent.
+    time.elapsed().unwrap_or_default() < DAY
+}
 
 /// Marks a directory as used: many processes hold the mark, and a process that removes the directory holds it alone. Its
 /// time of change is that of the last use. Held until this value is dropped.
@@ -21,13 +60,10 @@ pub struct UseMark {
 }
 
 impl UseMark {
-    fn open(directory: &Path) -> Result<Self> {
-        let path = directory.join(USED);
+    fn open(path: &Path) -> std::io::Result<File> {
         let mut options = OpenOptions::new();
         options.read(true).write(true).create(true).truncate(false);
-        let opened = options.custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(&path);
-        let file = opened.map_err(|e| Error::io("cannot mark the directory as used").at_path(&path).cause(e))?;
-        Ok(Self { file, path })
+        options.custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(path)
     }
 
     /// Marks a directory as used now, and makes it if it does not exist.
@@ -35,37 +71,91 @@ impl UseMark {
     /// # Errors
     /// The mark cannot be written.
     pub fn hold(directory: &Path) -> Result<Self> {
-        loop {
+        let path = directory.join(USED);
+        let cannot = || Error::io("cannot mark the directory as used").at_path(&path);
+        for _ in 0..TRIES {
             files::create_dir_all(directory)?;
-            let mark = Self::open(directory)?;
+            let file = match Self::open(&path) {
+                // Another process has just removed the directory.
+                Err(e) if e.kind() == ErrorKind::NotFound => continue,
+                opened => opened.map_err(|e| cannot().cause(e))?,
+            };
             // A disk without locks has no other processes that remove the directory.
-            let _ = mark.file.lock_shared();
-            let _ = mark.file.set_modified(std::time::SystemTime::now());
-            // Another process may have removed it before.
-            if mark.path.exists() {
-                return Ok(mark);
+            let _ = file.lock_shared();
+            if is_same(&file, path.symlink_metadata()) {
+                let _ = file.set_modified(SystemTime::now());
+                return Ok(Self { file, path });
             }
         }
+        Err(cannot().found("another file at each try"))
+    }
+
+    /// Writes the process and its machine into the mark, for machines that do not see its lock.
+    ///
+    /// # Errors
+    /// The mark cannot be written.
+    pub(crate) fn sign(&mut self) -> Result<()> {
+        let mut write = || {
+            self.file.set_len(0)?;
+            self.file.rewind()?;
+            self.file.write_all(line().as_bytes())?;
+            // Other machines read what is stored.
+            self.file.sync_all()
+        };
+        write().map_err(|e| {
+            Error::io("cannot mark the directory as used")
+                .at_path(&self.path)
+                .cause(e)
+        })
+    }
+
+    /// True if a process on another machine or in another container has signed the mark less than a day ago. Whether it still
+    /// holds the mark cannot be seen from here: some file systems have locks that are valid on one machine only.
+    pub(crate) fn is_elsewhere(directory: &Path) -> bool {
+        let path = directory.join(USED);
+        path.symlink_metadata().is_ok_and(|m| m.is_file() && m.len() < LINE)
+            && Self::last(directory).is_some_and(is_recent)
+            && files::read_text(&path).is_ok_and(|text| is_elsewhere(&text))
     }
 
     /// The mark, if no process holds it.
     pub fn alone(directory: &Path) -> Option<Self> {
-        let mark = Self::open(directory).ok()?;
-        mark.file.try_lock().is_ok().then_some(mark)
+        let path = directory.join(USED);
+        let file = Self::open(&path).ok()?;
+        let alone = file.try_lock().is_ok() && is_same(&file, path.symlink_metadata());
+        alone.then_some(Self { file, path })
     }
 
     /// The time of the last use.
-    pub fn last(directory: &Path) -> Option<std::time::SystemTime> {
+    pub fn last(directory: &Path) -> Option<SystemTime> {
         directory.join(USED).metadata().and_then(|of| of.modified()).ok()
     }
 
-    /// Removes the mark.
+    /// Removes the mark, but not that of a process that has made the directory again.
     ///
     /// # Errors
     /// The file cannot be removed.
     pub fn remove(self) -> Result<()> {
-        files::remove_file(&self.path)
+        if is_same(&self.file, self.path.symlink_metadata()) {
+            files::remove_file(&self.path)
+        } else {
+            Ok(())
+        }
     }
+}
+
+/// What the errors of a lock say about a directory that is not of a run.
+#[derive(Debug, Clone, Copy)]
+pub struct LockWords {
+    /// The error if another process holds the lock.
+    pub busy: &'static str,
+    /// What the user can do without waiting.
+    pub instead: &'static str,
+}
+
+/// What the user can do if the directory cannot be locked.
+fn instead(words: Option<LockWords>) -> &'static str {
+    words.map_or("use another directory for the run", |w| w.instead)
 }
 
 /// The lock is held until this value is dropped.
@@ -82,44 +172,83 @@ impl RunLock {
     /// # Errors
     /// Another process holds the lock (the message says which process and since when); `run.lock` was not made by ft.
     pub fn acquire(directory: &Path) -> Result<Self> {
+        Self::acquire_with(directory, None)
+    }
+
+    /// As `acquire`, for a directory of something else.
+    ///
+    /// # Errors
+    /// As `acquire`, with these words.
+    pub fn acquire_as(directory: &Path, words: LockWords) -> Result<Self> {
+        Self::acquire_with(directory, Some(words))
+    }
+
+    fn acquire_with(directory: &Path, words: Option<LockWords>) -> Result<Self> {
         let path = directory.join(NAME);
-        let made = path.symlink_metadata().is_err();
-        if !made && !is_lock(&path) {
-            return Err(Error::format("the directory has a `run.lock` that ft did not write")
-                .at_path(&path)
-                .hint("use another directory for the run"));
+        for _ in 0..TRIES {
+            if let Some(lock) = Self::try_acquire(&path, words)? {
+                return Ok(lock);
+            }
         }
-        let cannot = |e: std::io::Error| Error::io("cannot lock the run directory").at_path(&path).cause(e);
-        let mut file = OpenOptions::new()
+        Err(Error::io("cannot lock the directory")
+            .at_path(&path)
+            .found("another file at each try")
+            .expected("one that no other program removes")
+            .hint(instead(words)))
+    }
+
+    /// `None`: another process has made or removed the file in the meantime.
+    fn try_acquire(path: &Path, words: Option<LockWords>) -> Result<Option<Self>> {
+        let busy = words.map_or("another run is in progress in this directory", |w| w.busy);
+        let instead = instead(words);
+        let made = path.symlink_metadata().is_err();
+        if !made && !is_lock(path) {
+            if path.symlink_metadata().is_err() {
+                return Ok(None);
+            }
+            return Err(Error::format("the directory has a `run.lock` that ft did not write")
+                .at_path(path)
+                .hint(instead));
+        }
+        let cannot = |e: std::io::Error| {
+            let error = Error::io("cannot lock the directory").at_path(path).hint(instead);
+            refused(error, e)
+        };
+        let opened = OpenOptions::new()
             .read(true)
             .write(true)
-            .create(true)
-            .truncate(false)
+            .create_new(made)
             .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
-            .open(&path)
-            .map_err(cannot)?;
+            .open(path);
+        let mut file = match opened {
+            Err(e) if made && e.kind() == ErrorKind::AlreadyExists => return Ok(None),
+            Err(e) if !made && e.kind() == ErrorKind::NotFound => return Ok(None),
+            opened => opened.map_err(cannot)?,
+        };
         match file.try_lock() {
             Ok(()) => {}
             Err(TryLockError::WouldBlock) => {
                 let mut holder = String::new();
                 let _ = file.read_to_string(&mut holder);
-                return Err(Error::new("another run is in progress in this directory")
-                    .at_path(&path)
+                return Err(Error::new(busy)
+                    .at_path(path)
                     .found(if holder.trim().is_empty() {
                         "a held lock".to_string()
                     } else {
                         holder.trim().to_string()
                     })
-                    .hint("wait for it to end, or use another directory for the run"));
+                    .hint(format!("wait for it to end, or {instead}")));
             }
             Err(TryLockError::Error(e)) => return Err(cannot(e)),
         }
+        if !is_same(&file, path.symlink_metadata()) {
+            return Ok(None);
+        }
         file.set_len(0).map_err(cannot)?;
         file.rewind().map_err(cannot)?;
-        let since = units::utc(std::time::SystemTime::now());
-        let line = format!("process {} since {since}\n", std::process::id());
-        file.write_all(line.as_bytes()).map_err(cannot)?;
-        Ok(Self { file, path, made })
+        file.write_all(line().as_bytes()).map_err(cannot)?;
+        let path = path.to_path_buf();
+        Ok(Some(Self { file, path, made }))
     }
 
     /// Checks that the lock still protects the directory with this name.
@@ -127,20 +256,17 @@ impl RunLock {
     /// # Errors
     /// The directory was moved, removed or replaced since it was locked; writes by name would go elsewhere.
     pub fn check(&self) -> Result<()> {
-        let same = |a: &std::fs::Metadata, b: &std::fs::Metadata| (a.dev(), a.ino()) == (b.dev(), b.ino());
-        match (self.file.metadata(), self.path.symlink_metadata()) {
-            (Ok(own), Ok(now)) if same(&own, &now) => Ok(()),
-            _ => {
-                let directory = self.path.parent().unwrap_or(Path::new("."));
-                let error = Error::new("the run directory was moved or removed during the run").at_path(directory);
-                Err(match self.found_at() {
-                    Some(now) => error
-                        .found(format!("it at {}", now.display()))
-                        .hint("move it back, or continue the run there"),
-                    None => error.hint("the saved state is in the moved directory"),
-                })
-            }
+        if is_same(&self.file, self.path.symlink_metadata()) {
+            return Ok(());
         }
+        let directory = self.path.parent().unwrap_or(Path::new("."));
+        let error = Error::new("the run directory was moved or removed during the run").at_path(directory);
+        Err(match self.found_at() {
+            Some(now) => error
+                .found(format!("it at {}", now.display()))
+                .hint("move it back, or continue the run there"),
+            None => error.hint("the saved state is in the moved directory"),
+        })
     }
 
     /// Current location of the lock file.
@@ -166,7 +292,7 @@ impl RunLock {
 /// True if this is a lock file of ft, held or not, also one that was cut off: a full disk or a loss of power leaves the
 /// start of its line, or zeros.
 pub fn is_lock(path: &Path) -> bool {
-    path.symlink_metadata().is_ok_and(|m| m.is_file() && m.len() < 200)
+    path.symlink_metadata().is_ok_and(|m| m.is_file() && m.len() < LINE)
         && files::read_text(path).is_ok_and(|text| process_in(&text).is_some() || is_start(text.trim_end_matches('\0')))
 }
 
@@ -179,39 +305,16 @@ fn is_start(text: &str) -> bool {
     PARTS[1].starts_with(rest.trim_start_matches(|c: char| c.is_ascii_digit()))
 }
 
-/// True if a process of this machine holds the lock of a run directory. Does not touch the lock, so a run that starts at
-/// the same time is not disturbed.
-pub fn is_held(directory: &Path) -> bool {
-    let Some(process) = last_process(directory) else {
-        return false;
-    };
-    let open_files = format!("/proc/{process}/fd");
-    let Ok(entries) = std::fs::read_dir(&open_files) else {
-        // The process of another user, if it exists.
-        return Path::new(&format!("/proc/{process}")).exists();
-    };
-    let Ok(own) = directory.join(NAME).metadata() else {
-        return false;
-    };
-    let mut open = entries
-        .flatten()
-        .filter_map(|entry| std::fs::metadata(entry.path()).ok());
-    open.any(|file| (file.dev(), file.ino()) == (own.dev(), own.ino()))
-}
-
 /// Process id of the last holder of the lock.
 pub fn last_process(directory: &Path) -> Option<u32> {
     let path = directory.join(NAME);
     is_lock(&path).then(|| process_in(&files::read_text(&path).ok()?))?
 }
 
-fn process_in(text: &str) -> Option<u32> {
-    text.strip_prefix("process ")?.split_once(" since ")?.0.parse().ok()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 
     #[test]
     fn a_second_lock_is_refused_until_the_first_is_dropped() {
@@ -248,6 +351,68 @@ mod tests {
         let lock = RunLock::acquire(&run).unwrap();
         std::fs::remove_dir_all(&run).unwrap();
         assert!(lock.check().is_err());
+    }
+
+    /// Row C10.
+    #[test]
+    fn a_lock_or_mark_on_a_removed_file_is_not_taken() {
+        let dir = tempfile::tempdir().unwrap();
+        let (held, taken) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        let rounds = || {
+            for _ in 0..3000 {
+                let Ok(lock) = RunLock::acquire(dir.path()) else {
+                    continue;
+                };
+                lock.check().unwrap();
+                assert_eq!(held.fetch_add(1, SeqCst), 0);
+                taken.fetch_add(1, SeqCst);
+                held.fetch_sub(1, SeqCst);
+                // As `abandon` does.
+                std::fs::remove_file(dir.path().join(NAME)).unwrap();
+                drop(lock);
+            }
+        };
+        std::thread::scope(|scope| (0..4).for_each(|_| drop(scope.spawn(rounds))));
+        assert!(taken.into_inner() > 100 && !dir.path().join(NAME).exists());
+
+        let used = dir.path().join("set");
+        drop(UseMark::hold(&used).unwrap());
+        let alone = UseMark::alone(&used).unwrap();
+        let waits = std::thread::scope(|scope| {
+            let waits = scope.spawn(|| UseMark::hold(&used).unwrap());
+            std::thread::sleep(std::time::Duration::from_millis(200));
+            // As if it was removed, and used again by a third process.
+            std::fs::remove_file(used.join(USED)).unwrap();
+            std::fs::write(used.join(USED), "").unwrap();
+            drop(alone);
+            waits.join().unwrap()
+        });
+        assert!(is_same(&waits.file, waits.path.symlink_metadata()));
+        assert!(UseMark::alone(&used).is_none(), "it is used");
+    }
+
+    #[test]
+    fn a_file_system_without_locks_is_named() {
+        let said = |number: i32| {
+            let error = Error::io("cannot lock the directory");
+            refused(error, std::io::Error::from_raw_os_error(number)).to_string()
+        };
+        for number in [libc::ENOSYS, libc::ENOLCK, libc::EOPNOTSUPP] {
+            assert!(
+                said(number).contains("expected a file system with locks"),
+                "{}",
+                said(number)
+            );
+        }
+        assert!(
+            !said(libc::EIO).contains("a file system with locks"),
+            "{}",
+            said(libc::EIO)
+        );
+        // The error of a directory that cannot be locked says what else the user can do.
+        let dir = tempfile::tempdir().unwrap();
+        let e = RunLock::acquire(&dir.path().join("missing")).unwrap_err();
+        assert_eq!(e.hint_text(), Some("use another directory for the run"));
     }
 
     /// Row C10.

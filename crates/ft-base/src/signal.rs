@@ -3,6 +3,10 @@
 //!
 //! A thread waits for the signals, so the report does not depend on the current computation.
 
+mod groups;
+
+pub use groups::ChildGroup;
+
 use super::files;
 use crate::{Error, Result};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2, SIGXCPU};
@@ -86,10 +90,11 @@ pub fn install() -> Result<()> {
     // A third Ctrl-C ends the process even if the thread below is blocked by a terminal that accepts no output.
     let third = || {
         if INTERRUPTS.fetch_add(1, SeqCst) >= 2 {
+            groups::kill_all();
             signal_hook::low_level::exit(ABANDONED);
         }
     };
-    // SAFETY: the handler does one atomic addition and `_exit`; both are async-signal-safe.
+    // SAFETY: the handler does atomic operations, `kill` and `_exit`; all are async-signal-safe.
     unsafe { signal_hook::low_level::register(SIGINT, third) }.map_err(fault)?;
     // A write beyond the limit on the size of a file then fails with an error that names the file.
     // SAFETY: SIG_IGN is a valid action; no handler of this signal is replaced.
@@ -142,15 +147,15 @@ fn tell(notice: Notice) {
     }
 }
 
-/// Ends the process without unwinding: removes half-written files, keeps complete ones.
+/// Ends the process without unwinding: kills the programs that it started, removes half-written files, keeps complete ones.
 fn end(code: i32, said: String) {
     tell(Notice::Ending(said));
-    files::remove_unfinished();
-    signal_hook::low_level::exit(code);
+    abandon(code);
 }
 
 /// Ends the process at once, without unwinding and without the end of other threads.
 pub fn abandon(code: i32) -> ! {
+    groups::kill_all();
     files::remove_unfinished();
     signal_hook::low_level::exit(code)
 }

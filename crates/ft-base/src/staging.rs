@@ -2,7 +2,12 @@
 //! end. Also directories for temporary files. Both contain a marker file while ft may remove them: a name alone does
 //! not prove that ft made a directory.
 
+mod held;
+
+use crate::lock::{USED, is_recent};
 use crate::{Error, Result, files};
+pub use held::ScratchDirectory;
+use held::Use;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
@@ -108,20 +113,29 @@ impl Drop for Staging {
 
 /// Creates a new marked directory under a temporary name.
 fn new_temporary(target: &Path) -> Result<PathBuf> {
+    let temporary = reserve(target)?.ok_or_else(|| all_in_use(target, files::TEMPORARY))?;
+    // Without the marker a later start could not know whose it is.
+    mark(&temporary).inspect_err(|_| discard(&temporary))?;
+    Ok(temporary)
+}
+
+/// Creates a new empty directory under a temporary name, which a signal that ends the process removes. `None`: a thousand names
+/// are in use.
+fn reserve(target: &Path) -> Result<Option<PathBuf>> {
     for _ in 0..1000 {
         let temporary = files::temporary(target);
         if files::create_new_dir(&temporary)? {
             files::begun(&temporary);
-            if let Err(e) = mark(&temporary) {
-                // Without the marker a later start could not know whose it is.
-                let _ = files::remove_dir_all(&temporary);
-                files::finished(&temporary);
-                return Err(e);
-            }
-            return Ok(temporary);
+            return Ok(Some(temporary));
         }
     }
-    Err(all_in_use(target, files::TEMPORARY))
+    Ok(None)
+}
+
+/// Removes a directory that `reserve` created.
+fn discard(temporary: &Path) {
+    let _ = files::remove_dir_all(temporary);
+    files::finished(temporary);
 }
 
 fn mark(dir: &Path) -> Result<()> {
@@ -154,7 +168,8 @@ pub fn is_marker(path: &Path) -> bool {
             .is_ok_and(|m| m.is_file() && m.len() <= MARK.len() as u64)
 }
 
-fn is_empty(dir: &Path) -> bool {
+/// True if this is a directory (not a link) without files, or with markers only.
+pub fn is_empty(dir: &Path) -> bool {
     is_directory(dir) && files::list(dir).is_ok_and(|entries| entries.iter().all(|e| is_marker(e)))
 }
 
@@ -218,22 +233,57 @@ pub fn set_aside(path: &Path, target: &Path) -> Result<PathBuf> {
 /// # Errors
 /// The directory cannot be renamed or removed.
 pub fn remove_whole(path: &Path) -> Result<()> {
+    remove_temporary(&retire(path)?)
+}
+
+/// Gives a directory that is known to be ft's a temporary name, and marks it for removal. Returns the name.
+///
+/// # Errors
+/// The directory cannot be renamed.
+pub fn retire(path: &Path) -> Result<PathBuf> {
     let mut temporary = files::temporary(path);
     while temporary.symlink_metadata().is_ok() {
         temporary = files::temporary(path);
     }
     files::rename(path, &temporary)?;
-    remove_temporary(&temporary)
+    // Without space for the marker the removal goes on: it makes space.
+    let _ = mark(&temporary);
+    Ok(temporary)
+}
+
+/// Removes a directory that is known to be ft's and has a temporary name, if no process works in it. Returns true if it was
+/// removed.
+///
+/// # Errors
+/// The directory cannot be removed.
+pub fn remove_unused(dir: &Path) -> Result<bool> {
+    // Held during the removal.
+    let used = Use::of(dir);
+    if matches!(used, Use::Held) {
+        return Ok(false);
+    }
+    remove_temporary(dir).map(|()| true)
 }
 
 /// The marker is removed last, so that `clean` recognizes the rest if the process is killed.
 pub(crate) fn remove_temporary(dir: &Path) -> Result<()> {
     if !is_marked(dir) {
-        // Without space for the marker the removal goes on: it makes space.
+        // As in `retire`.
         let _ = mark(dir);
     }
+    remove_contents(dir)?;
+    let used = dir.join(USED);
+    if used.symlink_metadata().is_ok() {
+        files::remove_file(&used)?;
+    }
+    files::remove_dir_all(dir)
+}
+
+/// Removes all but what says that ft may remove the directory.
+fn remove_contents(dir: &Path) -> Result<()> {
     for entry in files::list(dir)? {
-        if is_marker(&entry) {
+        let is_used = entry.file_name().is_some_and(|name| name == USED) && !is_directory(&entry);
+        if is_used || is_marker(&entry) {
             continue;
         }
         if is_directory(&entry) {
@@ -242,7 +292,14 @@ pub(crate) fn remove_temporary(dir: &Path) -> Result<()> {
             files::remove_file(&entry)?;
         }
     }
-    files::remove_dir_all(dir)
+    Ok(())
+}
+
+/// True for an empty directory that no process has changed for a day: the end of a removal that was killed. A process that has
+/// just made one will write to it.
+fn is_old_rest(dir: &Path) -> bool {
+    let changed = || dir.symlink_metadata().and_then(|of| of.modified());
+    is_empty(dir) && changed().is_ok_and(|changed| !is_recent(changed))
 }
 
 /// Result of `clean`.
@@ -271,6 +328,8 @@ pub struct LeftoverOwner<'a> {
 ///
 /// Only the process that owns `dir` may call this. An entry is changed only if its name and process belong to the
 /// owner; a directory only if it has ft's marker, is empty, or its contents belong to the owner; a link never.
+/// A `ScratchDirectory` may be of any process: it is removed if no process holds it, and else left alone; for a day also if its
+/// process was on another machine or in another container. An empty directory of any process is removed after a day.
 ///
 /// # Errors
 /// `dir` cannot be read; a leftover cannot be removed or renamed.
@@ -284,9 +343,8 @@ pub fn clean(dir: &Path, owner: &LeftoverOwner) -> Result<CleanupReport> {
             .file_name()
             .map(|n| n.to_string_lossy().into_owned())
             .unwrap_or_default();
-        let mine = |mark: &str| {
-            before(&name, mark).filter(|(original, pid)| (owner.is_name)(original) && owner.processes.contains(pid))
-        };
+        let named = |mark: &str| before(&name, mark).filter(|(original, _)| (owner.is_name)(original));
+        let mine = |mark: &str| named(mark).filter(|(_, pid)| owner.processes.contains(pid));
         let certain = |path: &Path| is_directory(path) && (is_marked(path) || is_empty(path) || (owner.is_ours)(path));
         if let Some((original, _)) = mine(REPLACED) {
             let original = dir.join(original);
@@ -299,7 +357,16 @@ pub fn clean(dir: &Path, owner: &LeftoverOwner) -> Result<CleanupReport> {
             } else {
                 out.left.push(path);
             }
-        } else if mine(files::TEMPORARY).is_some() {
+        } else if named(files::TEMPORARY).is_some() {
+            // Held during the removal.
+            let alone = match Use::of(&path) {
+                Use::Held => continue,
+                Use::Left(mark) => Some(mark),
+                Use::Unknown => None,
+            };
+            if alone.is_none() && mine(files::TEMPORARY).is_none() && !is_old_rest(&path) {
+                continue;
+            }
             if certain(&path) {
                 remove_temporary(&path)?;
                 out.removed.push(path);
@@ -334,6 +401,11 @@ fn all_in_use(path: &Path, mark: &str) -> Error {
     Error::new("all temporary names next to this directory are in use")
         .at_path(path)
         .hint(format!("remove the directories of earlier runs: `{name}{mark}*`"))
+}
+
+/// The name in a temporary name: `plan.json` in `plan.json.tmp-1234`.
+pub fn original(name: &str) -> Option<&str> {
+    before(name, files::TEMPORARY).map(|(original, _)| original)
 }
 
 /// Splits `checkpoint-5.tmp-1234` or `checkpoint-5.tmp-1234-2` into `checkpoint-5` and 1234.

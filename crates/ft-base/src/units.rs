@@ -1,4 +1,4 @@
-//! Parses and formats sizes, counts and durations for people.
+//! Parses and formats sizes, counts, durations and cells of tables for people.
 
 use crate::{Error, Result};
 use std::time::Duration;
@@ -45,6 +45,17 @@ pub fn bytes(n: u64) -> String {
         1024..0x10_0000 => format!("{:.1} KiB", x / 1024.0),
         0x10_0000..0x4000_0000 => format!("{:.1} MiB", x / 1048576.0),
         _ => format!("{:.1} GiB", x / 1073741824.0),
+    }
+}
+
+/// Most characters of a cell of a table.
+const CELL: usize = 200;
+
+/// A text as a cell of a table. It is cut after 200 characters, because a long one makes its whole column wide.
+pub fn table_cell(text: &str) -> String {
+    match text.char_indices().nth(CELL) {
+        Some((end, _)) => format!("{}…", &text[..end]),
+        None => text.to_string(),
     }
 }
 
@@ -138,6 +149,12 @@ mod tests {
         assert_eq!(at(1_709_251_199), "2024-02-29 23:59:59 UTC");
         assert_eq!(at(1_795_350_605), "2026-11-22 12:30:05 UTC");
         assert_eq!(at(4_102_444_800), "2100-01-01 00:00:00 UTC");
+    }
+
+    #[test]
+    fn a_long_cell_is_cut_between_characters() {
+        assert_eq!(table_cell(&"é".repeat(200)), "é".repeat(200));
+        assert_eq!(table_cell(&"é".repeat(201)), format!("{}…", "é".repeat(200)));
     }
 
     #[test]

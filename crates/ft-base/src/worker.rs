@@ -4,6 +4,10 @@
 //! Limits: address space, CPU time, stack, no new files, no core dump, no new privileges; on Linux also a seccomp
 //! filter, if the kernel supports it.
 
+mod start;
+
+pub use start::start_reduced;
+
 use crate::{Error, Result};
 use std::ffi::OsString;
 use std::fmt;
@@ -344,7 +348,7 @@ mod tests {
     use std::os::unix::fs::PermissionsExt;
 
     /// A file with this shell script.
-    fn script_file(lines: &str) -> (tempfile::TempDir, PathBuf) {
+    pub(super) fn script_file(lines: &str) -> (tempfile::TempDir, PathBuf) {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("worker");
         std::fs::write(&path, format!("#!/bin/sh\n{lines}\n")).unwrap();

@@ -319,8 +319,12 @@ pub struct Dataset {
     pub shares: Vec<SourceShare>,
     /// Consecutive rows belong together: no epoch shuffles them.
     pub grouped: bool,
-    /// Hash of ids and masks: equal for equal rows, different after any change.
+    /// Hash of ids and masks: equal for equal rows, different after any change. If rows are read during training: hash of
+    /// the content of their files (`content`).
     pub fingerprint: String,
+    /// If rows are read during training: the fingerprint of earlier versions, from names and sizes of the files. Else
+    /// empty.
+    pub fingerprint_before: String,
 }
 
 impl Dataset {

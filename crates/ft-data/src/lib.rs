@@ -24,6 +24,7 @@ pub mod batch;
 mod chat;
 mod choices;
 pub mod codec;
+pub mod content;
 pub mod dataset;
 pub mod describe;
 pub mod encode;

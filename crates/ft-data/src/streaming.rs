@@ -17,6 +17,7 @@ mod tests;
 
 use super::batch::{Batch, Example};
 use super::codec::{ChatRender, TextCodec};
+use super::content;
 use super::dataset::{Dataset, DatasetSpec, DatasetStats, RowOrigin};
 use super::encode::FittedRows;
 use super::faults::BadRows;
@@ -24,7 +25,7 @@ use super::layout::RowPurpose;
 use super::load::{self, InMemoryRows};
 use super::order::{RunLength, StreamSpec};
 use super::pack::pack;
-use super::read::Row;
+use super::read::{self, Row};
 use super::screen::Screen;
 use super::screen::waiting::WaitingRow;
 use super::source::{self, RowFiles, Source};
@@ -419,9 +420,37 @@ fn names(sources: &[Source]) -> String {
     names.join(", ")
 }
 
+/// The fingerprint of a stream from the content of its files, and that of earlier versions from their names and sizes.
+fn fingerprints(
+    spec: &DatasetSpec,
+    codec: &dyn TextCodec,
+    template: Option<&dyn ChatRender>,
+) -> Result<(String, String)> {
+    let mut names = blake3::Hasher::new();
+    content::put(&mut names, "ft row stream 1");
+    content::put(&mut names, &spec.settings());
+    content::put(&mut names, &codec.identity().unwrap_or_default());
+    content::put(&mut names, &template.and_then(|t| t.identity()).unwrap_or_default());
+    let mut contents = names.clone();
+    let paths: Vec<&str> = spec.files().collect();
+    for (path, hash) in paths.iter().zip(content::hashes(&paths)?) {
+        let path = Path::new(path);
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        content::put(&mut names, &format!("{name} {}", files::size(path)?));
+        content::put(&mut contents, &format!("{} {hash}", read::reader_of(path)));
+    }
+    // Which rows are dropped depends on these files too.
+    let evaluation = spec.screen.map_or(&[][..], |screen| &screen.spec().evaluation);
+    for hash in content::hashes(evaluation)? {
+        content::put(&mut contents, &hash);
+    }
+    Ok((content::named(&contents), names.finalize().to_hex().to_string()))
+}
+
 impl Dataset {
     /// The first rows of the files, and the layout of each file: what is known of a stream before the run. The
-    /// fingerprint identifies the files by names and sizes.
+    /// fingerprint identifies the files by their content (`content::hashes`): it is that of other names, but not of
+    /// another kind of file.
     ///
     /// # Errors
     /// As `load`, for these rows; a file whose first row has no layout.
@@ -432,22 +461,11 @@ impl Dataset {
         rows: usize,
     ) -> Result<Self> {
         let encoder = spec.encoder(codec, template);
-        let mut hasher = blake3::Hasher::new();
-        let mut text = |t: &str| {
-            hasher.update(&(t.len() as u64).to_le_bytes());
-            hasher.update(t.as_bytes());
-        };
-        text("ft row stream 1");
-        text(&spec.settings());
-        text(&codec.identity().unwrap_or_default());
-        text(&template.and_then(|t| t.identity()).unwrap_or_default());
         let mut readings = Vec::new();
-        for (index, path) in spec.files().enumerate() {
+        for index in 0..spec.files().count() {
             readings.extend(spec.first_reading(index, RowPurpose::Learn, &encoder)?);
-            let name = Path::new(path).file_name().unwrap_or_default().to_string_lossy();
-            text(&format!("{name} {}", files::size(Path::new(path))?));
         }
-        let fingerprint = hasher.finalize().to_hex().to_string();
+        let (fingerprint, fingerprint_before) = fingerprints(spec, codec, template)?;
         let first = StreamSpec {
             batch_size: 1,
             accumulation: 1,
@@ -485,7 +503,7 @@ impl Dataset {
         };
         out.readings = readings;
         out.shares = source::shares(spec.sources);
-        out.fingerprint = fingerprint;
+        (out.fingerprint, out.fingerprint_before) = (fingerprint, fingerprint_before);
         Ok(out)
     }
 }

@@ -6,7 +6,7 @@ use super::examples::RowMeasure;
 use super::mixture::source_of;
 use super::source;
 use ft_base::Result;
-use ft_base::units::count;
+use ft_base::units::{count, table_cell};
 use serde_json::{Value, json};
 use std::ops::Range;
 
@@ -176,16 +176,6 @@ pub fn summaries(dataset: &Dataset) -> Result<Vec<DataSummary>> {
     Ok(out)
 }
 
-/// Most characters of a name in the table: a long one makes every line wide.
-const NAME: usize = 200;
-
-fn clipped(name: &str) -> String {
-    match name.char_indices().nth(NAME) {
-        Some((end, _)) => format!("{}…", &name[..end]),
-        None => name.to_string(),
-    }
-}
-
 /// The summaries as a table, and the histogram of the last one.
 pub fn table(summaries: &[DataSummary]) -> String {
     let mut heads = vec!["rows", "tokens", "trained", "mean"];
@@ -205,7 +195,7 @@ pub fn table(summaries: &[DataSummary]) -> String {
         ];
         cells.extend(QUANTILES.map(|(_, fraction)| count(summary.quantile(fraction) as u64)));
         cells.push(format!("{:.1} %", 100.0 * summary.share()));
-        lines.push((clipped(&summary.name), cells));
+        lines.push((table_cell(&summary.name), cells));
     }
     let first = lines.iter().map(|(name, _)| name.chars().count()).max().unwrap_or(0);
     let width = |at: usize| lines.iter().map(|(_, cells)| cells[at].len()).max().unwrap_or(0);

@@ -20,6 +20,17 @@ pub struct Config {
     pub path: PathBuf,
 }
 
+/// `quantization_config` of a `config.json`. Of a multimodal model, that of the whole model counts, as in transformers; if it has
+/// none, that of its language model (`text_config`).
+pub fn quantization(config: &Map<String, Value>) -> Option<&Value> {
+    let inner = config.get("text_config").and_then(Value::as_object);
+    let mut found = [Some(config), inner]
+        .into_iter()
+        .flatten()
+        .filter_map(|c| c.get("quantization_config"));
+    found.find(|settings| !settings.is_null())
+}
+
 impl Config {
     /// Reads `config.json` of a model directory, and compares its sizes with the weights there.
     ///
@@ -76,6 +87,9 @@ impl Config {
         // The type of the whole model is not that of its language model.
         raw.remove("model_type");
         raw.extend(inner.cloned().unwrap_or_default());
+        if let Some(found) = quantization(&self.raw) {
+            raw.insert("quantization_config".into(), found.clone());
+        }
         Some(Config {
             raw,
             path: self.path.clone(),
@@ -298,6 +312,48 @@ mod tests {
                 text.contains("config.json") && text.contains(key) && text.contains(found),
                 "{text}"
             );
+        }
+    }
+
+    #[test]
+    fn the_weights_and_the_config_have_the_same_settings_of_quantization() {
+        let [whole, text] = ["fp8", "awq"].map(|method| format!(r#"{{"quant_method": "{method}"}}"#));
+        for (top, inner, expected) in [
+            (Some(&whole), Some(&text), Some("fp8")),
+            (Some(&whole), None, Some("fp8")),
+            (None, Some(&text), Some("awq")),
+            (Some(&"null".to_string()), Some(&text), Some("awq")),
+            (Some(&whole), Some(&"null".to_string()), Some("fp8")),
+            (None, None, None),
+        ] {
+            let key = |value: Option<&String>| {
+                value.map_or(String::new(), |value| format!(r#", "quantization_config": {value}"#))
+            };
+            let dir = tempfile::tempdir().unwrap();
+            let file = dir.path().join("config.json");
+            let json = format!(
+                r#"{{"model_type": "gemma3", "text_config": {{"hidden_size": 8{}}}{}}}"#,
+                key(inner),
+                key(top)
+            );
+            std::fs::write(&file, &json).unwrap();
+            let plan = crate::writer::TensorPlan {
+                name: "a".into(),
+                dtype: crate::StoredDtype::F32,
+                shape: vec![1],
+            };
+            crate::writer::write_file(&dir.path().join("model.safetensors"), &[plan], &[], |_, put| {
+                put(crate::writer::Values::F32(&[1.0]))
+            })
+            .unwrap();
+            let weights = crate::Weights::open(dir.path()).unwrap();
+            let of_weights = weights.quantization().map(|settings| &settings["quant_method"]);
+            let language = Config::read(dir.path()).unwrap().language_model().unwrap();
+            let of_config = language
+                .get("quantization_config")
+                .map(|settings| &settings["quant_method"]);
+            assert_eq!(of_weights.and_then(Value::as_str), expected, "{json}");
+            assert_eq!(of_config.and_then(Value::as_str), expected, "{json}");
         }
     }
 }

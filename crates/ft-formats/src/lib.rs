@@ -49,8 +49,11 @@ use std::path::Path;
 /// Size limit of JSON files: those of a model directory are small.
 const JSON_LIMIT: u64 = 256 << 20;
 
-/// Reads a file with one JSON object. Errors name line and column.
-pub(crate) fn read_json_object(path: &Path) -> Result<Map<String, Value>> {
+/// Reads a file with one JSON object. A number that JSON does not have (`NaN`, `Infinity`, `-Infinity`) becomes a string.
+///
+/// # Errors
+/// The file cannot be read, or is no JSON object (`Format`); line and column are named.
+pub fn read_json_object(path: &Path) -> Result<Map<String, Value>> {
     let bytes = files::size(path)?;
     if bytes > JSON_LIMIT {
         return Err(Error::format("JSON file is too large")
@@ -62,7 +65,8 @@ pub(crate) fn read_json_object(path: &Path) -> Result<Map<String, Value>> {
     if text.starts_with("version https://git-lfs") {
         return Err(header::lfs_pointer(path, bytes));
     }
-    let parsed = serde_json::from_str(&text).or_else(|e| match quoted_numbers(&text) {
+    let quoted = |word: &str| format!("\"{word}\"");
+    let parsed = serde_json::from_str(&text).or_else(|e| match replaced_numbers(&text, quoted) {
         Some(text) => serde_json::from_str(&text).map_err(|_| e),
         None => Err(e),
     });
@@ -78,9 +82,25 @@ pub(crate) fn read_json_object(path: &Path) -> Result<Map<String, Value>> {
     }
 }
 
-/// Python writes numbers that JSON does not have: `Infinity`, `-Infinity` and `NaN` as strings, so that the error of a file with
-/// them names the key that is read. `None`: there are none.
-fn quoted_numbers(text: &str) -> Option<String> {
+/// Reads a file with one JSON object that is written again with other values. A key with a number that JSON does not have
+/// (`NaN`, `Infinity`, `-Infinity`; Python writes them) is left out: other tools use their default for it.
+///
+/// # Errors
+/// The file cannot be read, or is no JSON object (`Format`).
+pub fn read_json_to_rewrite(path: &Path) -> Result<Map<String, Value>> {
+    let mut map = read_json_object(path)?;
+    // The keys whose values differ if such a number is `null` instead of a string.
+    if let Some(text) = replaced_numbers(&files::read_text(path)?, |_| "null".into())
+        && let Ok(Value::Object(nulls)) = serde_json::from_str(&text)
+    {
+        map.retain(|key, value| nulls.get(key) == Some(value));
+    }
+    Ok(map)
+}
+
+/// Replaces the numbers that Python writes and JSON does not have: `Infinity`, `-Infinity` and `NaN`. Most callers need a string
+/// for them, so that the error of a file with them names the key that is read. `None`: there are none.
+fn replaced_numbers(text: &str, instead: impl Fn(&str) -> String) -> Option<String> {
     const WORDS: [&str; 3] = ["-Infinity", "Infinity", "NaN"];
     let mut out = String::with_capacity(text.len() + 8);
     let (mut rest, mut inside, mut found) = (text, false, false);
@@ -89,7 +109,7 @@ fn quoted_numbers(text: &str) -> Option<String> {
         let length = match word {
             Some(word) => {
                 found = true;
-                out.extend(["\"", *word, "\""]);
+                out.push_str(&instead(word));
                 word.len()
             }
             None => {
@@ -177,5 +197,20 @@ mod tests {
         std::fs::write(&path, "{\"a\": Infinity,, }").unwrap();
         let e = read_json_object(&path).unwrap_err().to_string();
         assert!(e.contains("config.json:1:7"), "{e}");
+    }
+
+    #[test]
+    fn keys_with_numbers_that_only_python_has_are_not_written_again() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("generation_config.json");
+        let text = r#"{"b": "NaN", "a": NaN, "c": [[[1], -Infinity]], "d": null, "e": {"f": ["Infinity", 0.5]}, "g": {"h": NaN}}"#;
+        std::fs::write(&path, text).unwrap();
+        let got = Value::Object(read_json_to_rewrite(&path).unwrap());
+        let want = serde_json::json!({"b": "NaN", "d": null, "e": {"f": ["Infinity", 0.5]}});
+        assert_eq!(got, want);
+        std::fs::write(&path, r#"{"b": "NaN", "a": 1}"#).unwrap();
+        assert_eq!(read_json_to_rewrite(&path).unwrap(), read_json_object(&path).unwrap());
+        std::fs::write(&path, "{\"a\": NaN,, }").unwrap();
+        assert!(read_json_to_rewrite(&path).is_err());
     }
 }

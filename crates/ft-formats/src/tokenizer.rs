@@ -16,6 +16,7 @@ use tokenizers::models::bpe::BPE;
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 
 mod added;
+mod growth;
 mod rebuilt;
 mod token_bytes;
 mod vocabulary;
@@ -64,7 +65,8 @@ impl Tokenizer {
     /// Reads `tokenizer.json` of a model directory, and the special tokens from the configs beside it.
     ///
     /// # Errors
-    /// No `tokenizer.json` (`NotFound`); a damaged file, or one of a newer version of the tokenizer library (`Format`).
+    /// No `tokenizer.json` (`NotFound`); a damaged file, one of a newer version of the tokenizer library, or one whose steps
+    /// can make a text more than 10,000 times as long (`Format`).
     pub fn load(dir: &Path) -> Result<Self> {
         Self::load_below(dir, usize::MAX)
     }
@@ -356,6 +358,8 @@ fn read_tokenizer(dir: &Path, path: &Path, first: usize) -> Result<tokenizers::T
             .cause(cause)
             .hint("the file is damaged or written by a newer `tokenizers`: download it again")
     };
+    let steps = growth::Steps::read(&text).map_err(|e| bad(e.to_string()))?;
+    steps.check(path)?;
     let mut inner = catch_panic(|| tokenizers::Tokenizer::from_bytes(&text))
         .ok_or_else(|| bad("the tokenizer library found a value that it does not support".into()))?
         .map_err(|e| bad(e.to_string()))?;

@@ -4,6 +4,7 @@
 //! and converted directly into the target: no raw copy of a whole tensor, and no memory map, which a shrinking file
 //! could turn into a crash.
 
+use crate::config::quantization;
 use crate::dtype::StoredDtype;
 use crate::joined::{JoinedLayout, JoinedView};
 use crate::{header, index, nearest};
@@ -156,11 +157,7 @@ impl Weights {
         let mut out = Self::open_all(dir, shards.files)?;
         // A config that cannot be read is reported where it is needed.
         let config = crate::read_json_object(&dir.join("config.json")).unwrap_or_default();
-        let inner = config
-            .get("text_config")
-            .and_then(|inner| inner.get("quantization_config"));
-        let found = config.get("quantization_config").or(inner);
-        out.quantization = found.and_then(Value::as_object).cloned();
+        out.quantization = quantization(&config).and_then(Value::as_object).cloned();
         if let Some(map) = shards.map {
             out.agrees_with(&map, &dir.join(index::INDEX))?;
         }

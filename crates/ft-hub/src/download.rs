@@ -2,13 +2,13 @@
 
 use crate::errors::{RequestedObject, explain, not_cached};
 use crate::http::{Client, HttpFault, HttpResult, encode, next_page};
-use crate::store::{Blob, ContentHash, RepositoryStore, is_commit};
+use crate::store::{Blob, CACHE_HINT, ContentHash, RepositoryStore, is_commit};
 use crate::{HubSettings, HubStatus, is_inside};
 use ft_base::partial::PartialFile;
 use ft_base::progress::{self, Phase};
-use ft_base::{Error, Result};
+use ft_base::{Error, ErrorKind, Result, units};
 use serde_json::Value;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::Read;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -18,6 +18,10 @@ use std::sync::OnceLock;
 const PARALLEL: u64 = 4;
 /// Largest number of pages of a file list.
 const PAGES: usize = 2000;
+/// Most memory of a file list, bytes: about a million files with usual names.
+const LIST: usize = 256 << 20;
+/// Counted for a file of a list beside its name: hash, size, and the entry itself.
+const ENTRY: usize = 200;
 
 /// A small public model that every hub has.
 const PUBLIC: &str = "openai-community/gpt2";
@@ -118,18 +122,12 @@ impl<'a> Repository<'a> {
         if !is_commit(&commit) {
             return Err(HttpFault::Untrusted(format!("{commit:?} is not a valid commit name")));
         }
-        let mut files = BTreeMap::new();
-        let mut next = Some(format!("{api}/tree/{commit}?recursive=true"));
-        for _ in 0..PAGES {
-            let Some(page) = next else { return Ok((commit, files)) };
-            let (entries, headers) = self.client.json(&page)?;
-            let entries = entries
-                .as_array()
-                .ok_or_else(|| HttpFault::Untrusted("the file list is not a JSON array".into()))?;
-            files.extend(entries.iter().filter_map(blob_of));
-            next = next_page(&headers, &self.client)?;
-        }
-        Err(HttpFault::Untrusted("the file list has too many pages".into()))
+        let first = format!("{api}/tree/{commit}?recursive=true");
+        let files = files_of(first, |page| {
+            let (entries, headers) = self.client.json(page)?;
+            Ok((entries, next_page(&headers, &self.client)?))
+        })?;
+        Ok((commit, files))
     }
 
     /// The URL path of a file at the commit, or at the revision while the commit is unknown.
@@ -187,13 +185,26 @@ impl<'a> Repository<'a> {
                 Err(e) => return Err(explain(&e, wanted, self.settings)),
             },
         };
-        if !self.store.has(&blob) {
-            self.fill(file, &blob, wanted)?;
+        match self.stored(file, &blob, wanted) {
+            // Only the cache is read and written there.
+            Err(e) if e.kind() == ErrorKind::Io => Err(e.hint(CACHE_HINT)),
+            path => path.map(Some),
+        }
+    }
+
+    /// Downloads a file if the cache does not have it, and gives it its name there.
+    fn stored(&self, file: &str, blob: &Blob, wanted: RequestedObject) -> Result<PathBuf> {
+        if !self.store.has(blob)
+            && let Err(e) = self.fill(file, blob, wanted)
+            // Another process may have completed the file in the meantime.
+            && (matches!(e.kind(), ErrorKind::Signal(_)) || !self.store.has(blob))
+        {
+            return Err(e);
         }
         let commit = self.commit.get().map_or("", String::as_str);
-        let path = self.store.place(commit, file, &blob)?;
+        let path = self.store.place(commit, file, blob)?;
         self.store.remember(self.wanted.revision, commit)?;
-        Ok(Some(path))
+        Ok(path)
     }
 
     /// A file that must exist.
@@ -220,7 +231,8 @@ impl<'a> Repository<'a> {
     fn fill(&self, file: &str, blob: &Blob, wanted: RequestedObject) -> Result<()> {
         let mut partial = self.store.partial(blob)?;
         if self.store.has(blob) {
-            return Ok(());
+            // Another process has completed it; this one may have made a new file.
+            return partial.remove_if_empty();
         }
         if partial.length() > blob.size {
             partial.clear()?;
@@ -362,6 +374,41 @@ fn show(phase: Option<&Phase>, done: u64) {
     phase.iter().for_each(|phase| phase.set(done));
 }
 
+/// The files of a list in pages. `page` returns the entries of a page, and the path of the next page.
+fn files_of(
+    first: String,
+    mut page: impl FnMut(&str) -> HttpResult<(Value, Option<String>)>,
+) -> HttpResult<BTreeMap<String, Blob>> {
+    let too_long = |found: String| HttpFault::Untrusted(format!("the file list is too long: {found}"));
+    let (mut files, mut memory) = (BTreeMap::new(), 0);
+    let mut visited = BTreeSet::new();
+    let mut next = Some(first);
+    while let Some(link) = next {
+        if visited.len() == PAGES {
+            return Err(too_long(format!("more than {PAGES} pages")));
+        }
+        let (entries, after) = page(&link)?;
+        let entries = entries
+            .as_array()
+            .ok_or_else(|| HttpFault::Untrusted("the file list is not a JSON array".into()))?;
+        for (path, blob) in entries.iter().filter_map(blob_of) {
+            memory += path.len() + ENTRY;
+            if memory > LIST {
+                return Err(too_long(format!("more than {}", units::bytes(LIST as u64))));
+            }
+            files.insert(path, blob);
+        }
+        visited.insert(link);
+        if after.as_ref().is_some_and(|link| visited.contains(link)) {
+            return Err(HttpFault::Untrusted(
+                "a page of the file list leads back to an earlier page".into(),
+            ));
+        }
+        next = after;
+    }
+    Ok(files)
+}
+
 /// A file of the hub's list; `None`: a directory, a name outside the repository, or no hash.
 fn blob_of(entry: &Value) -> Option<(String, Blob)> {
     let path = entry["path"].as_str().filter(|p| is_inside(p) && p.len() <= 1024)?;
@@ -410,5 +457,56 @@ mod tests {
             entry[key] = bad;
             assert!(blob_of(&entry).is_none(), "{key}");
         }
+    }
+
+    fn entry(path: String) -> Value {
+        json!({"type": "file", "path": path, "oid": "1".repeat(40), "size": 3})
+    }
+
+    /// The text of the fault, and the number of pages that were requested.
+    fn fault(page: impl Fn(usize) -> (Value, Option<String>)) -> (String, usize) {
+        let mut pages = 0;
+        let found = files_of("/0".into(), |_| {
+            pages += 1;
+            Ok(page(pages))
+        });
+        let Err(HttpFault::Untrusted(text)) = found else {
+            panic!("accepted");
+        };
+        (text, pages)
+    }
+
+    #[test]
+    fn a_list_has_an_end() {
+        let mut asked = Vec::new();
+        let files = files_of("/0".into(), |link| {
+            asked.push(link.to_string());
+            let next = (asked.len() < PAGES).then(|| format!("/{}", asked.len()));
+            Ok((json!([entry(format!("{}.json", asked.len()))]), next))
+        });
+        assert_eq!(files.unwrap().len(), PAGES);
+        assert_eq!(asked.len(), PAGES);
+        assert_eq!(asked[..2], ["/0", "/1"]);
+        // New links without an end.
+        let (text, pages) = fault(|n| (json!([]), Some(format!("/{n}"))));
+        assert!(text.contains("more than 2000 pages"), "{text}");
+        assert_eq!(pages, PAGES);
+        // A page that follows itself, and a circle of three.
+        for (circle, expected) in [(1, 1), (3, 3)] {
+            let (text, pages) = fault(|n| (json!([]), Some(format!("/{}", n % circle))));
+            assert!(text.contains("an earlier page"), "{text}");
+            assert_eq!(pages, expected);
+        }
+    }
+
+    #[test]
+    fn a_list_has_a_limit_of_memory() {
+        let long = "a".repeat(1000);
+        let (text, pages) = fault(|n| {
+            let names = (0..10_000).map(|i| entry(format!("{long}/{n}/{i}")));
+            (names.collect(), Some(format!("/{n}")))
+        });
+        assert!(text.contains("too long") && text.contains("more than 256"), "{text}");
+        assert_eq!(pages, LIST / (10_000 * (1000 + ENTRY)) + 1);
     }
 }

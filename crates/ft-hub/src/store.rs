@@ -50,6 +50,10 @@ pub(crate) fn is_commit(text: &str) -> bool {
     [40, 64].contains(&text.len()) && is_hex(text)
 }
 
+/// For an error of the file system in the cache.
+pub(crate) const CACHE_HINT: &str = "give this user write access there and free some space, or set HF_HUB_CACHE (or HF_HOME) to \
+                                     another directory; a download goes on where it stopped";
+
 /// The directory of one repository.
 #[derive(Debug, Clone)]
 pub(crate) struct RepositoryStore {
@@ -99,8 +103,7 @@ impl RepositoryStore {
             Some(free) if free < needed => Err(Error::io("not enough disk space for the download")
                 .at_path(&blobs)
                 .found(format!("{free} bytes free"))
-                .expected(format!("{needed} bytes"))
-                .hint("free some space, or set HF_HUB_CACHE to another disk")),
+                .expected(format!("{needed} bytes"))),
             _ => Ok(partial),
         }
     }

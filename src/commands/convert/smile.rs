@@ -14,8 +14,9 @@ use crate::commands::merge::{refuse_existing, refuse_quantized, refuse_strangers
 use crate::formats::config::Config;
 use crate::formats::weights::Weights;
 use crate::formats::writer::{self, TensorPlan, Values};
-use crate::hf::OutputModel;
+use crate::hf::{self, OutputModel};
 use crate::model::families;
+use crate::report;
 use crate::setup::locate;
 use serde_json::json;
 use std::collections::{HashMap, HashSet};
@@ -81,6 +82,9 @@ pub fn convert(request: &SmileRequest) -> Result<ConvertReport> {
         }
         sink(Values::Raw(&weights.read_bytes(&plan.name)?))
     })?;
+    if let Some(note) = hf::config_note(&raw, request.model) {
+        report::note(&note);
+    }
     Ok(ConvertReport::new(out, &flat, &after, None))
 }
 

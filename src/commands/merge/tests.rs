@@ -164,3 +164,65 @@ fn merging_refuses_what_it_must_not_touch_or_does_not_know() {
     assert!(e.contains("model.layers.9.extra"), "{e}");
     assert!(!d.join("out").exists());
 }
+
+#[test]
+fn a_merged_model_has_the_files_of_its_adapters_or_does_not_exist() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    let base = model(d, true, StoredDtype::F32);
+    let config = Config::load(&base).unwrap();
+    let params = families::read(&config).unwrap().params();
+    let tensors: Vec<TensorPlan> = params
+        .iter()
+        .map(|p| TensorPlan {
+            name: p.name.to_string(),
+            dtype: StoredDtype::F32,
+            shape: p.shape.clone(),
+        })
+        .collect();
+    let out = d.join("out");
+    let directory = OutputModel {
+        out: &out,
+        base_dir: &base,
+        config: &config.raw,
+        tensors: &tensors,
+        shard_bytes: writer::SHARD_BYTES,
+        chat_template: None,
+    };
+    let write = |settings: &str| {
+        let own = OwnFiles {
+            tokenizer: vec![("tokenizer.json", b"with new tokens".to_vec())],
+            settings: Some(d.join(settings)),
+        };
+        own.write_with(&directory, &mut |plan, sink| {
+            sink(Values::F32(&numbers(&plan.name, plan.shape.iter().product())))
+        })
+    };
+    // Like a full disk, or a kill, at the last of the files.
+    std::fs::create_dir(d.join("no-file")).unwrap();
+    let e = write("no-file").unwrap_err().to_string();
+    assert!(e.contains("no-file"), "{e}");
+    assert_eq!(names(d), ["base", "no-file"]);
+    std::fs::write(d.join("settings.json"), r#"{"top_k": 7}"#).unwrap();
+    assert_eq!(write("settings.json").unwrap(), out);
+    let text = |name: &str| files::read_text(&out.join(name)).unwrap();
+    assert_eq!(text("tokenizer.json"), "with new tokens");
+    assert_eq!(text("generation_config.json"), r#"{"top_k": 7}"#);
+}
+
+#[test]
+fn the_config_of_a_merged_model_is_json_also_if_that_of_its_base_is_not() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    let base = model(d, true, StoredDtype::F32);
+    let path = base.join("config.json");
+    let config = files::read_text(&path).unwrap();
+    std::fs::write(&path, config.replacen('{', "{\"time_step_limit\": [0.0, Infinity],", 1)).unwrap();
+    let out = d.join("out");
+    merge(&base, &[], &out, None).unwrap();
+    let config: serde_json::Value = serde_json::from_str(&files::read_text(&out.join("config.json")).unwrap()).unwrap();
+    assert!(
+        config.get("time_step_limit").is_none() && config["hidden_size"] == 8,
+        "{config}"
+    );
+}

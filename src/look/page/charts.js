@@ -53,6 +53,7 @@ const format = {
   time(unix) {
     if (typeof unix !== "number" || !unix) return "–";
     const d = new Date(unix * 1000);
+    if (Number.isNaN(d.getTime())) return "–";
     const pad = (n) => String(n).padStart(2, "0");
     return d.getFullYear() + "-" + pad(d.getMonth() + 1) + "-" + pad(d.getDate()) + " " +
       pad(d.getHours()) + ":" + pad(d.getMinutes()) + ":" + pad(d.getSeconds());
@@ -64,6 +65,7 @@ function axisLabel(y, bytes) {
   if (bytes) return format.bytes(y).replace(".0 ", " ");
   const a = Math.abs(y);
   if (a === 0) return "0";
+  if (a >= 1e21) return String(+y.toPrecision(4));
   if (a >= 1e6) return +(y / 1e6).toFixed(2) + "M";
   if (a >= 1e4) return +(y / 1e3).toFixed(1) + "k";
   if (a < 1e-3) return y.toExponential(0);
@@ -89,6 +91,8 @@ function ticks(low, high, most, bytes) {
 
 /** The values that a logarithmic axis has: half and twice of them are numbers, too. */
 const LOG = [1e-300, 1e300];
+/** A value as an axis has it: differences of such values are numbers, too. */
+const bounded = (y) => Math.max(-LOG[1], Math.min(LOG[1], y));
 
 function logTicks(low, high) {
   const out = [];
@@ -165,7 +169,7 @@ function chart({ title, series, limits = [], switches = [], bytes = false, log =
   const all = drawn.flatMap((s) => [...s.raw, ...s.line, ...s.dots]);
   const range = (values) => values.reduce(([a, b], v) => [Math.min(a, v), Math.max(b, v)], [Infinity, -Infinity]);
   const [x0, x1] = range(all.map((p) => p[0]));
-  let [y0, y1] = range([...all.map((p) => p[1]), ...limits.map((l) => l.y).filter(seen)]);
+  let [y0, y1] = range([...all.map((p) => p[1]), ...limits.map((l) => l.y).filter(seen)].map(bounded));
   if (bytes && !log) y0 = 0;
   // A smoothed curve of equal values differs in its last bits.
   if (!(y1 - y0 > 1e-9 * Math.max(Math.abs(y0), Math.abs(y1)))) [y0, y1] = log ? [y0 / 2, y1 * 2] : [y0 - Math.abs(y0) * 0.1 - 1e-12, y1 + Math.abs(y1) * 0.1 + 1e-12];
@@ -211,7 +215,7 @@ function chart({ title, series, limits = [], switches = [], bytes = false, log =
     const left = 14 + 6.2 * Math.max(...marks.map((m) => axisLabel(m, bytes).length), 2);
     const [right, top, bottom] = [width - 8, 8, height - 24];
     const X = (x) => left + (x1 > x0 ? (x - x0) / (x1 - x0) : 0.5) * (right - left);
-    const Y = (y) => bottom - ((f(y) - f(y0)) / (f(y1) - f(y0))) * (bottom - top);
+    const Y = (y) => bottom - ((f(bounded(y)) - f(y0)) / (f(y1) - f(y0))) * (bottom - top);
     draw.x = X;
     draw.bottom = bottom;
     draw.back = (px) => x0 + Math.min(1, Math.max(0, (px - left) / (right - left))) * (x1 - x0);
@@ -221,7 +225,7 @@ function chart({ title, series, limits = [], switches = [], bytes = false, log =
       parts.push(make("line", { class: "grid", x1: left, x2: right, y1: Y(m), y2: Y(m) }));
       parts.push(make("text", { x: left - 8, y: Y(m) + 4, "text-anchor": "end" }, axisLabel(m, bytes)));
     }
-    const across = ticks(x0, x1, Math.max(2, Math.floor(width / 110)));
+    const across = all.length ? ticks(x0, x1, Math.max(2, Math.floor(width / 110))) : [];
     for (const m of across) {
       const anchor = X(m) > right - 14 ? "end" : X(m) < left + 14 ? "start" : "middle";
       parts.push(make("text", { x: X(m), y: height - 6, "text-anchor": anchor }, axis.tick(m)));

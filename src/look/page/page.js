@@ -121,7 +121,7 @@ async function toggle(id, on) {
 
 /** Adds a line of metrics to the curves of a run. */
 function append(run, line) {
-  if (!line || !Number.isInteger(line.step)) return;
+  if (!line || !Number.isInteger(line.step) || line.step < 0) return;
   if (typeof line.active_block === "string") {
     const block = run.switches[run.switches.length - 1];
     if (!block || block[1] !== line.active_block) run.switches.push([line.step, line.active_block]);
@@ -264,7 +264,7 @@ async function start() {
     return render();
   }
   await list();
-  const newest = [...page.list].sort((a, b) => (b.state === "running") - (a.state === "running") || (b.began || 0) - (a.began || 0));
+  const newest = [...page.list].sort((a, b) => isRunning(b) - isRunning(a) || (b.began || 0) - (a.began || 0));
   page.chosen = newest.slice(0, page.list.length <= 3 ? 3 : 1).map((entry) => entry.id).sort((a, b) => a - b);
   await Promise.all(page.chosen.map(load));
   renderList();

@@ -46,11 +46,14 @@ function copyButton(text) {
   return button;
 }
 
+/** Whether a run is in progress, on this machine or on another one ("running on HOST?"). */
+const isRunning = (run) => run.state === "running" || run.state.startsWith("running on ");
+
 /** Seconds until the end at the pace of the last steps. */
 function remaining(run) {
   const time = run.curves.time || [];
   const [a, b] = [time[Math.max(0, time.length - 30)], time[time.length - 1]];
-  if (run.state !== "running" || !run.total_steps || !a || !b || b[0] <= a[0]) return null;
+  if (!isRunning(run) || !run.total_steps || !a || !b || b[0] <= a[0]) return null;
   return ((b[1] - a[1]) / (b[0] - a[0])) * Math.max(0, run.total_steps - b[0]);
 }
 
@@ -147,9 +150,10 @@ const AS_THEY_ARE = ["learning_rate", "peak_memory_bytes", "epoch"];
 function axisOf(kind, shown) {
   const at = (points, step) => {
     const i = before(points, step);
-    if (i < 0) return points.length ? points[0][1] : 0;
+    const y = (n) => bounded(points[n][1]);
+    if (i < 0) return points.length ? y(0) : 0;
     const [a, b] = [points[i], points[i + 1]];
-    return b ? a[1] + ((step - a[0]) / (b[0] - a[0])) * (b[1] - a[1]) : a[1];
+    return b ? y(i) + ((step - a[0]) / (b[0] - a[0])) * (y(i + 1) - y(i)) : y(i);
   };
   if (kind === "tokens") {
     return { name: "trained tokens", text: format.count, tick: (x) => axisLabel(x),
@@ -308,7 +312,7 @@ function memory(shown) {
       make("div", { class: "barlabel" }, make("span", {}, label), make("span", {}, format.bytes(n))),
       make("div", { class: "bar", role: "img", "aria-label": label + ": " + format.bytes(n) }, pieces.map(([title, size, color]) => {
         const piece = make("i", { title: title + ": " + format.bytes(size), background: color });
-        piece.style.width = (100 * size) / whole + "%";
+        piece.style.width = 100 * (size / whole) + "%";
         return piece;
       })),
     ];

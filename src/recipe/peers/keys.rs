@@ -36,7 +36,7 @@ pub const KEYS: &[(&str, &str)] = &[
     // Memory and quantization.
     ("load_in_4bit quantization_type bnb_4bit_quant_type", "write `memory.frozen_weights = \"nf4\"` (4 bits, as bitsandbytes has it), or `\"int4\"`"),
     ("load_in_8bit", "write `memory.frozen_weights = \"int8\"`"),
-    ("load_in_16bit", "write `memory.frozen_weights = \"auto\"` and `model.dtype = \"bf16\"`"),
+    ("load_in_16bit", "write `memory.frozen_weights = \"bf16\"` and `model.dtype = \"bf16\"`; `\"auto\"` quantizes frozen weights if nothing else fits"),
     ("quantization_bit quantization_method quantization quantize quantization_config model_quantization_config model_quantization_config_kwargs bnb_config_kwargs bnb_config quant_type bits q_bits", "write `memory.frozen_weights`: `\"nf4\"` or `\"int4\"` for 4 bits, `\"int8\"` for 8"),
     ("bnb_4bit_use_double_quant double_quantization use_bnb_nested_quant use_double_quant", "memory.double_quantization"),
     ("bnb_4bit_quant_storage quantization_device_map llm_int8_* gptq quantize_embedding quantize_moe_experts qlora_sharded_model_loading kwargs", "ft has only `memory.frozen_weights` and `memory.overrides` for the storage of weights"),

@@ -84,7 +84,7 @@ section! {
         method: CordaMethod = "ipm", "as in PEFT: it needs only the rows of the task";
         /// Calibration rows, in the formats of `data.train`: for `kpm` questions about the knowledge to preserve, for
         /// `ipm` rows of the task.
-        data: Vec<String> = [], "the training rows";
+        data: Vec<String> = [], "the training rows", resume FREE;
         /// Number of calibration rows, in order.
         samples: usize = 256, "as in the paper", in from(1);
         /// Numerics: `peft` divides the inputs of each row by their largest value, and damps and inverts in f32, as

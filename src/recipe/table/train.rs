@@ -122,7 +122,8 @@ section! {
         /// its row × hidden size). 5, 10 and 15 are those of the paper. Evaluations and samples have no noise.
         neftune_noise_alpha: f64 = 0.0, "no noise, as in TRL", in POSITIVE_OR_ZERO;
         /// Label smoothing of `sft` and `pretrain`: this part of the target distribution is spread evenly over the
-        /// vocabulary. As in transformers, `eval_loss` and `eval_perplexity` contain it; `ft eval` does not.
+        /// vocabulary. As in transformers, `eval_loss` contains it, so evaluations have no `eval_perplexity` then; `ft eval` does
+        /// not smooth.
         label_smoothing_factor: f64 = 0.0, "labels are taken as correct", in BELOW_ONE;
         /// Exponential moving average (EMA) of the trained weights, updated after each step: the part of it that an update
         /// keeps, 0.99 to 0.9999. Evaluations, samples and `final/` have the average; training goes on with the weights.
@@ -175,6 +176,13 @@ impl Train {
             decay: self.ema_decay,
             ramp: self.ema_ramp,
         })
+    }
+
+    /// True if the loss of an evaluation is the mean cross-entropy of the tokens. In `distill` it is.
+    pub fn has_perplexity(&self) -> bool {
+        let of_tokens = matches!(self.stage, Stage::Sft | Stage::Pretrain | Stage::Distill);
+        // Evaluations have smoothing too.
+        of_tokens && self.label_smoothing_factor == 0.0
     }
 
     /// The factors of the losses of routers.
@@ -262,6 +270,24 @@ pub(super) fn check(s: &RecipeSections, faults: &mut KeyFaults) {
                 .found(format!("train.neftune_noise_alpha = {}", s.train.neftune_noise_alpha))
                 .expected("0: its loss compares the policy with the one that generated the answers, without noise")
                 .hint("remove `train.neftune_noise_alpha`"),
+        );
+    }
+    let metric = s
+        .train
+        .metric_for_best_model
+        .given()
+        .map(|name| name.trim_start_matches("eval_"));
+    let is_used = s.train.early_stopping_patience > 0 || s.train.load_best_model_at_end;
+    if metric == Some("perplexity") && is_used && !s.train.has_perplexity() {
+        faults.add(
+            &[
+                Train::metric_for_best_model,
+                Train::stage,
+                Train::label_smoothing_factor,
+            ],
+            Error::usage("the evaluations have no perplexity: their loss is not the cross-entropy of the tokens")
+                .found("perplexity")
+                .hint("use `eval_loss`: it has the same order"),
         );
     }
     if s.train.label_smoothing_factor > 0.0 && !matches!(stage, Stage::Sft | Stage::Pretrain) {

@@ -29,6 +29,18 @@ pub fn numeric(text: &str, answer: &Value) -> f64 {
     f64::from(found.is_some_and(|x| wanted.iter().any(|w| numbers::same(x, *w))))
 }
 
+/// True if `numeric` has a number to compare with.
+pub fn has_number(answer: &Value) -> bool {
+    known(answer).iter().any(|a| numbers::last(a).is_some())
+}
+
+/// True if a known answer consists of several numbers, of which `numeric` compares the last one: `12:30`. In a text with words,
+/// or after `####` (GSM8K), the last one is the result.
+pub fn has_several_numbers(answer: &Value) -> bool {
+    let is_text = |a: &str| a.contains("####") || a.chars().any(char::is_alphabetic);
+    known(answer).iter().any(|a| !is_text(a) && numbers::count(a) > 1)
+}
+
 /// 1 if the text contains a match of the pattern. A search that exceeds the step limit counts as no match.
 pub fn regex(text: &str, pattern: &Regex) -> f64 {
     f64::from(pattern.is_match(text).unwrap_or(false))
@@ -62,6 +74,25 @@ mod tests {
         assert_eq!(numeric("0.75", &json!(["3/4"])), 1.0);
         assert_eq!(numeric("no idea", &json!("13")), 0.0);
         assert!(numeric("13", &json!("winter")).is_nan());
+        assert_eq!(numeric("1000001", &json!("1000000")), 0.0);
+        assert_eq!(numeric("1,000,000", &json!(1000000)), 1.0);
+    }
+
+    #[test]
+    fn answers_that_are_not_one_number_are_found() {
+        assert!(has_number(&json!(["winter", "13"])) && !has_number(&json!("winter")) && !has_number(&json!(null)));
+        for (answer, several) in [
+            (json!("12:30"), true),
+            (json!("1.000.000"), true),
+            (json!(["4", "2 + 2"]), true),
+            (json!(["4", "four"]), false),
+            (json!("3/4"), false),
+            (json!(-1234.5), false),
+            (json!("3 + 10 = 13\n#### 13"), false),
+            (json!("3 + 10 is 13, so \\boxed{13}"), false),
+        ] {
+            assert_eq!(has_several_numbers(&answer), several, "{answer}");
+        }
     }
 
     #[test]

@@ -1,16 +1,24 @@
 //! Rewards of answers: checks of the text, a reward model, a local program. Several rewards are summed with weights.
 
 pub mod checks;
+mod contents;
 mod model;
 mod numbers;
 mod program;
 mod schema;
 
+#[cfg(test)]
+mod testing;
+#[cfg(test)]
+mod tests;
+
+use crate::base::units::count;
 use crate::base::worker::ProcessRights;
 use crate::base::{Error, Result, files, memory};
 use crate::data::prompts::Prompt;
 use crate::recipe::RlSection;
 use candle_core::Device;
+pub use contents::{RewardContents, contents};
 use fancy_regex::Regex;
 use model::RewardModel;
 pub use model::RewardModelSpec;
@@ -60,12 +68,17 @@ pub struct Rewards(pub Vec<WeightedReward>);
 const KNOWN: &str =
     "exact, numeric, regex:PATTERN, json, json:SCHEMA-FILE, length:TOKENS, model:DIRECTORY, program:COMMAND";
 
+/// The name of a reward and its argument.
+fn split(text: &str) -> (&str, Option<&str>) {
+    match text.split_once(':') {
+        Some((name, argument)) => (name.trim(), Some(argument.trim()).filter(|a| !a.is_empty())),
+        None => (text.trim(), None),
+    }
+}
+
 impl RewardKind {
     fn parse(text: &str, longest: usize) -> Result<Self> {
-        let (name, argument) = match text.split_once(':') {
-            Some((name, argument)) => (name.trim(), Some(argument.trim()).filter(|a| !a.is_empty())),
-            None => (text.trim(), None),
-        };
+        let (name, argument) = split(text);
         let fault = |what: &str| {
             Error::usage(what)
                 .at(RlSection::rewards)
@@ -158,13 +171,17 @@ fn kinds(rlhf: &RlSection) -> Result<Vec<RewardKind>> {
 
 /// Checks the rewards of a recipe and the rows they score; starts no program, loads no model.
 ///
-/// Errors: an unknown reward; an invalid pattern, schema or directory; a row without its answer.
-pub fn check(rlhf: &RlSection, prompts: &[Prompt]) -> Result<()> {
+/// Errors: an unknown reward; an invalid pattern, schema or directory; a row without its answer; no training row with a number
+/// for `numeric`.
+pub fn check(rlhf: &RlSection, prompts: &[Prompt], eval: &[Prompt]) -> Result<()> {
     for kind in kinds(rlhf)? {
         if let RewardKind::Model(dir) = &kind {
             RewardModel::describe(dir)?;
         }
-        let without = prompts.iter().find(|p| kind.needs_answer() && p.answer.is_none());
+        let without = prompts
+            .iter()
+            .chain(eval)
+            .find(|p| kind.needs_answer() && p.answer.is_none());
         if let Some(prompt) = without {
             return Err(Error::new(format!(
                 "the reward `{}` needs the right answer of each row",
@@ -177,8 +194,69 @@ pub fn check(rlhf: &RlSection, prompts: &[Prompt]) -> Result<()> {
             ))
             .expected(format!("a field `{}` (`rlhf.answer_column`)", rlhf.answer_column)));
         }
+        if let (RewardKind::Numeric, Some(first)) = (&kind, prompts.first())
+            && !prompts
+                .iter()
+                .any(|p| p.answer.as_ref().is_some_and(checks::has_number))
+        {
+            return Err(Error::new("no known answer has a number for the reward `numeric`")
+                .at(&first.place)
+                .found(program::shown(
+                    &first.answer.as_ref().map_or(String::new(), Value::to_string),
+                ))
+                .expected(format!(
+                    "a number in the field `{}` (`rlhf.answer_column`)",
+                    rlhf.answer_column
+                ))
+                .hint("use the reward `exact`, or name the field with the numbers: `rlhf.answer_column=NAME`"));
+        }
     }
     Ok(())
+}
+
+/// What the user should know about the rewards of these prompts, which `check` accepts: answers that cannot be scored, or
+/// perhaps not as intended.
+///
+/// Errors: as `check`.
+pub fn warnings(rlhf: &RlSection, prompts: &[Prompt], eval: &[Prompt]) -> Result<Vec<String>> {
+    let all = || prompts.iter().chain(eval);
+    let mut out = Vec::new();
+    for (kind, text) in kinds(rlhf)?.into_iter().zip(&rlhf.rewards) {
+        match kind {
+            RewardKind::Numeric => {
+                let said = |is_meant: &dyn Fn(&Value) -> bool, what: &str| {
+                    let is_meant = |p: &&Prompt| p.answer.as_ref().is_some_and(is_meant);
+                    let first = all().find(is_meant)?;
+                    let (some, of) = (all().filter(is_meant).count(), all().count());
+                    let (some, of) = (count(some as u64), count(of as u64));
+                    Some(format!(
+                        "{some} of {of} known answers have {what} (for example {})",
+                        first.place
+                    ))
+                };
+                let none = "no number: the reward `numeric` does not score the answers to these prompts";
+                let several =
+                    "several numbers, as `12:30` and `1.000.000` have: the reward `numeric` compares only the last one";
+                out.extend(said(&|answer: &Value| !checks::has_number(answer), none));
+                out.extend(said(&checks::has_several_numbers, several));
+            }
+            RewardKind::Model(dir) => {
+                let most = RewardModel::describe(&dir)?.spec.max_positions;
+                let prompt = all().map(|p| p.ids.len()).max().unwrap_or(0);
+                let longest = prompt.saturating_add(rlhf.max_completion_length);
+                if longest > most {
+                    out.push(format!(
+                        "a prompt with its answer may have {} tokens, the reward `{text}` reads at most {} \
+                         (`max_position_embeddings`): longer answers get no score; lower `rlhf.max_completion_length`",
+                        count(longest as u64),
+                        count(most as u64)
+                    ));
+                }
+            }
+            _ => {}
+        }
+    }
+    Ok(out)
 }
 
 /// The memory of the reward models for the plan, from configs and headers. A model that is not available costs nothing:
@@ -226,6 +304,8 @@ impl Rewards {
     }
 
     /// Returns `[rewards][answers]`; NaN if a reward gives no score for an answer.
+    ///
+    /// Errors: a model gives a score that is not finite; those of a program.
     pub fn scores(&mut self, answers: &[RewardInput]) -> Result<Vec<Vec<f64>>> {
         let one = |reward: &mut WeightedReward| match &mut reward.judge {
             Judge::Text(kind) => Ok(answers.iter().map(|a| kind.score(a)).collect()),

@@ -6,20 +6,39 @@
 
 /// Returns the last number of `text`; a fraction is one number. `None`: there is no number.
 pub fn last(text: &str) -> Option<f64> {
+    // A number that overflows f64 counts as no number.
+    all(text).pop().filter(|x| x.is_finite())
+}
+
+/// How many numbers `text` has.
+pub fn count(text: &str) -> usize {
+    all(text).len()
+}
+
+/// The numbers of `text` in order.
+fn all(text: &str) -> Vec<f64> {
     let chars: Vec<char> = text.chars().map(plain).collect();
-    let (mut at, mut found) = (0, None);
+    let (mut at, mut found) = (0, Vec::new());
     while at < chars.len() {
         match fraction(&chars, at).or_else(|| number(&chars, at)) {
-            // A number that overflows f64 counts as no number.
-            Some((value, end)) => (found, at) = (Some(value).filter(|x| x.is_finite()), end),
+            Some((value, end)) => {
+                found.push(value);
+                at = end;
+            }
             None => at += 1,
         }
     }
     found
 }
 
-/// True if two numbers are equal up to a relative difference of 1e-6.
+/// True if two numbers are equal: integers exactly; other numbers, which an answer may round, up to a relative difference
+/// of 1e-6.
 pub fn same(a: f64, b: f64) -> bool {
+    // Below 2^53 f64 has every integer.
+    let is_integer = |x: f64| x.fract() == 0.0 && x.abs() < (1_u64 << 53) as f64;
+    if is_integer(a) && is_integer(b) {
+        return a == b;
+    }
     (a - b).abs() <= 1e-6 * a.abs().max(b.abs())
 }
 
@@ -156,5 +175,33 @@ mod tests {
             assert_eq!(last(none), None, "{none}");
         }
         assert!(same(1.0 / 3.0, 0.33333333) && !same(0.333, 1.0 / 3.0) && same(0.0, 0.0));
+    }
+
+    #[test]
+    fn large_integers_are_equal_only_if_every_digit_is() {
+        for (a, b) in [
+            (1_000_000.0, 1_000_001.0),
+            (123_456_789.0, 123_456_790.0),
+            (-2e6, -2_000_001.0),
+        ] {
+            assert!(same(a, a) && !same(a, b) && !same(b, a), "{a} {b}");
+        }
+        // A fraction may be rounded.
+        assert!(same(1234567.125, 1234567.13) && !same(1234567.125, 1234569.0));
+    }
+
+    #[test]
+    fn numbers_are_counted() {
+        for (text, want) in [
+            ("none", 0),
+            ("1,234.50", 1),
+            ("3/4", 1),
+            (r"-\frac{1}{2}", 1),
+            ("12:30", 2),
+            ("1.000.000", 2),
+            ("8 - 6 = 2", 3),
+        ] {
+            assert_eq!(count(text), want, "{text}");
+        }
     }
 }

@@ -4,11 +4,13 @@
 //! and serves all requests. If it dies or hangs, it is restarted up to a limit and receives the rows that it did not
 //! answer. Its rights are reduced (`base::worker::ProcessRights`).
 
+use crate::base::signal::{self, ChildGroup};
 use crate::base::worker::{self, ProcessRights};
-use crate::base::{Error, Result, signal};
+use crate::base::{Error, Result};
 use serde_json::Value;
 use std::collections::VecDeque;
 use std::io::{BufRead, BufReader, Read, Write};
+use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::sync::{Arc, Mutex};
@@ -34,6 +36,8 @@ pub struct RewardProgram {
 
 struct RunningProgram {
     child: Child,
+    /// `None` after its end.
+    group: Option<ChildGroup>,
     rows: Sender<String>,
     lines: Receiver<String>,
     said: Arc<Mutex<VecDeque<String>>>,
@@ -44,14 +48,8 @@ struct RunningProgram {
 
 impl Drop for RunningProgram {
     fn drop(&mut self) {
-        // Kills its child processes too. Errors occur only if the program has ended already, so they are ignored.
-        #[cfg(unix)]
-        if let Ok(id) = i32::try_from(self.child.id()) {
-            // SAFETY: a signal to the process group that `spawn` made for this child; touches no memory.
-            unsafe { libc::kill(-id, libc::SIGKILL) };
-        }
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        // Errors occur only if the program has ended already, so they are ignored.
+        let _ = self.end();
     }
 }
 
@@ -80,8 +78,7 @@ impl RewardProgram {
             .stdout(Stdio::piped())
             .stderr(Stdio::piped());
         // Ctrl-C is sent only to ft, which then kills the program and its process group.
-        worker::reduce(&mut command, self.rights);
-        let mut child = command.spawn().map_err(|e| {
+        let (mut child, group) = worker::start_reduced(command, self.rights).map_err(|e| {
             Error::new("the reward program cannot be started")
                 .at(name)
                 .found(e.to_string())
@@ -119,6 +116,7 @@ impl RewardProgram {
         Ok(RunningProgram {
             listener,
             child,
+            group: Some(group),
             rows,
             lines,
             said,
@@ -208,25 +206,31 @@ impl RewardProgram {
 }
 
 impl RunningProgram {
-    /// Adds the standard error of the program and its exit status to the error.
+    /// Kills the program and its child processes, before the wait frees the id of the group: another program may get it then.
+    fn end(&mut self) -> std::io::Result<ExitStatus> {
+        drop(self.group.take());
+        let _ = self.child.kill();
+        self.child.wait()
+    }
+
+    /// Ends the program. Adds its standard error and its exit status to the error.
     fn explain(&mut self, error: Error) -> Error {
         // Gives a program that is about to exit time to write its message.
-        let mut ended: Option<ExitStatus> = None;
+        let mut by_itself = false;
         for tick in 0..20 {
-            ended = self.child.try_wait().ok().flatten();
-            let enough = match ended {
-                Some(_) => self.listener.is_finished(),
-                None => tick == 2,
+            by_itself = self.group.as_ref().is_some_and(ChildGroup::is_ended);
+            let enough = if by_itself {
+                self.listener.is_finished()
+            } else {
+                tick == 2
             };
             if enough {
                 break;
             }
             thread::sleep(TICK);
         }
-        let mut text = match ended {
-            Some(status) => format!("{status}"),
-            None => "still running".to_string(),
-        };
+        let status = self.end().ok().filter(|_| by_itself);
+        let mut text = status.map_or("still running".to_string(), |status| status.to_string());
         if let Ok(said) = self.said.lock() {
             for line in said.iter() {
                 text.push_str(&format!("\n      {}", shown(line)));
@@ -272,7 +276,8 @@ fn score(line: &str) -> Option<f64> {
     }
 }
 
-fn shown(text: &str) -> String {
+/// The beginning of a text for a message.
+pub(super) fn shown(text: &str) -> String {
     let mut out: String = text
         .chars()
         .take(200)
@@ -286,7 +291,7 @@ fn shown(text: &str) -> String {
 
 /// Splits a command line into words at blanks. Single and double quotes group words, a backslash escapes the next
 /// character. Errors: an unclosed quote.
-fn words(command: &str) -> Result<Vec<String>> {
+pub(super) fn words(command: &str) -> Result<Vec<String>> {
     let (mut out, mut word, mut quote, mut chars) = (Vec::new(), None::<String>, None, command.chars());
     while let Some(c) = chars.next() {
         match (c, quote) {
@@ -306,6 +311,37 @@ fn words(command: &str) -> Result<Vec<String>> {
     }
     out.extend(word);
     Ok(out)
+}
+
+/// Programs that run a script.
+const INTERPRETERS: [&str; 16] = [
+    "bash", "bun", "dash", "deno", "julia", "lua", "node", "perl", "php", "pypy", "python", "ruby", "Rscript", "sh",
+    "uv", "zsh",
+];
+
+/// The place of a program's own file in its command: the first word, or the script of an interpreter. Other arguments do
+/// not count: the program may write to such files. `None`: it is found on the PATH, or is not a file.
+pub(super) fn own_file(words: &[String]) -> Option<usize> {
+    // `python3.12` is `python`.
+    let name = |word: &str| {
+        let name = Path::new(word).file_name()?.to_string_lossy().into_owned();
+        Some(
+            name.trim_end_matches(|c: char| c.is_ascii_digit() || c == '.')
+                .to_string(),
+        )
+    };
+    let is_file = |word: &String| Path::new(word).is_file();
+    let is_env = name(words.first()?)? == "env";
+    let settings = words.iter().skip(1).take_while(|word| word.contains('=')).count();
+    let first = if is_env { 1 + settings } else { 0 };
+    let program = words.get(first)?;
+    if !INTERPRETERS.contains(&&*name(program)?) {
+        return (program.contains('/') && is_file(program)).then_some(first);
+    }
+    let arguments = words.iter().enumerate().skip(first + 1);
+    // A module, or the text of a script.
+    let mut arguments = arguments.take_while(|(_, word)| !["-m", "-c", "-e"].contains(&word.as_str()));
+    arguments.find(|(_, word)| is_file(word)).map(|(at, _)| at)
 }
 
 #[cfg(test)]
@@ -371,6 +407,24 @@ mod tests {
         assert!(e.contains("out of luck") && e.contains('3'), "{e}");
     }
 
+    /// Row W8.
+    #[test]
+    fn the_group_of_a_program_that_ended_is_killed_before_its_id_is_free() {
+        let mut p = program("exit 3", 5.0, 0);
+        let mut running = p.running.take().unwrap();
+        let started = Instant::now();
+        while !running.group.as_ref().unwrap().is_ended() && started.elapsed() < Duration::from_secs(20) {
+            thread::sleep(Duration::from_millis(5));
+        }
+        let e = running.explain(Error::new("no score")).to_string();
+        assert!(e.contains("exit status: 3"), "{e}");
+        assert!(running.group.is_none());
+        let mut p = program("read -r line", 5.0, 0);
+        let mut running = p.running.take().unwrap();
+        let e = running.explain(Error::new("no score")).to_string();
+        assert!(e.contains("still running") && running.group.is_none(), "{e}");
+    }
+
     /// Row W4.
     #[test]
     fn a_program_that_hangs_is_an_error_in_time() {
@@ -408,6 +462,32 @@ mod tests {
         thread::sleep(Duration::from_millis(200));
         let e = p.scores(&rows(1)).unwrap_err().to_string();
         assert!(e.contains("more lines than it gets rows"), "{e}");
+    }
+
+    #[test]
+    fn the_own_file_of_a_program_is_its_script_or_itself() {
+        let dir = tempfile::tempdir().unwrap();
+        for name in ["score.py", "judge", "log.txt"] {
+            std::fs::write(dir.path().join(name), "").unwrap();
+        }
+        let at = |command: &str| {
+            let command = command.replace('@', &format!("{}/", dir.path().display()));
+            own_file(&words(&command).unwrap())
+        };
+        assert_eq!(at("python3 -u @score.py @log.txt"), Some(2));
+        assert_eq!(at("/usr/bin/python3.12 @score.py"), Some(1));
+        assert_eq!(at("@judge @log.txt"), Some(0));
+        let others = [
+            "sh -c 'read -r line; echo 1' @log.txt",
+            "python3 -m judge @log.txt",
+            "python3",
+            "judge @log.txt",
+            "@missing",
+            "",
+        ];
+        for command in others {
+            assert_eq!(at(command), None, "{command}");
+        }
     }
 
     #[test]

@@ -2,23 +2,31 @@
 
 use super::RunContext;
 use crate::base::{Error, Result};
+use crate::checkpoint;
 use crate::engine::Engine;
 use crate::train::rehearsal;
 use crate::train::running::TrainingRun;
+use std::path::Path;
 
-/// Evaluates and shows samples before the first step of a new run; finds out early that an evaluation fails.
+/// Evaluates and shows samples before the first step of a new run; finds out early that an evaluation fails. `taken`: the
+/// checkpoint from which the run goes on, if it is that of another run.
 ///
 /// Errors: as for an evaluation; the checkpoint of the best evaluation does not exist.
-pub(super) fn begin(run: &mut TrainingRun, engine: &mut Engine, cx: &RunContext, start_step: u64) -> Result<()> {
+pub(super) fn begin(
+    run: &mut TrainingRun,
+    engine: &mut Engine,
+    cx: &RunContext,
+    start_step: u64,
+    taken: Option<&Path>,
+) -> Result<()> {
     run.expect_signal_after(start_step);
+    take_best(run, cx, start_step, taken)?;
     if let Some(step) = run.best.step().filter(|step| !cx.checkpoint_of(*step).exists()) {
-        return Err(
-            Error::new("the checkpoint of the best evaluation does not exist any more")
-                .at_path(&cx.checkpoint_of(step))
-                .found(run.best.describe())
-                .hint("resume with `train.load_best_model_at_end=false`, or start the run again with `--overwrite`"),
-        );
+        return Err(gone(run, &cx.checkpoint_of(step))
+            .hint("resume with `train.load_best_model_at_end=false`, or start the run again with `--overwrite`"));
     }
+    // Rank 0 alone may have copied a checkpoint.
+    run.ranks.meet()?;
     if start_step == 0 && cx.total_steps > 0 && !cx.options.only_steps {
         run.samples(engine, 0, "before")?;
         run.evaluate(engine, 0)?;
@@ -31,4 +39,36 @@ pub(super) fn begin(run: &mut TrainingRun, engine: &mut Engine, cx: &RunContext,
     } else {
         Ok(())
     }
+}
+
+/// Copies the checkpoint of the best evaluation so far, which may become the result of this run, from the run of `taken`, and
+/// `taken` with it: from then on this run can be resumed here.
+fn take_best(run: &mut TrainingRun, cx: &RunContext, start_step: u64, taken: Option<&Path>) -> Result<()> {
+    let (Some(taken), Some(step)) = (taken, run.best.step()) else {
+        return Ok(());
+    };
+    let own = cx.checkpoint_of(step);
+    let there = own
+        .file_name()
+        .map(|name| taken.with_file_name(name))
+        .unwrap_or_default();
+    let is_taken = step == start_step;
+    if !is_taken && !there.exists() {
+        return Err(gone(run, &there)
+            .hint("resume with `train.load_best_model_at_end=false`, or from a directory that has this checkpoint"));
+    }
+    let both = [taken, &there];
+    checkpoint::copy(if is_taken { &both[..1] } else { &both }, cx.run_dir)?;
+    run.reporter.note(&format!(
+        "copied from {}: checkpoint-{start_step}, and that of the best evaluation so far, {}",
+        taken.parent().unwrap_or(taken).display(),
+        run.best.describe()
+    ));
+    Ok(())
+}
+
+fn gone(run: &TrainingRun, checkpoint: &Path) -> Error {
+    Error::new("the checkpoint of the best evaluation does not exist any more")
+        .at_path(checkpoint)
+        .found(run.best.describe())
 }

@@ -9,17 +9,17 @@ use crate::engine::StepStrategy;
 use crate::hf::{self, AdapterSet, BaseHashes, Fingerprint};
 use crate::plan::Plan;
 use crate::recipe::{self, Method, ModelInit, ReportTo};
-use crate::report::Reporter;
+use crate::report::{self, Reporter};
 use crate::setup::active_schedule::ActiveSchedule;
-use crate::setup::{locate, rows};
+use crate::setup::{locate, rewards, rows};
 use crate::train::checkpoint_size::CheckpointSize;
 use crate::train::directory::{self, RunDirectory};
 use crate::train::gpus::OwnDevice;
 use crate::train::header::{HeaderInput, header, trained_elements};
 use crate::train::state::{self, RunFingerprint};
-use crate::train::{learning, owner, ranks, rehearsal};
+use crate::train::{learning, owner, ranks, rehearsal, resumed, side_inputs};
 use serde_json::json;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// A warning if the planner has chosen codes for the frozen weights, because nothing else fits: the user may expect LoRA, not QLoRA.
 fn lossy_choice(plan: &Plan) -> Option<String> {
@@ -39,6 +39,8 @@ fn lossy_choice(plan: &Plan) -> Option<String> {
 pub(super) struct OpenedRun {
     pub directory: RunDirectory,
     pub resumed: Option<LoadedState>,
+    /// On rank 0: the checkpoint from which the run goes on, if it is that of another run.
+    pub taken: Option<PathBuf>,
     /// The directory of the files that the run needs meanwhile.
     pub scratch: PathBuf,
     pub fingerprint: RunFingerprint,
@@ -70,14 +72,15 @@ impl OpenedRun {
             ModelInit::Random => None,
         };
         let base = print.as_ref().map(Fingerprint::base).unwrap_or_default();
-        let fingerprint = state::of_run(
+        let mut fingerprint = state::of_run(
             cx.loaded,
             print,
             &rows.train,
             rows.eval.as_ref(),
-            ranks.size(),
-            &own.kind,
+            (ranks.size(), &own.kind),
+            cx.total_steps,
         );
+        fingerprint.side_inputs = side_inputs::hashes(recipe)?;
         if let Some(dir) = &recipe.tune.lora.adapter
             && recipe.tune.method == Method::Lora
         {
@@ -97,7 +100,10 @@ impl OpenedRun {
         }
         let (mut directory, resumed) = if ranks.is_root() {
             checkpoint::check_space(run_dir, needed.saturating_sub(directory::freed(run_dir, options)))?;
-            let same = |checkpoint: &LoadedState| state::check_same(&state::fingerprint(checkpoint), &fingerprint);
+            let same = |checkpoint: &LoadedState| {
+                resumed::check_same(&state::fingerprint(checkpoint), &fingerprint)?;
+                resumed::check_length(checkpoint, cx.total_steps)
+            };
             let (directory, resumed) = directory::open(run_dir, options, &same)?;
             owner::remove_scratch_of_ranks(run_dir)?;
             let first = resumed.as_ref().map_or(1, |checkpoint| checkpoint.step + 1);
@@ -114,6 +120,8 @@ impl OpenedRun {
             let resumed = from.map(|from| checkpoint::load(&from)).transpose()?;
             (RunDirectory::of_other_rank(run_dir), resumed)
         };
+        // Each rank verifies the files of the checkpoint, and rank 0 is the first to end.
+        ranks.meet_after_reading()?;
         if recipe.distributed.writes_parts(ranks.size()) {
             let first = resumed.as_ref().map_or(1, |checkpoint| checkpoint.step + 1);
             checkpoint::check_shared(&*ranks.0, run_dir, first)?;
@@ -130,13 +138,35 @@ impl OpenedRun {
             signal::quit(format!("stopped: the run is unchanged, after step {step}"));
         }
         directory.begin();
+        let taken = resumed
+            .as_ref()
+            .filter(|checkpoint| ranks.is_root() && !directory::is_within(&checkpoint.path, run_dir));
+        let taken = taken.map(|checkpoint| checkpoint.path.clone());
         Ok(Self {
             directory,
+            taken,
             resumed,
             scratch,
             fingerprint,
             base,
             elements,
+        })
+    }
+
+    /// Copies the metrics of the run in `from`, which this one goes on with. Returns a warning if its evaluations are needed and
+    /// not known.
+    fn take_metrics(&self, from: &Path, cx: &RunContext) -> Option<String> {
+        let (step, train) = (self.start_step(), &cx.recipe.train);
+        if let Err(e) = report::copy_until(from, cx.run_dir, step) {
+            return Some(format!("the metrics up to step {step} cannot be copied: {e}"));
+        }
+        let needed = train.load_best_model_at_end || train.early_stopping_patience > 0;
+        let evaluated = train.eval_steps > 0 && step >= train.eval_steps as u64;
+        (needed && evaluated && report::evaluations(cx.run_dir).is_empty()).then(|| {
+            format!(
+                "{} has no evaluations up to step {step}: the best one is searched among those that follow",
+                from.join("metrics.jsonl").display()
+            )
         })
     }
 
@@ -164,9 +194,13 @@ impl OpenedRun {
         } = *cx;
         let (ranks, model) = (cx.ranks(), &inputs.model);
         let (train, eval, screened) = (&inputs.rows.train, inputs.rows.eval.as_ref(), &inputs.rows.screened);
+        let mut unknown = None;
         let mut reporter = if ranks.is_root() {
             directory::describe(run_dir, loaded, plan)?;
             directory::list_rows(run_dir, &inputs.rows, model)?;
+            if let Some(from) = self.taken.as_deref().and_then(Path::parent) {
+                unknown = self.take_metrics(from, cx);
+            }
             let board = recipe.train.report_to == ReportTo::TensorBoard;
             Reporter::new(run_dir, cx.total_steps, self.start_step()).with_event_file(board)
         } else {
@@ -188,26 +222,34 @@ impl OpenedRun {
         lines.extend(own.shared().map(|line| ("gpu", line)));
         reporter.header(&lines);
         reporter.event("data", rows::counts(recipe, train, stream));
-        for line in &self.directory.notes {
+        let changes = (self.resumed.iter()).filter_map(|from| resumed::allowed_changes(from, &self.fingerprint));
+        for line in self.directory.notes.iter().chain(&changes.collect::<Vec<_>>()) {
             reporter.note(line);
             reporter.event("directory", json!({ "message": line }));
         }
         let positions = model.spec.max_positions;
+        let of_rewards = match &inputs.rows.questions {
+            Some(asked) => rewards::warnings(&recipe.rl, &asked.train, &asked.eval)?,
+            None => Vec::new(),
+        };
         for warning in loaded
             .warnings
             .iter()
             .cloned()
             .chain(rows::warnings(train, eval, recipe, model.template.is_some(), positions))
+            .chain(of_rewards)
             .chain(screened.iter().flat_map(|s| s.warnings()))
             .chain(learning::warnings(recipe, schedule, stream, cx.options.only_steps))
             .chain(lossy_choice(plan))
             .chain(adapters.warnings.iter().map(|line| recipe::in_program_terms(line)))
             .chain(model.tokenizer.end_conflict().map(str::to_string))
-            .chain(
-                self.resumed
-                    .iter()
-                    .filter_map(|c| state::other_bits(c, &self.fingerprint)),
-            )
+            .chain(self.resumed.iter().flat_map(|from| {
+                let bits = resumed::other_bits(from, &self.fingerprint);
+                bits.into_iter()
+                    .chain(resumed::other_rates(from, cx.total_steps, &recipe.schedule))
+                    .chain(resumed::other_program(from, &self.fingerprint))
+            }))
+            .chain(unknown)
         {
             reporter.warn(&warning);
         }

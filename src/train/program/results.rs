@@ -6,9 +6,11 @@ use crate::base::signal::{SignalReaction, Stop};
 use crate::base::{Result, signal};
 use crate::engine::Engine;
 use crate::hf::{AdapterSet, BaseHashes};
+use crate::recipe;
 use crate::train::finish::{self, TrainedModel};
+use crate::train::from_checkpoint::{self, RecipePaths};
+use crate::train::owner;
 use crate::train::running::{self, TrainingRun};
-use crate::train::{from_checkpoint, owner};
 use serde_json::json;
 use std::path::PathBuf;
 
@@ -54,7 +56,20 @@ pub(super) fn write(
     let before = run.directory.aside()?;
     let peak_memory_bytes = running::peak_memory(cx.device)?;
     let earlier = run.best.step().filter(|step| *step != last_step && !model.is_shape());
+    let mut recorded = None;
     let final_dir = if ranks.of_root(earlier.is_some())? {
+        // The engine ends before the other weights are written: if that fails, the last steps are in a checkpoint.
+        if ranks.of_root(run.pace.saved != last_step)?
+            && let Err(e) = run.save(&engine, last_step)
+        {
+            if ranks.several() {
+                return Err(run.ended(last_step, e));
+            }
+            // The result needs the checkpoint of the best step only.
+            let e = recipe::in_program_terms(&e.to_string());
+            run.reporter
+                .warn(&format!("the state after the last step could not be saved: {e}"));
+        }
         drop(engine);
         match earlier.filter(|_| ranks.is_root()) {
             Some(step) => {
@@ -62,8 +77,11 @@ pub(super) fn write(
                     "final/ is the model of the best evaluation: {}",
                     run.best.describe()
                 ));
-                let written = from_checkpoint::write(&cx.checkpoint_of(step), &out);
-                said.extend(written.map_err(|e| run.ended(last_step, e))?.notes);
+                let paths = RecipePaths::OfRun(cx.recipe);
+                let written = from_checkpoint::write(&cx.checkpoint_of(step), &out, paths);
+                let written = written.map_err(|e| run.ended(last_step, e))?;
+                recorded = Some(run.directory.record_final(&before));
+                said.extend(written.notes);
                 Some(out)
             }
             None => None,
@@ -71,7 +89,13 @@ pub(super) fn write(
     } else {
         let exported = engine.with_averages(|engine| {
             let trained = TrainedModel::new(cx.recipe, model, engine, adapters, base);
-            engine.by_root(|| finish::export(&trained, &out, &mut |line| said.push(line.to_string())))
+            engine.by_root(|| {
+                let written = finish::export(&trained, &out, &mut |line| said.push(line.to_string()))?;
+                if written.is_some() {
+                    recorded = Some(run.directory.record_final(&before));
+                }
+                Ok(written)
+            })
         });
         let written = exported.map_err(|e| run.export_failed(&engine, last_step, e))?;
         drop(engine);
@@ -80,11 +104,12 @@ pub(super) fn write(
     said.iter().for_each(|line| run.reporter.note(line));
     // Rank 0 removes the files of all ranks when none needs them any more.
     ranks.meet()?;
+    let recorded = recorded.transpose()?;
     if ranks.is_root() {
         owner::remove_scratch(cx.run_dir)?;
     }
-    if final_dir.is_some() {
-        for line in run.directory.exported(&before)? {
+    if let Some(recorded) = recorded {
+        for line in run.directory.complete_final(recorded, &before)? {
             run.reporter.note(&line);
         }
     } else {

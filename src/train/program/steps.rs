@@ -76,7 +76,8 @@ pub(super) fn run_steps(
                 if !ranks.several() || run.stopped {
                     run.stop_if_asked(engine, step - 1)?;
                 }
-                return Err(run.failed(engine, step, trained_tokens, e));
+                // Rank 0 or each rank alone has made the window: the error may be that of one rank.
+                return Err(run.failed(engine, step, trained_tokens, e, false));
             }
         };
         let lr = match &options.sweep {
@@ -95,7 +96,8 @@ pub(super) fn run_steps(
                 if matches!(e.kind(), ErrorKind::Signal(_)) {
                     run.stop_if_asked(engine, step - 1)?;
                 }
-                return Err(run.failed(engine, step, trained_tokens, e));
+                let of_all = engine.is_of_all_ranks(&e);
+                return Err(run.failed(engine, step, trained_tokens, e, of_all));
             }
         };
         run.expect_signal_after(step);

@@ -240,7 +240,7 @@ impl<'a> AdvantageComputer<'a> {
         let (mut all_kl, mut penalties) = (0.0, 0.0);
         let referred = kept.iter().any(|k| !k.reference.is_empty());
         let mut rewards: Vec<Vec<f64>> = Vec::with_capacity(kept.len());
-        for ((k, total), finished) in kept.iter_mut().zip(totals).zip(finished) {
+        for ((k, score), finished) in kept.iter_mut().zip(scores_or_mean(totals)).zip(finished) {
             let mut row = vec![0.0; k.tokens()];
             for (t, reference) in k.reference.iter().enumerate() {
                 let (log_prob, reference) = (k.old[t] as f64, *reference as f64);
@@ -248,7 +248,6 @@ impl<'a> AdvantageComputer<'a> {
                 penalties += row[t];
                 all_kl += KlEstimator::K1.of(log_prob, reference);
             }
-            let score = if total.is_nan() { 0.0 } else { *total };
             let open = if *finished { 0.0 } else { ppo.missing_eos_penalty };
             if let Some(last) = row.last_mut() {
                 *last += score - open;
@@ -301,9 +300,23 @@ impl<'a> AdvantageComputer<'a> {
     }
 }
 
+/// The scores of answers; those that are not known (NaN) are the mean of the others, or 0: 0 could be better than all others.
+fn scores_or_mean(scores: &[f64]) -> Vec<f64> {
+    let known: Vec<f64> = scores.iter().copied().filter(|score| !score.is_nan()).collect();
+    let mean = known.iter().sum::<f64>() / known.len().max(1) as f64;
+    let or_mean = |score: &f64| if score.is_nan() { mean } else { *score };
+    scores.iter().map(or_mean).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_answer_without_a_score_is_not_better_than_the_others() {
+        assert_eq!(scores_or_mean(&[-3.0, f64::NAN, -1.0]), [-3.0, -2.0, -1.0]);
+        assert_eq!(scores_or_mean(&[f64::NAN; 2]), [0.0; 2]);
+    }
 
     /// A Rust user who writes `Default::default()` gets what a recipe without these keys gets.
     #[test]

@@ -10,7 +10,7 @@ use crate::data::{Batch, Dataset};
 use crate::distill::hidden::HiddenDistance;
 use crate::distill::{Distill, DistillTerms, Teacher};
 use crate::engine::Engine;
-use crate::generate::{GenerateSettings, Request, rollout};
+use crate::generate::{GenerateLimits, GenerateSettings, Request, rollout};
 use crate::recipe::{self, Alignment, Recipe};
 use crate::report;
 use crate::setup;
@@ -212,7 +212,11 @@ impl Students {
             top_p: None,
             seed: chance.bits(u64::MAX),
             stop_ids: self.stop_ids.clone(),
-            limits: crate::generate::GenerateLimits::default(),
+            limits: GenerateLimits {
+                // Every rank makes all answers. After a signal the ranks finish the step and stop together.
+                may_stop: engine.comm().world().size == 1,
+                ..GenerateLimits::default()
+            },
         };
         let answers = rollout(&engine.network, &requests, &settings)?;
         for (((m, i), request), answer) in wanted.into_iter().zip(requests).zip(answers) {

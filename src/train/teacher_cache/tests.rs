@@ -180,3 +180,89 @@ fn only_damaged_files_of_the_same_outputs_are_stored_again() {
     assert!(e.contains("another teacher"), "{e}");
     assert!(CacheShard::if_whole(&shard, &facts("two").key, 2).is_err());
 }
+
+fn names(dir: &Path) -> Vec<String> {
+    let name = |p: &PathBuf| p.file_name().unwrap().to_string_lossy().into_owned();
+    files::list(dir).unwrap().iter().map(name).collect()
+}
+
+/// Row C1.
+#[test]
+fn what_a_killed_process_left_is_removed_and_nothing_else() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    let torn = [
+        "cache.json.tmp-77",
+        "rows-00000.safetensors.tmp-77",
+        "rows-00007.safetensors.tmp-77-3",
+    ];
+    let leave = || {
+        torn.iter()
+            .for_each(|name| std::fs::write(d.join(name), "half").unwrap());
+        // Killed before the marker was complete.
+        std::fs::create_dir_all(d.join("teacher")).unwrap();
+        std::fs::write(d.join("teacher/.ft-temporary.tmp-77"), "Temp").unwrap();
+    };
+    store(d);
+    let (whole, stored) = (outputs(d).unwrap(), names(d));
+    leave();
+    check_place(d, &facts("one")).unwrap();
+    assert_eq!(names(d), stored);
+    assert!(outputs(d).unwrap() == whole);
+    // A file of another name, or of another kind, is refused, and nothing is removed.
+    leave();
+    for name in [
+        "rows-1.safetensors.tmp-77",
+        "notes.txt.tmp-77",
+        "rows-00000.safetensors.tmp-x",
+    ] {
+        std::fs::write(d.join(name), "x").unwrap();
+        let e = check_place(d, &facts("one")).unwrap_err().to_string();
+        assert!(e.contains("other files") && e.contains(name), "{e}");
+        std::fs::remove_file(d.join(name)).unwrap();
+    }
+    let (folder, link) = ("rows-00003.safetensors.tmp-78", "rows-00004.safetensors.tmp-78");
+    std::fs::create_dir(d.join(folder)).unwrap();
+    let e = check_place(d, &facts("one")).unwrap_err().to_string();
+    assert!(e.contains("other files") && e.contains(folder), "{e}");
+    std::fs::remove_dir(d.join(folder)).unwrap();
+    std::os::unix::fs::symlink("rows-00000.safetensors", d.join(link)).unwrap();
+    let e = check_place(d, &facts("one")).unwrap_err().to_string();
+    assert!(e.contains("other files") && e.contains(link), "{e}");
+    std::fs::remove_file(d.join(link)).unwrap();
+    assert!(check_place(d, &facts("two")).is_err());
+    assert!(torn.iter().all(|name| d.join(name).exists()) && d.join("teacher").exists());
+}
+
+/// Row C10.
+#[test]
+fn a_second_process_is_refused_and_changes_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("out");
+    let held = CacheLock::acquire(&out).unwrap();
+    store(&out);
+    let before = names(&out);
+    let e = CacheLock::acquire(&out).err().unwrap().to_string();
+    assert!(
+        e.contains("another `ft distill cache`") && e.contains("process ") && e.contains("--out"),
+        "{e}"
+    );
+    assert_eq!(names(&out), before);
+    check_place(&out, &facts("one")).unwrap();
+    drop(held);
+    assert_eq!(
+        names(&out),
+        ["cache.json", "rows-00000.safetensors", "rows-00001.safetensors"]
+    );
+    // The lock of a killed process.
+    std::fs::write(out.join("run.lock"), "process 7 since 2026-01-01 00:00:00 UTC\n").unwrap();
+    let held = CacheLock::acquire(&out).unwrap();
+    check_place(&out, &facts("one")).unwrap();
+    drop(held);
+    // A directory of something else gets no lock.
+    let other = dir.path().join("other");
+    std::fs::create_dir(&other).unwrap();
+    std::fs::write(other.join("notes.txt"), "x").unwrap();
+    let e = CacheLock::acquire(&other).err().unwrap().to_string();
+    assert!(e.contains("other files") && names(&other) == ["notes.txt"], "{e}");
+}

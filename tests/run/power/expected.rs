@@ -54,9 +54,15 @@ pub fn due(operation: &Operation, before: &[Operation]) -> Due {
     // The mark of a directory that is being removed, and the sync of its name: without space for it the removal goes on.
     let is_mark = name.starts_with(MARK) && matches!(what, 'c' | 'w' | 's' | 'r') && is_removed(dir);
     let is_its_sync = *what == 's' && name.contains(".tmp-") && is_removed(path);
+    // The end of a directory for temporary files: the result has its name already.
+    let is_scratch = |dir: &str| {
+        let lock = format!("{dir}/used");
+        before.iter().any(|o| o.what == 'c' && !o.failed && o.path == lock)
+    };
+    let is_end = dir.contains(".tmp-") && *what == 'u' && is_scratch(dir) || *what == 'd' && is_scratch(path);
     // The directory is synced for the name of a log.
     let of_log = *what == 's' && path == "run" && before.last().is_some_and(|o| LOGS.contains(&o.other.as_str()));
-    if is_cache || is_rest || is_mark || is_its_sync {
+    if is_cache || is_rest || is_mark || is_its_sync || is_end {
         Due::Nothing
     } else if of_log || LOGS.contains(&lasting(path)) {
         Due::Warning

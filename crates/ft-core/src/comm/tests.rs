@@ -257,6 +257,28 @@ fn a_rank_that_is_late_ends_the_job() {
     assert!(found[0].contains("has ended"), "{}", found[0]);
 }
 
+/// What a rank said that waited too long.
+static LATE: Mutex<Vec<String>> = Mutex::new(Vec::new());
+
+#[test]
+fn a_rank_that_waits_too_long_names_the_setting() {
+    let wait = wire::WaitLimit {
+        limit: Some(Duration::from_secs(4)),
+        silence: Duration::from_secs(4),
+        last: false,
+        name: "rank 0 (host here)".into(),
+        own: None,
+        say: |text: &str| LATE.lock().unwrap().push(text.into()),
+    };
+    wait.late(&[1]);
+    assert_eq!(
+        LATE.lock().unwrap()[..],
+        [
+            "rank 0 (host here) has waited 4 s for rank 1 (see `Collective::set_timeout`): the job ends; the newest checkpoint is valid"
+        ]
+    );
+}
+
 /// The messages, and how often the wire could look at the other ranks while there was nothing to do.
 static SAID: Mutex<Vec<String>> = Mutex::new(Vec::new());
 static LOOKS: Mutex<usize> = Mutex::new(0);

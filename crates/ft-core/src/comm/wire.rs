@@ -56,7 +56,13 @@ impl WaitLimit {
     /// Says which ranks are missing at the limit. The wire then ends the job.
     pub fn late(&self, missing: &[usize]) {
         let seconds = self.limit.unwrap_or_default().as_secs();
-        self.say_end(&format!(" has waited {seconds} s for {}", numbered(missing)));
+        // After a failure of this rank the limit is another one, and no setting.
+        let setting = match self.own {
+            None => " (see `Collective::set_timeout`)",
+            Some(_) => "",
+        };
+        let missing = numbered(missing);
+        self.say_end(&format!(" has waited {seconds} s for {missing}{setting}"));
     }
 
     /// Time between two signs of life.

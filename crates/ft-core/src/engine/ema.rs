@@ -137,15 +137,20 @@ impl Engine {
     }
 
     /// Runs `work` with the averages in the place of the weights, for an evaluation or an export. After it the weights have
-    /// the same bits as before.
+    /// the same bits as before. After an error of `work` on several ranks this rank cannot train any more: the averages stay.
     ///
     /// # Errors
     /// Those of `work`; an average that does not belong to a parameter of the model.
     pub fn with_averages<T>(&mut self, work: impl FnOnce(&Self) -> Result<T>) -> Result<T> {
         self.swap_averages()?;
         let done = work(self);
-        self.swap_averages()?;
-        done
+        // The ranks put the weights back together, and the others may not have this error.
+        if done.is_err() && self.comm.world().size > 1 {
+            return done;
+        }
+        let back = self.swap_averages();
+        let done = done?;
+        back.map(|()| done)
     }
 
     /// Puts the averages in the place of the weights; the next call puts the weights back.

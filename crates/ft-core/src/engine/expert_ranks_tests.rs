@@ -170,6 +170,34 @@ fn divided_experts_have_the_bits_of_one_rank() {
     compare(&case("qwen3_moe", json!({})), 2..=4);
 }
 
+/// A router that is not finite is found within the forward pass, so the other ranks are at another place.
+#[test]
+fn a_router_of_one_rank_that_is_not_finite_is_an_error_of_this_rank() {
+    let case = Case {
+        replicated: true,
+        ..case("qwen3_moe", json!({}))
+    };
+    let found = threads::run(2, |comm| {
+        let (mut engine, active) = engine(&case, comm.clone());
+        engine.step(1, &batches(3, 1), &active, 1e-3).unwrap();
+        if comm.world().rank == 1 {
+            let router = active.names().find(|name| name.ends_with("mlp.gate.weight")).unwrap();
+            let router = engine.network.param(router).unwrap().tensor;
+            update::set(&router, &vec![f32::NAN; router.elem_count()]).unwrap();
+        }
+        let e = engine.step(2, &batches(3, 2), &active, 1e-3).unwrap_err();
+        assert!(!engine.is_of_all_ranks(&e), "{e}");
+        comm.fail(1, e.to_string())
+    });
+    for faults in found {
+        assert_eq!(faults.len(), 1, "{faults:?}");
+        assert!(
+            faults[0].text.starts_with("the logits of a router are not finite"),
+            "{faults:?}"
+        );
+    }
+}
+
 /// The sum of a token begins with the shared expert; another one with groups; a third with biases of the experts.
 #[test]
 fn other_mixtures_have_the_bits_of_one_rank() {

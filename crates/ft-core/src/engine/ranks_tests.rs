@@ -3,7 +3,7 @@
 use super::active::CorrectedParams;
 use super::step::{Engine, GradientStorage};
 use super::{ActiveSet, Ema, EmaConfig, GradientExchange, StepStrategy, UpdateExchange, corrected_bytes, sent_bytes};
-use crate::base::Result;
+use crate::base::{Error, Result};
 use crate::comm::threads::{self, CountingComm};
 use crate::comm::{Collective, Patience, SingleRank};
 use crate::data::{Batch, Example};
@@ -288,6 +288,51 @@ pub(super) fn averaged(case: Case, comm: Arc<dyn Collective>) -> Result<(Vec<u64
     assert_eq!(engine.ema.iter().flat_map(Ema::saved).count(), names.len() - gone.len());
     saved.extend(engine.by_root(|| read(&engine, false))?.into_iter().flatten());
     Ok((bits, saved))
+}
+
+/// A loss that is not finite is found in the sums of all ranks, also by those whose own loss is finite.
+#[test]
+fn a_loss_of_one_rank_that_is_not_finite_is_an_error_of_all() {
+    let found = threads::run(2, |comm| {
+        let (mut engine, active) = engine(FULL, comm.clone());
+        engine.step(1, &batches(3, 1), &active, 1e-3).unwrap();
+        if comm.world().rank == 1 {
+            let norm = active
+                .names()
+                .find(|name| name.contains("norm") && !name.contains("layers."));
+            let norm = engine.network.param(norm.unwrap()).unwrap().tensor;
+            update::set(&norm, &vec![f32::NAN; norm.elem_count()]).unwrap();
+        }
+        let e = engine.step(2, &batches(3, 2), &active, 1e-3).unwrap_err();
+        (engine.is_of_all_ranks(&e), e.what().to_string())
+    });
+    assert!(found[0] == found[1] && found[0].0, "{found:?}");
+}
+
+/// The other rank does not know of the error, so nothing is exchanged after it.
+#[test]
+fn an_error_of_one_rank_with_averages_in_place_reaches_the_others() {
+    let found = threads::run(2, |comm| {
+        let (mut engine, active) = engine(FULL, comm.clone());
+        engine.ema = Some(Ema::new(EmaConfig { decay: 0.9, ramp: true }));
+        let batches = batches(3, 1);
+        engine.step(1, &batches, &active, 1e-3).unwrap();
+        let mut failed = Vec::new();
+        for evaluation in 1..=2 {
+            let done = engine.with_averages(|_| match (evaluation, comm.world().rank) {
+                (2, 1) => Err(Error::new("rank 1 cannot evaluate")),
+                _ => comm.bytes(Vec::new(), Patience::Step).map(drop),
+            });
+            if let Err(e) = done {
+                failed = comm.fail(1, e.to_string());
+            }
+        }
+        failed
+    });
+    for faults in found {
+        assert_eq!(faults.len(), 1, "{faults:?}");
+        assert_eq!(faults[0].text, "rank 1 cannot evaluate");
+    }
 }
 
 #[test]

@@ -89,6 +89,8 @@ pub struct Engine {
     pub(super) copier: Option<Copier>,
     /// The ranks train alone between averages.
     pub(super) outer: Option<OuterState>,
+    /// All ranks have the sums of the last step.
+    agreed: bool,
 }
 
 /// A step whose work is queued on the device. On a GPU the host may queue the next one before it reads the result with
@@ -221,6 +223,7 @@ impl Engine {
             exchange: GradientExchange::default(),
             copier: None,
             outer: None,
+            agreed: false,
         };
         if let Some(ranks) = config.ranks {
             engine.join(ranks.comm, first, ranks.exchange)?;
@@ -240,6 +243,12 @@ impl Engine {
     /// True if each rank has a part of the gradients and of the optimizer states.
     pub fn is_divided(&self) -> bool {
         self.divided
+    }
+
+    /// True if all ranks have this error of the last step, at the same place: a number that is not finite in the sums of all ranks.
+    /// An error before, for example of a router, may be that of one rank.
+    pub fn is_of_all_ranks(&self, e: &Error) -> bool {
+        self.agreed && e.kind() == ErrorKind::NonFinite
     }
 
     /// Runs step number `step` (from 1) on one window of micro-batches at learning rate `lr`.
@@ -305,6 +314,7 @@ impl Engine {
         before: Option<&QueuedStep>,
     ) -> Result<QueuedStep> {
         let may_stop = may_stop && self.changes_last(active);
+        self.agreed = false;
         self.begin_apart(active)?;
         let queued = self.run_step(step, batches, active, lr, may_stop, before);
         if queued.is_ok() {
@@ -402,6 +412,7 @@ impl Engine {
                 let mut sink = AccumulateGradients::new(active, &mut self.optimizer, lr, among, self.store.sharded());
                 let totals = pass.window(batches, &mut sink)?;
                 sink.complete(comm, self.divided)?;
+                self.agreed = self.outer.is_none();
                 sink.add(&pull)?;
                 if scaled {
                     sink.scale((1.0 / scale) as f32)?;

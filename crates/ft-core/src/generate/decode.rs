@@ -51,6 +51,9 @@ pub struct GenerateLimits {
     /// on the host; `None`: never. A capture takes as long as several steps (docs/benchmarks-gpu.md), and each row that ends
     /// changes the shape. While a generation with graphs runs, no other thread may use the device.
     pub graphs_after: Option<usize>,
+    /// A signal ends the generation with an error. Several ranks that generate the same answers do not stop there: they would not
+    /// all stop at the same token.
+    pub may_stop: bool,
 }
 
 impl Default for GenerateLimits {
@@ -63,6 +66,7 @@ impl Default for GenerateLimits {
             share_prefixes: true,
             same_bits: false,
             graphs_after: Some(16),
+            may_stop: true,
         }
     }
 }
@@ -160,7 +164,7 @@ impl<'a> From<&'a Network> for SampledModel<'a> {
 ///
 /// # Errors
 /// An empty prompt, one longer than the context length of the model, an id beyond the embedding; logits that are not finite; any
-/// error of `on_token`; a signal that requests a stop; a KV cache too small for one request.
+/// error of `on_token`; a signal that requests a stop (`GenerateLimits::may_stop`); a KV cache too small for one request.
 ///
 /// ```no_run
 /// use ft_core::generate::{GenerateSettings, generate};

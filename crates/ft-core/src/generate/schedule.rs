@@ -405,7 +405,7 @@ impl<'a> RequestSchedule<'a> {
             on_token(request, drawn.id)?;
             self.rows[r].last = Some(drawn.id);
         }
-        if let Some(s) = signal::received() {
+        if let Some(s) = signal::received().filter(|_| self.settings.limits.may_stop) {
             return Err(Error::signal(s, "stopped while generating"));
         }
         if leaving.contains(&true) {

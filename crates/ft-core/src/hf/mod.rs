@@ -13,6 +13,7 @@ mod mlx;
 mod model;
 mod new_adapters;
 mod open;
+mod python_numbers;
 mod tie;
 
 pub use adapter::{adapter, adapter_over, plain_lora, pruned, rehearse_adapter};
@@ -23,14 +24,16 @@ pub use load_adapter::{LoadedAdapter, load_adapter};
 pub use load_adapter::{SEQUENCE_CLASSIFIER, alpha_of, choice, rank_of, row_tables, saved_whole, unsaved};
 pub use merged::{WeightedAdapter, merged};
 pub use mlx::mlx_adapter;
-pub use model::{ModelExport, ParamFill, WriteMore, model, rehearse_model};
+pub use model::{ModelExport, ParamFill, TensorFill, WriteMore, model, rehearse_model};
 pub use model::{OutputModel, set_dtype, stored};
 pub use new_adapters::{AdapterSet, TrainedRows, adapter_shapes, adapters_to_fill, new_adapters, subtracts_init};
 pub use open::{OpenModel, open, open_dequantized};
+pub use python_numbers::{config_note, left_out_note, writable_config};
 pub use tie::{untied_weights, unties};
 
 use crate::base::{Error, Result, files};
 use crate::formats::index::stays_inside;
+use crate::formats::{read_json_object, read_json_to_rewrite};
 use serde_json::{Map, Value};
 use std::path::Path;
 
@@ -48,13 +51,14 @@ const TOKENIZER: [&str; 10] = [
     CHAT_TEMPLATE,
 ];
 const CHAT_TEMPLATE: &str = "chat_template.jinja";
+const GENERATION: &str = "generation_config.json";
 
 /// Files copied with the weights: settings of images and of sampling, license.
 const BESIDE: [&str; 10] = [
     "processor_config.json",
     "preprocessor_config.json",
     "video_preprocessor_config.json",
-    "generation_config.json",
+    GENERATION,
     "LICENSE",
     "LICENSE.txt",
     "LICENSE.md",
@@ -93,25 +97,59 @@ pub fn set_tools_template(dir: &Path, text: &str) -> Result<()> {
     files::write_atomic(&dir.join("tool_use.jinja"), text.as_bytes())
 }
 
+/// Removes the settings of quantized weights from the contents of a `config.json`, also from the part of the language model.
+pub fn unquantized(config: &mut Map<String, Value>) {
+    const KEY: &str = "quantization_config";
+    config.retain(|key, _| key != KEY);
+    if let Some(Value::Object(text)) = config.get_mut("text_config") {
+        text.retain(|key, _| key != KEY);
+    }
+}
+
 /// Writes the ids that end an answer into `generation_config.json` of an exported directory. `config`: the contents of
-/// `config.json`, for a directory without generation settings.
+/// `config.json`, for a directory without generation settings. A setting that JSON cannot represent (`NaN`, `Infinity`) is
+/// left out; returns the names of these settings, for `left_out_note`.
 ///
 /// # Errors
 /// The file cannot be read or written.
-pub fn set_stop_ids(dir: &Path, config: &Map<String, Value>, ids: &[u32]) -> Result<()> {
-    let path = dir.join("generation_config.json");
-    let bad = |e: serde_json::Error| Error::format("file is not valid JSON").at_path(&path).cause(e);
-    let mut map: Map<String, Value> = if path.is_file() {
-        serde_json::from_str(&files::read_text(&path)?).map_err(bad)?
+pub fn set_stop_ids(dir: &Path, config: &Map<String, Value>, ids: &[u32]) -> Result<Vec<String>> {
+    let path = dir.join(GENERATION);
+    let mut map = generation_settings(dir, config)?;
+    let before = if path.is_file() {
+        read_json_object(&path)?
     } else {
-        let kept = config
-            .iter()
-            .filter(|(key, _)| ["bos_token_id", "pad_token_id"].contains(&key.as_str()));
-        kept.map(|(key, value)| (key.clone(), value.clone())).collect()
+        Map::new()
     };
+    // That of the ids is set below.
+    let is_lost = |key: &&String| !map.contains_key(*key) && *key != "eos_token_id";
+    let left_out = before.keys().filter(is_lost).cloned().collect();
     map.insert("eos_token_id".into(), ids.into());
-    let text = serde_json::to_string_pretty(&map).map_err(bad)?;
-    files::write_atomic(&path, format!("{text}\n").as_bytes())
+    let text = serde_json::to_string_pretty(&map).map_err(|e| {
+        Error::new("cannot write the generation settings")
+            .at_path(&path)
+            .cause(e)
+    })?;
+    files::write_atomic(&path, format!("{text}\n").as_bytes())?;
+    Ok(left_out)
+}
+
+/// Checks that `set_stop_ids` can read the generation settings of the base model in `dir`, and writes nothing.
+///
+/// # Errors
+/// The file cannot be read.
+pub fn rehearse_stop_ids(dir: &Path, config: &Map<String, Value>) -> Result<()> {
+    generation_settings(dir, config).map(drop)
+}
+
+fn generation_settings(dir: &Path, config: &Map<String, Value>) -> Result<Map<String, Value>> {
+    let path = dir.join(GENERATION);
+    if path.is_file() {
+        return read_json_to_rewrite(&path);
+    }
+    let kept = config
+        .iter()
+        .filter(|(key, _)| ["bos_token_id", "pad_token_id"].contains(&key.as_str()));
+    Ok(kept.map(|(key, value)| (key.clone(), value.clone())).collect())
 }
 
 #[cfg(test)]

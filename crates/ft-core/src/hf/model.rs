@@ -1,6 +1,6 @@
 //! A Hugging Face model directory: weights in safetensors, config with all its keys, tokenizer files.
 
-use super::{BESIDE, TOKENIZER, copy_beside, set_chat_template};
+use super::{BESIDE, TOKENIZER, copy_beside, set_chat_template, writable_config};
 use crate::base::staging::Staging;
 use crate::base::{Error, Result, files};
 use crate::formats::index::stays_inside;
@@ -18,7 +18,7 @@ pub struct ModelExport<'a> {
     pub out: &'a Path,
     /// Source of tokenizer files, generation settings and license; missing files are skipped.
     pub base_dir: &'a Path,
-    /// The original `config.json`: all keys are copied, only the number format is set.
+    /// The original `config.json`: all keys are copied, except those that `writable_config` leaves out; the number format is set.
     pub config: Map<String, Value>,
     /// True if the head is tied: `lm_head.weight` is not written.
     pub tied: bool,
@@ -39,7 +39,7 @@ pub struct OutputModel<'a> {
     pub out: &'a Path,
     /// Source of tokenizer files, generation settings and license.
     pub base_dir: &'a Path,
-    /// The contents of `config.json`.
+    /// The contents of `config.json`; `writable_config` says what is left out, `config_note` in words for the user.
     pub config: &'a Map<String, Value>,
     /// The tensors, in the order of the files.
     pub tensors: &'a [TensorPlan],
@@ -50,7 +50,7 @@ pub struct OutputModel<'a> {
 }
 
 /// Passes the values of one tensor to the sink.
-pub(crate) type TensorFill<'a> = dyn FnMut(&TensorPlan, &mut dyn FnMut(Values) -> Result<()>) -> Result<()> + 'a;
+pub type TensorFill<'a> = dyn FnMut(&TensorPlan, &mut dyn FnMut(Values) -> Result<()>) -> Result<()> + 'a;
 
 /// Passes the values of the named parameter to the sink.
 pub type ParamFill<'a> = dyn FnMut(&str, &mut dyn FnMut(Values) -> Result<()>) -> Result<()> + 'a;
@@ -111,12 +111,17 @@ impl OutputModel<'_> {
         self.write_with(fill, None)
     }
 
-    fn write_with(&self, fill: &mut TensorFill, more: Option<WriteMore>) -> Result<PathBuf> {
+    /// As `write`; `more` writes more files before the directory gets its name. They may replace those of the base model.
+    ///
+    /// # Errors
+    /// As `write`, and those of `more`; then `out` is unchanged.
+    pub fn write_with(&self, fill: &mut TensorFill, more: Option<WriteMore>) -> Result<PathBuf> {
         let staging = Staging::create(self.out)?;
         let dir = staging.path();
         self.write_weights(dir, fill)?;
         let path = dir.join("config.json");
-        let text = serde_json::to_string_pretty(self.config)
+        let (config, _) = writable_config(self.config, self.base_dir);
+        let text = serde_json::to_string_pretty(&config)
             .map_err(|e| Error::new("cannot write the config").at_path(&path).cause(e))?;
         files::write_atomic(&path, format!("{text}\n").as_bytes())?;
         copy_beside(self.base_dir, dir, &TOKENIZER)?;

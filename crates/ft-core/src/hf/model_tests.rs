@@ -205,3 +205,95 @@ fn large_models_are_sharded_with_an_index() {
         "{{ messages }}"
     );
 }
+
+#[test]
+fn stop_ids_are_written_beside_settings_that_only_python_reads() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("generation_config.json");
+    let config = config(true);
+    let text = r#"{"temperature": 0.5, "top_p": NaN, "sequence_bias": [[[1], -Infinity]], "eos_token_id": 1}"#;
+    std::fs::write(&path, text).unwrap();
+    rehearse_stop_ids(dir.path(), &config).unwrap();
+    let left_out = set_stop_ids(dir.path(), &config, &[1, 7]).unwrap();
+    assert_eq!(left_out, ["top_p", "sequence_bias"]);
+    let written: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    assert_eq!(written, json!({"temperature": 0.5, "eos_token_id": [1, 7]}));
+    // The file is JSON now; the ids take the place of any value.
+    assert!(set_stop_ids(dir.path(), &config, &[1]).unwrap().is_empty());
+    std::fs::write(&path, r#"{"eos_token_id": NaN}"#).unwrap();
+    assert!(set_stop_ids(dir.path(), &config, &[1]).unwrap().is_empty());
+    std::fs::remove_file(&path).unwrap();
+    assert!(set_stop_ids(dir.path(), &config, &[1]).unwrap().is_empty());
+    // What cannot be parsed at all is found before the run.
+    for bad in ["{\"top_p\": }", "[1]", ""] {
+        std::fs::write(&path, bad).unwrap();
+        let e = rehearse_stop_ids(dir.path(), &config).unwrap_err().to_string();
+        assert!(e.contains("generation_config.json"), "{e}");
+        let same = set_stop_ids(dir.path(), &config, &[1]).unwrap_err().to_string();
+        assert_eq!(same, e);
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), bad);
+    }
+}
+
+#[test]
+fn a_config_with_numbers_that_only_python_reads_is_written_as_json_without_them() {
+    let dir = tempfile::tempdir().unwrap();
+    let base = base(dir.path(), true, StoredDtype::F32);
+    let path = base.join("config.json");
+    let text = std::fs::read_to_string(&path).unwrap();
+    let more =
+        r#"{"time_step_limit": [0.0, Infinity], "inner": {"a": -Infinity, "b": 1, "c": {"d": [NaN]}}, "word": "NaN","#;
+    std::fs::write(&path, text.replacen('{', more, 1)).unwrap();
+    let config = read_config(&base);
+    assert!(config["time_step_limit"][1].is_string());
+    let params = spec(&config).params();
+    let out = dir.path().join("out");
+    let export = ModelExport {
+        out: &out,
+        base_dir: &base,
+        config: config.clone(),
+        tied: true,
+        dtype: Dtype::F16,
+        params: &params,
+        more: None,
+    };
+    let size = |name: &str| params.iter().find(|p| &*p.name == name).unwrap().elements();
+    model(&export, &mut |name, sink| sink(Values::F32(&numbers(name, size(name))))).unwrap();
+    let written: Map<String, Value> = serde_json::from_slice(&std::fs::read(out.join("config.json")).unwrap()).unwrap();
+    let mut expected = config.clone();
+    expected.retain(|key, _| key != "time_step_limit");
+    expected.insert("inner".into(), json!({"b": 1, "c": {}}));
+    assert_eq!(written, expected);
+    assert!(written.keys().eq(expected.keys()), "keys keep their order");
+    let (_, left_out) = writable_config(&config, &base);
+    assert_eq!(left_out, ["time_step_limit", "inner.a", "inner.c.d"]);
+    let note = config_note(&config, &base).unwrap();
+    let expected = "config.json is written without time_step_limit, inner.a, inner.c.d: ";
+    assert!(note.starts_with(expected), "{note}");
+    // Strings in a file that is JSON stay, and so does a value that ft set instead.
+    let mut changed = config.clone();
+    changed.insert("time_step_limit".into(), json!([0.0, 1.0]));
+    assert_eq!(writable_config(&changed, &base).0["time_step_limit"], json!([0.0, 1.0]));
+    std::fs::write(&path, Value::Object(config.clone()).to_string()).unwrap();
+    assert_eq!(writable_config(&config, &base), (config.clone(), Vec::new()));
+    assert_eq!(config_note(&config, &base), None);
+    assert_eq!(writable_config(&config, dir.path()), (config, Vec::new()));
+}
+
+#[test]
+fn settings_of_quantized_weights_are_removed_from_both_places() {
+    let mut config = config(true);
+    config.insert("quantization_config".into(), json!({"bits": 4}));
+    config.insert(
+        "text_config".into(),
+        json!({"a": 1, "quantization_config": {"bits": 8}, "b": 2}),
+    );
+    let order: Vec<String> = config
+        .keys()
+        .filter(|key| *key != "quantization_config")
+        .cloned()
+        .collect();
+    unquantized(&mut config);
+    assert_eq!(config["text_config"], json!({"a": 1, "b": 2}));
+    assert!(config.keys().eq(order.iter()), "keys keep their order");
+}

@@ -271,6 +271,16 @@ impl PairLoader<'_> {
     }
 }
 
+/// The row whose answer makes the mismatched pair of row `i` of a group: the nearest one before it (after the first row
+/// the search goes on at the last one) that is not the same row. A single row at the end uses the rows `before` its group.
+/// The row itself if there is no other.
+fn mismatch(before: &[usize], rows: &[usize], i: usize) -> usize {
+    let (row, n) = (rows[i], rows.len());
+    let in_group = (1..n).map(|back| rows[(i + n - back) % n]);
+    let earlier = before.iter().rev().copied().filter(|_| n == 1);
+    in_group.chain(earlier).find(|other| *other != row).unwrap_or(row)
+}
+
 impl Dataset {
     /// Ranges of the documents of an example.
     pub fn documents(&self, row: usize) -> Vec<Range<usize>> {
@@ -322,7 +332,8 @@ impl Dataset {
     }
 
     /// Judged answers, each followed by its prompt with the answer of the previous row in its group of `group` rows
-    /// (the first row of a group takes the last answer): KTO estimates the KL to the reference from these. With a
+    /// (the first row of a group takes the last answer): KTO estimates the KL to the reference from these. If a mixture
+    /// repeats a row, its copies are passed over; a group of copies alone estimates with their own answer. With a
     /// `seed` the rows are shuffled first; this order is the same in every epoch, because the answers of a micro-batch
     /// and of its mismatched pairs should be the same.
     ///
@@ -349,13 +360,9 @@ impl Dataset {
         let mut hasher = blake3::Hasher::new();
         hasher.update(self.fingerprint.as_bytes());
         for first in (0..n).step_by(group) {
-            // A single row at the end uses the row before its group.
             let rows = &order[first..n.min(first + group)];
             for (i, &row) in rows.iter().enumerate() {
-                let other = match rows.len() {
-                    1 => order[first - 1],
-                    len => rows[(i + len - 1) % len],
-                };
+                let other = mismatch(&order[..first], rows, i);
                 let (mine, theirs) = (self.preferences[row], self.preferences[other]);
                 let answer = self.examples.length(other) - theirs.prompt;
                 let join = RowJoin {

@@ -4,7 +4,7 @@ use super::*;
 use crate::codec::{RenderJob, RenderedChat};
 use crate::testing::{Jinja, Words, files};
 use crate::{BatchStream, IGNORE, RunLength, StreamSpec};
-use crate::{Long, Render, TrainOn};
+use crate::{Long, Render, Source, TrainOn};
 use serde_json::Value;
 
 const CHATML: &str = r#"{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}
@@ -219,6 +219,47 @@ fn judged_rows_get_the_answer_of_the_next_row_as_mismatch() {
             .to_string()
             .contains("at least two rows")
     );
+}
+
+#[test]
+fn a_repeated_row_is_not_its_own_mismatch() {
+    // Without repeats: the row before, and for the first one the last.
+    for n in 2..6 {
+        let rows: Vec<usize> = (10..10 + n).collect();
+        assert!((0..n).all(|i| mismatch(&[3], &rows, i) == rows[(i + n - 1) % n]));
+    }
+    assert_eq!(mismatch(&[3, 5], &[7], 0), 5);
+    assert_eq!([0, 1, 2].map(|i| mismatch(&[], &[4, 4, 7], i)), [7, 7, 4]);
+    assert_eq!(mismatch(&[3, 5], &[5], 0), 3);
+    assert_eq!(mismatch(&[3], &[5, 5], 0), 5);
+
+    let words = Words::chatml();
+    let row = |i: usize| format!("{{\"prompt\": \"p{i}\", \"completion\": \" a{i}\", \"label\": true}}\n");
+    let files = files(&[("a.jsonl", &row(0)), ("b.jsonl", &[row(1), row(2), row(3)].concat())]);
+    let source = |file: usize, weight: f64| Source {
+        weight: Some(weight),
+        ..Source::new(vec![files.paths[file].clone()])
+    };
+    let spec = DatasetSpec {
+        sources: &[source(0, 3.0), source(1, 1.0)],
+        render: Render::Plain,
+        max_length: 64,
+        long: Long::Auto,
+        overlap: 1,
+        train_on: TrainOn::Assistant,
+        embedding_rows: 1000,
+        screen: None,
+    };
+    let data = load(&spec, PreferencePart::Judged, &words, Some(&Jinja::new(CHATML))).unwrap();
+    // The rows of an epoch: 0, 0, 1, 0.
+    let paired = data.mismatched(4, 64, None).unwrap();
+    let seen: Vec<[String; 2]> = (0..4)
+        .map(|row| shown(&words, &paired, row).try_into().unwrap())
+        .collect();
+    let answered = |prompt: &str, answer: &str| format!("{prompt}[ {answer}][<|im_end|>]");
+    let first = [answered("p0", "a0"), answered("p0", "a1")];
+    let other = [answered("p1", "a1"), answered("p1", "a0")];
+    assert_eq!(seen, [first.clone(), first.clone(), other, first]);
 }
 
 #[test]

@@ -187,6 +187,18 @@ enum Compression {
     Zstd,
 }
 
+/// What `read_rows` takes from the name of a file: the extension, and that of the compression.
+pub(crate) fn reader_of(path: &Path) -> String {
+    let name = path.file_name().map(|n| n.to_string_lossy().to_ascii_lowercase());
+    let name = name.unwrap_or_default();
+    let (inner, compression) = match name.rsplit_once('.') {
+        Some((inner, end @ ("gz" | "zst"))) => (inner, end),
+        _ => (&*name, ""),
+    };
+    let extension = inner.rsplit_once('.').map_or("", |(_, extension)| extension);
+    format!("{extension} {compression}")
+}
+
 /// True for the name of a file that `read_rows` reads.
 pub fn is_data_file(path: &Path) -> bool {
     let name = path.file_name().map(|n| n.to_string_lossy().to_ascii_lowercase());

@@ -113,6 +113,7 @@ fn vote(value: &Value, pair: bool) -> Option<Vote> {
             let text = text.trim().to_lowercase();
             match text.parse::<f64>() {
                 Ok(number) if pair => vote(&Value::from(number), pair),
+                Ok(number) => Some(Vote::Cast(number_text(number).unwrap_or(text))),
                 _ if pair && !["chosen", "rejected", "tie"].contains(&text.as_str()) => match text.as_str() {
                     "true" => side(1.0),
                     "false" => side(-1.0),
@@ -124,12 +125,28 @@ fn vote(value: &Value, pair: bool) -> Option<Vote> {
         Value::Bool(yes) if pair => side(if *yes { 1.0 } else { -1.0 }),
         // 0 as a truth value means that `chosen` is not the better side.
         Value::Number(n) if pair => side(n.as_f64().map(|x| if x == 0.0 { -1.0 } else { x })?),
-        Value::Bool(_) | Value::Number(_) => Some(Vote::Cast(value.to_string())),
+        Value::Number(n) => {
+            let text = n.as_f64().and_then(number_text);
+            Some(Vote::Cast(text.unwrap_or_else(|| value.to_string())))
+        }
+        Value::Bool(_) => Some(Vote::Cast(value.to_string())),
         Value::Object(scores) if pair => {
             let score = |name: &str| scores.get(name)?.as_f64();
             side(score("chosen")? - score("rejected")?)
         }
         Value::Object(_) | Value::Array(_) => None,
+    }
+}
+
+/// One text for each number: a column with integers has `4`, one with fractions `4.0`. `None`: f64 does not have every
+/// integer of this size.
+fn number_text(number: f64) -> Option<String> {
+    if number.abs() >= (1_u64 << 53) as f64 || number.is_nan() {
+        None
+    } else if number.fract() == 0.0 {
+        Some((number as i64).to_string())
+    } else {
+        Some(number.to_string())
     }
 }
 

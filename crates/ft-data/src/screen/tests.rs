@@ -289,6 +289,39 @@ fn pairs_on_which_judges_disagree_are_dropped() {
     assert!((agreement.share - (1.0 + 2.0 / 3.0 + 0.0 + 0.75) / 4.0).abs() < 1e-12);
 }
 
+#[test]
+fn a_vote_is_the_same_number_in_a_column_of_fractions() {
+    let judges = Judges {
+        columns: vec!["a".into(), "b".into()],
+        min_agreement: 0.5,
+    };
+    let votes = |row: Value| judges.votes(&crate::testing::row(row)).unwrap();
+    let judged = |label: bool, a: &Value, b: &Value| {
+        votes(json!({"prompt": "q", "completion": "x", "label": label, "a": a, "b": b})).share
+    };
+    for (a, b) in [
+        (json!(1), json!(1)),
+        (json!(1.0), json!(1.0)),
+        (json!(1), json!(1.0)),
+        (json!("1.0"), json!(true)),
+    ] {
+        assert_eq!(judged(false, &a, &b), Some(0.0), "{a} {b}");
+        assert_eq!(judged(true, &a, &b), Some(1.0), "{a} {b}");
+    }
+    assert_eq!(judged(false, &json!(0.0), &json!("0")), Some(1.0));
+    for (a, b, share) in [
+        (json!(4), json!(4.0), 1.0),
+        (json!(4), json!("4.0"), 1.0),
+        (json!(-2.5), json!("-2.50"), 1.0),
+        (json!(4), json!(4.5), 0.5),
+        (json!("nan"), json!("NaN"), 1.0),
+        (json!(9007199254740993_u64), json!(9007199254740992_u64), 0.5),
+    ] {
+        let found = votes(json!({"text": "x", "a": a, "b": b}));
+        assert_eq!(found.share, Some(share), "{a} {b}: {:?}", found.cast);
+    }
+}
+
 /// The example of Krippendorff 2011, "Computing Krippendorff's Alpha-Reliability", section C: four observers, missing
 /// values, nominal data: 0.743.
 #[test]

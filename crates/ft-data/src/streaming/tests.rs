@@ -275,3 +275,61 @@ fn a_screened_stream_keeps_the_first_of_equal_rows_in_every_epoch() {
     assert_eq!(reading::lines(&sample.readings, "not used"), ["text: text"]);
     assert_eq!((exact.report().rows, exact.report().dropped.len()), (25, 5));
 }
+
+/// Row R6.
+#[test]
+fn a_stream_is_known_by_the_content_of_its_files_and_not_by_their_names() {
+    let codec = real();
+    let of = |contents: &[(&str, &str)]| {
+        let sample = Dataset::sample(&spec(&files(contents)), &codec, None, 10).unwrap();
+        (sample.fingerprint, sample.fingerprint_before)
+    };
+    let row = |i: usize| format!("{{\"text\": \"row {i:02}\"}}\n");
+    let text: String = (0..40).map(row).collect();
+    let (print, before) = of(&[("a.jsonl", &text), ("b.jsonl", "{\"text\": \"more\"}\n")]);
+    assert!(
+        print.starts_with("blake3-content:") && before.len() == 64,
+        "{print} {before}"
+    );
+    // A row beyond the first window, in a file of the same size: names and sizes do not see it.
+    let changed = text.replace("row 30", "row 99");
+    let (other, other_before) = of(&[("a.jsonl", &changed), ("b.jsonl", "{\"text\": \"more\"}\n")]);
+    assert_eq!(before, other_before);
+    assert_ne!(print, other);
+    // Other names with the same rows in the same order.
+    let (moved, moved_before) = of(&[("part.1.jsonl", &text), ("part.2.jsonl", "{\"text\": \"more\"}\n")]);
+    assert_ne!(before, moved_before);
+    assert_eq!(print, moved);
+    // Another order, and the same bytes as another kind of file.
+    assert_ne!(
+        print,
+        of(&[("b.jsonl", "{\"text\": \"more\"}\n"), ("a.jsonl", &text)]).0
+    );
+    assert_ne!(print, of(&[("a.jsonl", &text), ("b.txt", "{\"text\": \"more\"}\n")]).0);
+}
+
+/// Row R6.
+#[test]
+fn a_stream_is_known_by_the_rows_with_which_it_is_compared_too() {
+    let (files, codec) = (rows(20), real());
+    let of = |text: &str| {
+        let evaluation = crate::testing::files(&[("eval.jsonl", text)]);
+        let screen = ScreenSpec {
+            evaluation: evaluation.paths.clone(),
+            ..ScreenSpec::default()
+        };
+        let screen = Screen::new(screen).unwrap().unwrap();
+        let spec = DatasetSpec {
+            screen: Some(&screen),
+            ..spec(&files)
+        };
+        Dataset::sample(&spec, &codec, None, 10).unwrap().fingerprint
+    };
+    let text = "{\"text\": \"one two three four five six seven eight nine ten\"}\n";
+    assert_eq!(of(text), of(text));
+    assert_ne!(of(text), of(&text.replace("ten", "ton")));
+    assert_ne!(
+        of(text),
+        Dataset::sample(&spec(&files), &codec, None, 10).unwrap().fingerprint
+    );
+}

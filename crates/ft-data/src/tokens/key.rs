@@ -36,6 +36,10 @@ pub(super) fn of(request: &TokenRequest) -> Result<Option<String>> {
     text(&format!("{:?}", request.want));
     let screen = spec.screen.filter(|screen| screen.drops()).map(Screen::spec);
     text(&format!("{screen:?}"));
+    if screen.is_some_and(|screen| screen.judges.is_some()) {
+        // The rule by which votes are compared.
+        text("votes 2");
+    }
     let evaluation = screen
         .into_iter()
         .flat_map(|screen| screen.evaluation.iter().map(String::as_str));

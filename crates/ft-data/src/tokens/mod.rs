@@ -43,7 +43,7 @@ use super::reading::ReadingReport;
 use super::screen::ScreenCounts;
 use super::source;
 use super::{ChatRender, TextCodec};
-use ft_base::lock::{RunLock, UseMark};
+use ft_base::lock::{LockWords, RunLock, UseMark};
 use ft_base::{Error, Result, files, progress};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
@@ -449,11 +449,15 @@ impl CachedDataset {
 
 /// Locks a directory of the cache, and waits while another process writes it.
 fn wait(dir: &Path) -> Result<RunLock> {
+    const WORDS: LockWords = LockWords {
+        busy: "another run tokenizes the same rows",
+        instead: "use another directory for the token cache",
+    };
     let mut phase = None;
     loop {
-        match RunLock::acquire(dir) {
+        match RunLock::acquire_as(dir, WORDS) {
             Ok(lock) => return Ok(lock),
-            Err(e) if e.what().starts_with("another run is in progress") => {
+            Err(e) if e.what().starts_with(WORDS.busy) => {
                 let waiting = || progress::phase("waiting for another run that tokenizes the same rows", 0, "");
                 phase.get_or_insert_with(waiting).unless_stopped()?;
                 std::thread::sleep(std::time::Duration::from_millis(200));

@@ -378,13 +378,9 @@ impl PartReader<'_> {
         let scales = self.tensor("scales", &[self.scale_type()], &[self.groups, rows])?;
         let (words, zeros) = (PackedWords::new(&words, across, 0), PackedWords::new(&zeros, across, 0));
         Ok(MatrixParts {
-            codes: unpack::nibbles((rows, columns), self.stride, |row, column| {
-                words.code(column, unpack::awq_place(row), 4)
-            }),
+            codes: unpack::awq_rows(&words, (rows, columns), self.stride),
             scales: unpack::transpose(&scales, (self.groups, rows), self.scaled.kind.scale.bytes()),
-            zeros: unpack::table((rows, self.groups), |row, group| {
-                zeros.code(group, unpack::awq_place(row), 4)
-            }),
+            zeros: unpack::awq_table(&zeros, (rows, self.groups)),
             order: Vec::new(),
         })
     }

@@ -43,11 +43,18 @@ impl<'a> QuantizationSettings<'a> {
         }
     }
 
-    /// Bits of GPTQ and AWQ.
+    /// Bits of GPTQ and AWQ. AWQ codes of other widths have an order that ft does not know.
     pub(super) fn bits(&self, base: &str) -> Result<u64> {
-        let bits = self.get("bits").or(self.get("w_bit")).and_then(Value::as_u64);
-        bits.filter(|b| [2, 3, 4, 8].contains(b))
-            .ok_or_else(|| self.missing(base, "bits", "2, 3, 4 or 8"))
+        let (known, expected): (&[u64], _) = match self.method() {
+            "awq" => (&[4], "4"),
+            _ => (&[2, 3, 4, 8], "2, 3, 4 or 8"),
+        };
+        let key = if self.get("bits").is_some() { "bits" } else { "w_bit" };
+        let bits = self.get(key).and_then(Value::as_u64);
+        bits.filter(|b| known.contains(b)).ok_or_else(|| {
+            let key = if self.get(key).is_some() { key } else { "bits" };
+            self.missing(base, key, expected)
+        })
     }
 
     /// Columns of a group of GPTQ and AWQ; 0: one group.
@@ -133,6 +140,8 @@ pub fn check(config: &Value, place: &str) -> Result<()> {
             one_of("dynamic", &[json!({})], "the same settings for all weights")
         }
         Some("awq") => {
+            // Old files have `w_bit` only.
+            one_of("w_bit", &[json!(4)], "4")?;
             if get("bits").is_some() || get("w_bit").is_none() {
                 needs("bits", &[json!(4)], "4")?;
             }
@@ -184,5 +193,62 @@ pub fn check(config: &Value, place: &str) -> Result<()> {
             Some(method) => refuse("quant_method", method, METHODS),
             None => refuse("", config, METHODS),
         },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Row F8.
+    #[test]
+    fn widths_that_cannot_be_read_are_refused_at_the_config() {
+        let with = |method: &str, keys: Value| {
+            let mut config = json!({"quant_method": method, "group_size": 32});
+            config
+                .as_object_mut()
+                .unwrap()
+                .extend(keys.as_object().unwrap().clone());
+            config
+        };
+        let read = |config: &Value| QuantizationSettings(config.as_object()).bits("layer");
+        for (method, keys, bits) in [
+            ("awq", json!({"bits": 4}), 4),
+            ("awq", json!({"w_bit": 4}), 4),
+            ("awq", json!({"bits": null, "w_bit": 4}), 4),
+            ("awq", json!({"bits": 4, "w_bit": 4}), 4),
+            ("gptq", json!({"bits": 2}), 2),
+            ("gptq", json!({"bits": 3}), 3),
+            ("gptq", json!({"bits": 4}), 4),
+            ("gptq", json!({"bits": 8}), 8),
+        ] {
+            let config = with(method, keys);
+            check(&config, "config.json").unwrap();
+            assert_eq!(read(&config).unwrap(), bits, "{config}");
+        }
+        for (method, keys, found) in [
+            ("awq", json!({"w_bit": 8}), "8"),
+            ("awq", json!({"w_bit": 3}), "3"),
+            ("awq", json!({"w_bit": "4"}), "\"4\""),
+            ("awq", json!({"bits": 8}), "8"),
+            ("awq", json!({"bits": 4, "w_bit": 8}), "8"),
+            ("awq", json!({}), "null"),
+            ("gptq", json!({"bits": 5}), "5"),
+            ("gptq", json!({"bits": 1}), "1"),
+            ("gptq", json!({"w_bit": 4}), "null"),
+        ] {
+            let config = with(method, keys);
+            let e = check(&config, "config.json").unwrap_err().to_string();
+            assert!(
+                e.contains(&format!("found {found}")) && e.contains("expected") && e.contains("hint"),
+                "{config}: {e}"
+            );
+        }
+        // Weights that were opened without that check are not unpacked with another width either.
+        for keys in [json!({"w_bit": 8}), json!({"bits": 2}), json!({})] {
+            let config = with("awq", keys);
+            let e = read(&config).unwrap_err().to_string();
+            assert!(e.contains("expected 4"), "{config}: {e}");
+        }
     }
 }

@@ -59,10 +59,47 @@ pub(super) fn ones(bits: usize) -> u32 {
     }
 }
 
-/// The place of output `row` among the codes of an AWQ row: the even ones of eight come first.
-pub(super) fn awq_place(row: usize) -> usize {
-    const PLACES: [usize; 8] = [0, 4, 1, 5, 2, 6, 3, 7];
-    row / 8 * 8 + PLACES[row % 8]
+/// Outputs in a word of AWQ.
+const IN_WORD: usize = 8;
+
+/// The codes in a word of AWQ, in the order of their outputs: the word has the even outputs first.
+fn awq_codes(word: u32) -> [u8; IN_WORD] {
+    const PLACES: [u32; IN_WORD] = [0, 4, 1, 5, 2, 6, 3, 7];
+    PLACES.map(|place| (word >> (4 * place)) as u8 & 15)
+}
+
+/// AWQ words `[columns, rows / 8]` to rows of 4-bit codes: two words at a time, whose columns share the bytes.
+pub(super) fn awq_rows(words: &PackedWords, (rows, columns): (usize, usize), stride: usize) -> Vec<u8> {
+    let mut out = vec![0u8; rows * stride];
+    out.par_chunks_mut((ROWS * stride).max(1))
+        .enumerate()
+        .for_each(|(part, out)| {
+            for at in 0..columns.div_ceil(2) {
+                for (i, out) in out.chunks_mut(IN_WORD * stride).enumerate() {
+                    let (index, odd) = (part * ROWS / IN_WORD + i, 2 * at + 1);
+                    let first = awq_codes(words.word(2 * at, index));
+                    let second = awq_codes(if odd < columns { words.word(odd, index) } else { 0 });
+                    for (to, (a, b)) in out.chunks_exact_mut(stride).zip(first.into_iter().zip(second)) {
+                        to[at] = a << 4 | b;
+                    }
+                }
+            }
+        });
+    out
+}
+
+/// AWQ words `[groups, rows / 8]` to a matrix of bytes `[rows, groups]`.
+pub(super) fn awq_table(words: &PackedWords, (rows, groups): (usize, usize)) -> Vec<u8> {
+    let mut out = vec![0u8; rows * groups];
+    for group in 0..groups {
+        for (index, out) in out.chunks_mut(IN_WORD * groups).enumerate() {
+            let codes = awq_codes(words.word(group, index));
+            for (to, code) in out.chunks_exact_mut(groups).zip(codes) {
+                to[group] = code;
+            }
+        }
+    }
+    out
 }
 
 /// Exchanges the halves of a byte: files have the first of two codes in the low half.
@@ -148,4 +185,40 @@ pub(super) fn rows(from: &[u8], (rows, columns): (usize, usize), stride: usize, 
             }
         });
     out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The outputs of the codes of a word, from its lowest bits on, as AutoAWQ packs them.
+    const ORDER: [usize; 8] = [0, 2, 4, 6, 1, 3, 5, 7];
+
+    #[test]
+    fn awq_words_are_unpacked_as_their_codes_one_by_one() {
+        for (rows, columns) in [(8, 1), (8, 2), (16, 7), (24, 33), (40, 64), (72, 130), (8, 0), (0, 3)] {
+            let across = rows / 8;
+            let bytes: Vec<u8> = (0..4 * across * columns)
+                .map(|i| ((i as u32).wrapping_mul(2_654_435_761) >> 13) as u8)
+                .collect();
+            let words = PackedWords::new(&bytes, across, 0);
+            let code = |row: usize, column: usize| {
+                let low = 4 * ORDER.iter().position(|output| *output == row % 8).unwrap();
+                (words.word(column, row / 8) >> low) as u8 & 15
+            };
+            let stride = columns.div_ceil(2).next_multiple_of(16);
+            let mut wanted = vec![0u8; rows * stride];
+            for row in 0..rows {
+                for column in 0..columns {
+                    let high = column % 2 == 0;
+                    wanted[row * stride + column / 2] |= code(row, column) << if high { 4 } else { 0 };
+                }
+            }
+            assert!(
+                awq_rows(&words, (rows, columns), stride) == wanted,
+                "{rows} x {columns}"
+            );
+            assert_eq!(awq_table(&words, (rows, columns)), table((rows, columns), code));
+        }
+    }
 }

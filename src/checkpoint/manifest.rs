@@ -78,7 +78,7 @@ impl CheckpointManifest {
         hasher.finalize().to_hex().to_string()
     }
 
-    fn read(dir: &Path) -> Result<Self> {
+    pub(super) fn read(dir: &Path) -> Result<Self> {
         let path = dir.join(MANIFEST);
         if !path.exists() {
             return Err(Error::format("directory is not a complete checkpoint")

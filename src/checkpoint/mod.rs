@@ -22,7 +22,7 @@ pub use keep::{RotationReport, clean_leftovers, is_ours, list, remove, rotate, s
 pub use load::{LoadedState, latest, latest_whole, load};
 pub use manifest::{CheckpointManifest, ManifestEntry, hash, verify};
 pub use parts::{DividedFile, check_shared, save_parts};
-pub use save::{CheckpointFile, TensorSink, check_space, copy, save, space_needed};
+pub use save::{CheckpointFile, TensorSink, bring, check_space, save, space_needed};
 
 /// Name of the JSON file.
 pub const STATE: &str = "state.json";

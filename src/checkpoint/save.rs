@@ -46,25 +46,18 @@ pub fn save(
     staging.commit_over(&is_ours)
 }
 
-/// Copies checkpoints of another run into `run_dir`, under the names of their steps: all of them, or none.
+/// Brings checkpoints of another run, which were verified, into `run_dir`, under the names of their steps and in this order. On the
+/// same file system the files are links: a checkpoint is never changed.
 ///
-/// Errors: one is damaged; not enough disk space.
-pub fn copy(all: &[&Path], run_dir: &Path) -> Result<()> {
-    let manifests = all
-        .iter()
-        .map(|from| manifest::verify(from))
-        .collect::<Result<Vec<_>>>()?;
-    let sizes = manifests
-        .iter()
-        .flat_map(|manifest| &manifest.files)
-        .map(|file| file.size);
-    check_space(run_dir, sizes.sum())?;
+/// Errors: a manifest that cannot be read; a file that cannot be copied.
+pub fn bring(all: &[&Path], run_dir: &Path) -> Result<()> {
     let mut copies = Vec::new();
-    for (from, manifest) in all.iter().zip(&manifests) {
+    for from in all {
+        let manifest = CheckpointManifest::read(from)?;
         let copy = Staging::beside(&run_dir.join(name_of(manifest.step)))?;
         let names = manifest.files.iter().map(|file| &*file.name);
         for name in names.chain([manifest::MANIFEST]) {
-            files::copy_atomic(&from.join(name), &copy.path().join(name))?;
+            copy.bring(&from.join(name))?;
         }
         copies.push(copy);
     }

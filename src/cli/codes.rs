@@ -204,7 +204,7 @@ pub const CODES: &[ErrorCode] = codes! {
     "FT605" Failed, "the run to resume is another one", ["the settings or inputs differ from the saved run", "written by another version of ft"],
         "A resumed run is bit-equal to one that never stopped, so recipe, model and rows must be the same.",
         "Undo the differences that are listed, or begin a new run in another directory from `final/` or an export.";
-    "FT606" Failed, "another run is in progress", ["another run is in progress in this directory", "the run directory was moved or removed"],
+    "FT606" Failed, "another run is in progress", ["another run is in progress in this directory", "the run directory was moved or removed", "another process has locked the run directory in the meantime"],
         "Two processes must not write the same run.",
         "Wait for the other one or stop it (its process is in the error), or set `train.output_dir`.";
     "FT607" Usage, "no run there", ["this is not a run directory", "there is no run in this directory", "there is no such directory"],

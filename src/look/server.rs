@@ -7,17 +7,22 @@ use super::view;
 use crate::base::{Error, Result, files};
 use crate::history;
 use serde_json::{Value, json};
+use std::collections::{BTreeMap, HashMap};
 use std::io::Write;
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Connections at a time; more are closed.
 const MOST_CONNECTIONS: usize = 64;
 /// Time between two looks at the files of a run in progress.
 const TURN: Duration = Duration::from_millis(500);
+/// Shortest time between two requests to a page to load the whole run again.
+const LEAST_PAUSE: Duration = Duration::from_secs(10);
+/// The end of a run is shown after this time, also if the run takes long to load.
+const LONGEST_PAUSE: Duration = Duration::from_secs(60);
 /// A line without content finds out that the browser is gone.
 const SIGN_OF_LIFE: Duration = Duration::from_secs(15);
 
@@ -32,11 +37,41 @@ pub struct Server {
 
 struct ServerState {
     places: Vec<PathBuf>,
-    /// A run keeps its number as long as the server works.
-    runs: Mutex<Vec<PathBuf>>,
+    runs: Mutex<KnownRuns>,
     token: String,
     port: u16,
     connections: AtomicUsize,
+}
+
+/// A run keeps its number, its place here, as long as the server works.
+#[derive(Default)]
+struct KnownRuns {
+    all: Vec<KnownRun>,
+    ids: HashMap<PathBuf, usize>,
+}
+
+struct KnownRun {
+    path: PathBuf,
+    /// When a page was last asked to load the whole run again.
+    asked: Option<Instant>,
+    /// How long the last load of the whole run took.
+    load: Duration,
+}
+
+impl KnownRuns {
+    fn id(&mut self, path: &Path) -> usize {
+        if let Some(id) = self.ids.get(path) {
+            return *id;
+        }
+        let id = self.all.len();
+        self.all.push(KnownRun {
+            path: path.to_path_buf(),
+            asked: None,
+            load: Duration::ZERO,
+        });
+        self.ids.insert(path.to_path_buf(), id);
+        id
+    }
 }
 
 /// 256 random bits in hexadecimal digits.
@@ -51,7 +86,10 @@ impl Server {
     ///
     /// Errors: there is no run; the port is in use.
     pub fn open(places: &[PathBuf], port: u16) -> Result<Self> {
-        let runs = history::find(places)?;
+        let mut runs = KnownRuns::default();
+        for run in history::find(places)? {
+            runs.id(&run);
+        }
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, port)).map_err(|e| {
             Error::io("cannot listen on this port of 127.0.0.1")
                 .at(format!("--port {port}"))
@@ -154,31 +192,49 @@ impl ServerState {
             _ => {
                 let id: usize = name.strip_prefix("run/")?.strip_suffix(".json")?.parse().ok()?;
                 let run = self.run(id)?;
-                Some(view::view(id, &run).map(|view| (JSON, view.to_string())))
+                let begun = Instant::now();
+                let view = view::view(id, &run).map(|view| (JSON, view.to_string()));
+                if let Some(known) = self.runs().all.get_mut(id) {
+                    known.load = begun.elapsed();
+                }
+                Some(view)
             }
         }
+    }
+
+    fn runs(&self) -> MutexGuard<'_, KnownRuns> {
+        self.runs.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn run(&self, id: usize) -> Option<PathBuf> {
-        let runs = self.runs.lock().unwrap_or_else(PoisonError::into_inner);
-        runs.get(id).cloned()
+        self.runs().all.get(id).map(|known| known.path.clone())
     }
 
-    /// All runs, also those that were started since.
+    /// The time before which no page is asked to load the whole run again. A page then reads for at most about a twentieth of the
+    /// time, however long the run is.
+    fn quiet_until(&self, id: usize) -> Option<Instant> {
+        let runs = self.runs();
+        let known = runs.all.get(id)?;
+        known
+            .asked?
+            .checked_add((20 * known.load).clamp(LEAST_PAUSE, LONGEST_PAUSE))
+    }
+
+    fn set_asked(&self, id: usize) {
+        if let Some(known) = self.runs().all.get_mut(id) {
+            known.asked = Some(Instant::now());
+        }
+    }
+
+    /// All runs, also those that were started since. A run that was removed is not listed any more.
     fn list(&self) -> Result<Value> {
         let found = history::find(&self.places)?;
-        let mut runs = self.runs.lock().unwrap_or_else(PoisonError::into_inner);
-        for run in &found {
-            if !runs.contains(run) {
-                runs.push(run.clone());
-            }
-        }
-        // A run that was removed is not listed any more.
-        let entries = runs
-            .iter()
-            .enumerate()
-            .filter(|(_, run)| found.contains(run))
-            .map(|(id, run)| view::entry(id, run));
+        let listed: BTreeMap<usize, PathBuf> = {
+            let mut runs = self.runs();
+            found.into_iter().map(|run| (runs.id(&run), run)).collect()
+        };
+        // Reads files, while other requests get their runs.
+        let entries = listed.iter().map(|(id, run)| view::entry(*id, run));
         Ok(json!({"runs": entries.collect::<Vec<_>>(), "most": MOST_RUNS}))
     }
 
@@ -188,14 +244,14 @@ impl ServerState {
         let asked = request.query.strip_prefix("runs=").unwrap_or("");
         let mut followed: Vec<FollowedRun> = asked
             .split(',')
-            .filter_map(|text| FollowedRun::new(text, |id| self.run(id)))
+            .filter_map(|text| FollowedRun::new(text, self))
             .take(MOST_RUNS)
             .collect();
         let head = http::head("200 OK", "text/event-stream", None);
         let mut alive = stream.write_all(head.as_bytes()).is_ok();
         let mut said = Instant::now();
         while alive {
-            for message in followed.iter_mut().filter_map(FollowedRun::message) {
+            for message in followed.iter_mut().filter_map(|run| run.message(self)) {
                 alive &= stream.write_all(format!("data: {message}\n\n").as_bytes()).is_ok();
                 said = Instant::now();
             }
@@ -217,23 +273,26 @@ struct FollowedRun {
     metrics: Tail,
     /// Bytes of `events.jsonl` and `samples.jsonl`.
     others: [u64; 2],
+    /// As it was when the page connected: pages that load the run do not make each other wait.
+    quiet_until: Option<Instant>,
     /// The page was asked to load the run again, so it will connect again.
     over: bool,
 }
 
 impl FollowedRun {
-    fn new(text: &str, run: impl Fn(usize) -> Option<PathBuf>) -> Option<Self> {
+    fn new(text: &str, shared: &ServerState) -> Option<Self> {
         let numbers = text.split(':').map(|n| n.parse().ok()).collect::<Option<Vec<u64>>>()?;
         let [id, metrics, events, samples] = numbers[..] else {
             return None;
         };
         let id = usize::try_from(id).ok()?;
-        let run = run(id)?;
+        let run = shared.run(id)?;
         Some(Self {
             id,
             metrics: Tail::new(&run.join("metrics.jsonl"), metrics),
             run,
             others: [events, samples],
+            quiet_until: shared.quiet_until(id),
             over: false,
         })
     }
@@ -243,18 +302,23 @@ impl FollowedRun {
     }
 
     /// New lines of metrics, or the news that the run is to be loaded again.
-    fn message(&mut self) -> Option<Value> {
+    fn message(&mut self, shared: &ServerState) -> Option<Value> {
         if self.over {
             return None;
         }
-        let again = Self::sizes(&self.run) != self.others;
+        let waits = self.quiet_until.is_some_and(|end| Instant::now() < end);
+        let again = !waits && Self::sizes(&self.run) != self.others;
         match self.metrics.read() {
             Ok(TailChange::Lines(lines)) if !again => {
                 let lines: Vec<Value> = lines.iter().filter_map(|line| view::entry_of(line)).collect();
                 (!lines.is_empty()).then(|| json!({"run": self.id, "lines": lines}))
             }
+            // Lines that are gone do not wait: they are rare, and the page shows what is not there any more.
             _ => {
                 self.over = true;
+                if again {
+                    shared.set_asked(self.id);
+                }
                 Some(json!({"run": self.id, "changed": true}))
             }
         }
@@ -264,16 +328,109 @@ impl FollowedRun {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::fs;
 
-    #[test]
-    fn a_connection_gives_its_place_back_also_after_a_panic() {
-        let shared = Arc::new(ServerState {
-            places: Vec::new(),
-            runs: Mutex::new(Vec::new()),
+    fn state(places: &[PathBuf]) -> ServerState {
+        ServerState {
+            places: places.to_vec(),
+            runs: Mutex::default(),
             token: String::new(),
             port: 0,
             connections: AtomicUsize::new(0),
-        });
+        }
+    }
+
+    fn small_run(run: &Path) {
+        fs::create_dir(run).unwrap();
+        fs::write(run.join("resolved.toml"), "").unwrap();
+        fs::write(
+            run.join("events.jsonl"),
+            "{\"event\":\"start\",\"steps\":9,\"time\":1.0}\n",
+        )
+        .unwrap();
+    }
+
+    fn append(path: PathBuf, line: &str) {
+        let old = fs::read_to_string(&path).unwrap_or_default();
+        fs::write(path, old + line).unwrap();
+    }
+
+    #[test]
+    fn runs_keep_their_numbers_and_are_listed_once() {
+        let dir = tempfile::tempdir().unwrap();
+        let run = |name: &str| dir.path().join(name);
+        small_run(&run("a"));
+        small_run(&run("b"));
+        // A run that is in two places.
+        let state = state(&[dir.path().to_path_buf(), run("b"), dir.path().to_path_buf()]);
+        let listed = || {
+            let list = state.list().unwrap();
+            let runs = list["runs"].as_array().unwrap().iter();
+            let of = |shown: &Value| {
+                let name = shown["name"].as_str().unwrap().rsplit('/').next().unwrap();
+                (shown["id"].as_u64().unwrap(), name.to_string())
+            };
+            runs.map(of).collect::<Vec<_>>()
+        };
+        let as_listed = |id: u64, name: &str| (id, name.to_string());
+        assert_eq!(listed(), [as_listed(0, "a"), as_listed(1, "b")]);
+        fs::remove_dir_all(run("a")).unwrap();
+        small_run(&run("c"));
+        assert_eq!(listed(), [as_listed(1, "b"), as_listed(2, "c")]);
+        small_run(&run("a"));
+        assert_eq!(listed(), [as_listed(0, "a"), as_listed(1, "b"), as_listed(2, "c")]);
+        assert_eq!(state.run(2), Some(run("c")));
+        assert_eq!(state.run(3), None);
+    }
+
+    #[test]
+    fn a_run_with_many_samples_is_loaded_again_at_most_once_in_a_pause() {
+        let dir = tempfile::tempdir().unwrap();
+        let run = dir.path().join("a");
+        small_run(&run);
+        let shared = state(&[dir.path().to_path_buf()]);
+        shared.list().unwrap();
+        // As the page does it: it loads the run, then follows it.
+        let follow = || {
+            let (_, body) = shared.body("run/0.json").unwrap().unwrap();
+            let seen: Value = serde_json::from_str(&body).unwrap();
+            let bytes = ["metrics_bytes", "events_bytes", "samples_bytes"].map(|name| seen[name].to_string());
+            FollowedRun::new(&format!("0:{}", bytes.join(":")), &shared).unwrap()
+        };
+        let changed = Some(json!({"run": 0, "changed": true}));
+        let sample = || append(run.join("samples.jsonl"), "{\"step\":1}\n");
+        let mut first = follow();
+        assert_eq!(first.message(&shared), None);
+        sample();
+        assert_eq!(first.message(&shared), changed);
+        let mut second = follow();
+        sample();
+        assert_eq!(second.message(&shared), None);
+        // Numbers do not wait.
+        append(run.join("metrics.jsonl"), "{\"step\":1,\"loss\":2.5}\n");
+        let lines = json!({"run": 0, "lines": [{"step": 1, "loss": 2.5}]});
+        assert_eq!(second.message(&shared), Some(lines));
+        assert_eq!(second.message(&shared), None);
+        // Lines that are gone do not wait either.
+        fs::write(run.join("metrics.jsonl"), "").unwrap();
+        assert_eq!(second.message(&shared), changed);
+        // After the pause, which is longer for a run that takes long to load.
+        let mut third = follow();
+        sample();
+        assert_eq!(third.message(&shared), None);
+        shared.runs().all[0].asked = Instant::now().checked_sub(LEAST_PAUSE);
+        shared.runs().all[0].load = Duration::from_secs(1);
+        third.quiet_until = shared.quiet_until(0);
+        assert_eq!(third.message(&shared), None);
+        shared.runs().all[0].load = Duration::ZERO;
+        third.quiet_until = shared.quiet_until(0);
+        assert_eq!(third.message(&shared), changed);
+        assert!(shared.quiet_until(0).unwrap() > Instant::now());
+    }
+
+    #[test]
+    fn a_connection_gives_its_place_back_also_after_a_panic() {
+        let shared = Arc::new(state(&[]));
         let all: Vec<_> = (0..MOST_CONNECTIONS)
             .map(|_| ConnectionPlace::take(&shared).unwrap())
             .collect();

@@ -1,5 +1,6 @@
 //! The output of a run: metrics (also for TensorBoard), events and environment as files; progress and report lines on the terminal.
-//! Handles numbers and texts only. Never blocks or fails a step: a file that cannot be written gives one warning.
+//! Handles numbers and texts only. Never blocks or fails a step: a file that cannot be written gives one warning,
+//! and its lines wait until it can be.
 
 mod environment;
 mod fullscreen;
@@ -134,7 +135,7 @@ impl Reporter {
     /// Writes a line of metrics.
     fn metrics(&mut self, line: Map<String, Value>) {
         if let Some(board) = &mut self.board {
-            board.bytes(&history::event(&line));
+            board.bytes(history::event(&line));
         }
         self.metrics.line(&Value::Object(line));
     }
@@ -250,6 +251,8 @@ impl Reporter {
         if self.silent {
             return;
         }
+        // Lines that wait are among those that may go.
+        self.metrics.write_waiting();
         let path = self.dir.join(log::METRICS);
         let size = || files::size(&path).unwrap_or(0);
         let before = size();
@@ -260,7 +263,7 @@ impl Reporter {
             self.board = Some(LogFile::event_file(&self.dir));
         }
         // The rewrite creates a new inode.
-        self.metrics = LogFile::open(&path);
+        self.metrics.reopen();
         self.complain();
     }
 
@@ -303,9 +306,13 @@ impl Reporter {
             .chain(&mut self.samples)
             .chain(&mut self.board)
         {
+            if let Some(note) = log.take_note() {
+                self.terminal.note(&note);
+            }
             if let Some(fault) = log.take_fault() {
-                self.terminal
-                    .warn(&format!("the run continues without this file: {fault}"));
+                self.terminal.warn(&format!(
+                    "the run continues, and writes the lines of this file when that is possible again: {fault}"
+                ));
             }
         }
     }
@@ -313,6 +320,16 @@ impl Reporter {
 
 impl Drop for Reporter {
     fn drop(&mut self) {
+        // The last try: the lines may be those of the end of the run.
+        for log in [&mut self.metrics, &mut self.events]
+            .into_iter()
+            .chain(&mut self.samples)
+            .chain(&mut self.board)
+            .filter(|log| log.is_failing())
+        {
+            log.sync();
+        }
+        self.complain();
         self.finish();
     }
 }

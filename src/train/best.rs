@@ -1,11 +1,13 @@
 //! Which evaluation of a run was the best, and when a run ends early. Works on numbers only.
 //!
 //! As `EarlyStoppingCallback` and `load_best_model_at_end` of transformers. The state is the evaluations in
-//! `metrics.jsonl`, so a resumed run goes on with the same counts.
+//! `metrics.jsonl`, so a resumed run goes on with the same counts. A full disk may have kept a line out of that file: a checkpoint
+//! has the values too.
 
 use crate::base::{Error, Result};
 use crate::recipe::{Auto, Train};
 use crate::report;
+use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 use std::path::Path;
 
@@ -51,11 +53,50 @@ impl BestModel {
         }
     }
 
+    /// The values so far, for the state of a checkpoint. They are texts, because JSON has no number that is not finite; such a value
+    /// is the same after a resume from `metrics.jsonl`.
+    pub fn saved(&self) -> Value {
+        if self.values.is_empty() {
+            return Value::Null;
+        }
+        let text = |value: f64| format!("{:?}", if value.is_finite() { value } else { f64::NAN });
+        let values = self
+            .values
+            .iter()
+            .map(|(step, value)| (step.to_string(), json!(text(*value))));
+        json!({"metric": self.name, "values": values.collect::<Map<_, _>>()})
+    }
+
+    /// Adds the values in a checkpoint of `saved` for steps that `metrics.jsonl` does not have, if they are those of the same metric.
+    /// Checkpoints of earlier versions have none.
+    pub fn add_saved(&mut self, saved: &Value) {
+        let Some(name) = saved["metric"].as_str().filter(|_| self.is_needed()) else {
+            return;
+        };
+        let is_chosen = match &self.metric {
+            Auto::Of(chosen) => name == chosen || name.strip_prefix("eval_") == Some(chosen.as_str()),
+            Auto::Auto => ["eval_loss", "eval_reward"].contains(&name),
+        };
+        if !is_chosen || !(self.name.is_empty() || self.name == name) {
+            return;
+        }
+        self.name = name.to_string();
+        for (step, value) in saved["values"].as_object().into_iter().flatten() {
+            if let (Ok(step), Some(Ok(value))) = (step.parse(), value.as_str().map(str::parse)) {
+                self.values.entry(step).or_insert(value);
+            }
+        }
+    }
+
+    fn is_needed(&self) -> bool {
+        self.is_final || self.patience > 0
+    }
+
     /// Adds the numbers of an evaluation.
     ///
     /// Errors: the metric is not among them.
     pub fn add(&mut self, step: u64, values: &[(String, f64)]) -> Result<()> {
-        if !self.is_final && self.patience == 0 {
+        if !self.is_needed() {
             return Ok(());
         }
         let named = |name: &str| values.iter().find(|(n, _)| n == name);
@@ -155,6 +196,42 @@ mod tests {
             run(best("auto", 1, 0.0), "eval_reward", &[0.0, 1.0, 2.0, 2.0]),
             (Some(2), Some(3))
         );
+    }
+
+    #[test]
+    fn a_checkpoint_has_the_values_whose_lines_are_missing() {
+        let loss = |best: &mut BestModel, step, value| best.add(step, &[("eval_loss".into(), value)]).unwrap();
+        let mut before = best("auto", 3, 0.0);
+        assert!(before.saved().is_null());
+        let third = 1.0 / 3.0 + 1e-16;
+        for (step, value) in [(10, third), (20, f64::NAN), (30, 0.25), (40, f64::INFINITY)] {
+            loss(&mut before, step, value);
+        }
+        let text = before.saved().to_string();
+        let saved: Value = serde_json::from_str(&text).unwrap();
+        // As `metrics.jsonl` without the lines of the steps 20 and 30.
+        let mut after = best("loss", 3, 0.0);
+        loss(&mut after, 10, third);
+        loss(&mut after, 40, f64::NAN);
+        assert_eq!(after.state(), (Some((10, third)), 1));
+        after.add_saved(&saved);
+        assert_eq!(after.state(), (Some((30, 0.25)), 1));
+        assert_eq!(after.saved().to_string(), text, "the next checkpoint has the same");
+        let mut alone = best("auto", 0, 0.0);
+        alone.add_saved(&saved);
+        assert_eq!(alone.saved().to_string(), text);
+        assert_eq!(alone.describe(), "eval_loss 0.2500 after step 30");
+        // A line counts more than the checkpoint.
+        let mut other = best("auto", 3, 0.0);
+        loss(&mut other, 30, 0.5);
+        other.add_saved(&saved);
+        assert_eq!(other.state().0, Some((10, third)));
+        // Values of another metric, and of a checkpoint without any.
+        for (metric, saved) in [("accuracy", saved), ("auto", Value::Null)] {
+            let mut other = best(metric, 3, 0.0);
+            other.add_saved(&saved);
+            assert_eq!(other.state(), (None, 0), "{metric}");
+        }
     }
 
     #[test]

@@ -24,6 +24,8 @@ use std::path::{Path, PathBuf};
 pub struct RunDirectory {
     path: PathBuf,
     lock: Option<RunLock>,
+    /// The user was warned that the lock was removed.
+    lock_reported: bool,
     manifest: OwnedFiles,
     /// The directory held no run.
     new: bool,
@@ -151,6 +153,7 @@ pub fn open(
     let mut out = RunDirectory {
         path: run_dir.to_path_buf(),
         lock: None,
+        lock_reported: false,
         manifest: OwnedFiles::default(),
         new,
         made,
@@ -216,6 +219,7 @@ impl RunDirectory {
         Self {
             path: run_dir.to_path_buf(),
             lock: None,
+            lock_reported: false,
             manifest: OwnedFiles::default(),
             new: false,
             made: false,
@@ -245,9 +249,23 @@ impl RunDirectory {
         self.begun = true;
     }
 
-    /// Errors: the directory was moved or removed.
-    pub fn check(&self) -> Result<()> {
-        self.lock.as_ref().map_or(Ok(()), RunLock::check)
+    /// Warns once if another program has removed the lock, which is written again.
+    ///
+    /// Errors: the directory was moved or removed; another process has locked it; for a long time it could not be reached.
+    pub fn check(&mut self, reporter: &mut Reporter) -> Result<()> {
+        let Some(lock) = &mut self.lock else { return Ok(()) };
+        if lock.check()? && !self.lock_reported {
+            self.lock_reported = true;
+            reporter.warn("`run.lock` was removed by another program; it is written again");
+        }
+        Ok(())
+    }
+
+    /// Marks the lock as in use: some disks lose their old files.
+    pub fn touch(&self) {
+        if let Some(lock) = &self.lock {
+            lock.touch();
+        }
     }
 
     /// Warns once about each checkpoint that rotation does not remove.
@@ -272,19 +290,26 @@ impl RunDirectory {
         self.manifest.record_final(&self.path, before)
     }
 
-    /// Registers the hashes of the new `final/`; `before` as for `record_final`. Returns messages for the user.
-    pub fn complete_final(&mut self, recorded: RecordedFinal, before: &Path) -> Result<Vec<String>> {
-        let (stays, doubled) = self.manifest.complete_final(&self.path, recorded)?;
+    /// Registers the hashes of the new `final/`; `before` as for `record_final`. Returns messages for the user, and warnings.
+    pub fn complete_final(&mut self, recorded: RecordedFinal, before: &Path) -> Result<(Vec<String>, Vec<String>)> {
+        let cleanup = self.manifest.complete_final(&self.path, recorded)?;
         let mut said = Vec::new();
-        if stays {
+        if cleanup.stays {
             said.push(format!(
                 "the previous `final/` was changed by another program: it was moved to {}",
                 before.display()
             ));
         }
         let name = |path: &PathBuf| path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        said.extend((doubled.iter()).map(|path| format!("removed {}: its files are those of `final/`", name(path))));
-        Ok(said)
+        let removed = cleanup.removed.iter();
+        said.extend(removed.map(|path| format!("removed {}: its files are those of `final/`", name(path))));
+        let errors = cleanup.errors.iter();
+        Ok((
+            said,
+            errors
+                .map(|e| format!("a previous `final/` is not removed: {e}"))
+                .collect(),
+        ))
     }
 }
 

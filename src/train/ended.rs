@@ -52,6 +52,15 @@ fn device_failed(run_dir: &Path, device: &DeviceRef, e: Error) -> Error {
     ))
 }
 
+/// What a step had done when it failed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FailedStep {
+    /// Its micro-batches could not be made: no weight has changed.
+    BeforeThePass,
+    /// `of_all_ranks`: all ranks have the error, at the same place (`Engine::is_of_all_ranks`).
+    InThePass { of_all_ranks: bool },
+}
+
 impl TrainingRun<'_> {
     /// Records why the run ends after `step`. Returns the error.
     pub fn ended(&mut self, step: u64, e: Error) -> Error {
@@ -61,8 +70,13 @@ impl TrainingRun<'_> {
     }
 
     /// `final/` could not be written: saves the state after the last `step`, if no checkpoint has it, so that a resume
-    /// writes `final/` without training. Returns the error with this hint.
+    /// writes `final/` without training. Returns the error with this hint. Of several ranks, rank 0 sends to the others that
+    /// it failed: they wait for that, and take part in the save.
     pub fn export_failed(&mut self, engine: &Engine, step: u64, e: Error) -> Error {
+        let can_save = !self.ranks.several() || self.ranks.is_root() && self.ranks.of_root(true).is_ok();
+        if !can_save {
+            return self.ended(step, e);
+        }
         self.ended_after(engine, step, e, "`--resume` writes `final/`")
     }
 
@@ -75,14 +89,17 @@ impl TrainingRun<'_> {
         if is_of_driver(&e) {
             return self.ended(step, e);
         }
+        // The state of several ranks is in parts, and the others do not know of the error.
+        if self.ranks.several() {
+            return self.ended(step, e);
+        }
         self.ended_after(engine, step, e, "`--resume` goes on with the evaluation")
     }
 
     fn ended_after(&mut self, engine: &Engine, step: u64, e: Error, then: &str) -> Error {
-        // The state of several ranks is in parts, and the others do not know of the error. Without its averages the engine may have
-        // them in the place of weights: they could not be exchanged.
+        // Without its averages the engine may have them in the place of weights: they could not be exchanged.
         let is_exchanged = self.recipe.train.ema().is_some() && engine.ema.is_none();
-        if self.ranks.several() || is_exchanged {
+        if is_exchanged {
             return self.ended(step, e);
         }
         let saved = if self.pace.saved == step {

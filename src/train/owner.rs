@@ -248,7 +248,7 @@ impl OwnedFiles {
 
     /// Removes a run. Files that ft did not create, or that were changed, stay. Returns the removed names, and the
     /// names that stay although ft uses them.
-    pub fn remove(&self, run_dir: &Path) -> Result<(Vec<String>, Vec<String>)> {
+    pub fn remove(&mut self, run_dir: &Path) -> Result<(Vec<String>, Vec<String>)> {
         let (mut removed, mut left) = (Vec::new(), Vec::new());
         for path in files::list(run_dir)? {
             let name = name_of(&path);
@@ -271,6 +271,7 @@ impl OwnedFiles {
                 removed.push(name);
             }
         }
+        self.finals.clear();
         Ok((removed, left))
     }
 

@@ -18,7 +18,7 @@ use crate::train::learning::RateSweep;
 use crate::train::next;
 use crate::train::ranks::RunRanks;
 use crate::train::running::{self, RunPace, TrainingRun};
-use crate::train::state::RunFingerprint;
+use crate::train::state::{self, RunFingerprint};
 use begin::begin;
 use candle_core::Device;
 use directory::OpenedRun;
@@ -169,6 +169,7 @@ pub fn train(loaded: &LoadedRecipe, options: &TrainOptions) -> Result<TrainOutco
     let trained_tokens = trainer.restore(&cx, &opened, &adapters, &mut reporter)?;
     let OpenedRun {
         directory,
+        resumed,
         taken,
         fingerprint,
         base,
@@ -183,6 +184,8 @@ pub fn train(loaded: &LoadedRecipe, options: &TrainOptions) -> Result<TrainOutco
     let mut best = BestModel::new(&recipe.train);
     if ranks.is_root() && start_step > 0 {
         best.replay(&run_dir);
+        // A full disk may have kept lines out of the metrics.
+        resumed.iter().for_each(|from| best.add_saved(state::best(from)));
     }
     let mut run = TrainingRun {
         ranks,

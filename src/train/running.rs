@@ -19,9 +19,11 @@ use crate::setup::active_schedule::ActiveSchedule;
 use crate::train::best::BestModel;
 use crate::train::budget::Budget;
 use crate::train::directory::RunDirectory;
+use crate::train::ended::FailedStep;
 use crate::train::learning::LearningWatch;
 use crate::train::ranks::RunRanks;
 use crate::train::samples;
+use crate::train::saving::RefusedSave;
 use crate::train::stage::BatchSource;
 use crate::train::state::RunFingerprint;
 use crate::train::step_metrics::{copies, copy_metrics, expert_metrics, perplexity, sent_metrics};
@@ -72,6 +74,8 @@ pub struct RunPace {
     pub saved: u64,
     pub step: Option<Duration>,
     pub save: Option<Duration>,
+    /// The last try of a save for which the disk had no room.
+    pub refused: Option<RefusedSave>,
     /// When the numbers of the last step were known.
     pub read: Option<Instant>,
     /// When the curves were drawn, and how long it took.
@@ -225,8 +229,9 @@ impl TrainingRun<'_> {
         let report = match engine.finish(&unread.queued) {
             Ok(report) => report,
             Err(e) => {
-                let of_all = engine.is_of_all_ranks(&e);
-                return Err(self.failed(engine, step, before, e, of_all));
+                let of_all_ranks = engine.is_of_all_ranks(&e);
+                let place = FailedStep::InThePass { of_all_ranks };
+                return Err(self.failed(engine, step, before, e, place));
             }
         };
         // A step that was queued during the one before begins when that one ends.
@@ -441,6 +446,8 @@ impl TrainingRun<'_> {
         } else {
             "eval_loss"
         };
+        // Lines that wait for the disk are not in the file.
+        self.reporter.sync();
         let known = self.ranks.is_root() && report::has_evaluation(self.run_dir, step, last);
         if self.ranks.of_root(known)? {
             return Ok(());
@@ -532,11 +539,14 @@ impl TrainingRun<'_> {
             )))
     }
 
-    /// Handles a failed step. If gradients are kept, the weights are still those of the step before, which are saved. `of_all`: all
-    /// ranks have this error, at the same place (`Engine::is_of_all_ranks`).
-    pub fn failed(&mut self, engine: &Engine, step: u64, trained_tokens: u64, e: Error, of_all: bool) -> Error {
+    /// Handles a failed step. Before its pass, or if gradients are kept, the weights are still those of the step before, which
+    /// are saved.
+    pub fn failed(&mut self, engine: &Engine, step: u64, trained_tokens: u64, e: Error, place: FailedStep) -> Error {
         self.fingerprint.trained_tokens = trained_tokens;
-        let whole = engine.strategy.gradients == GradientStorage::Keep && !self.schedule.corrects_at_once();
+        let of_all = place == FailedStep::InThePass { of_all_ranks: true };
+        let kept = engine.strategy.gradients == GradientStorage::Keep && !self.schedule.corrects_at_once();
+        // Of several ranks the others may be in the pass already.
+        let whole = kept || place == FailedStep::BeforeThePass && !self.ranks.several();
         // After the error of one rank the others do not come to a save.
         let in_parts = engine.is_divided() || engine.store.sharded().is_some() || self.writes_parts();
         let needs_all = self.ranks.several() && in_parts;

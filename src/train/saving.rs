@@ -1,19 +1,85 @@
 //! Saves the state of a run between two steps: by rank 0, or in parts by all ranks.
 
-use crate::base::{Result, progress};
+use crate::base::{Error, Result, progress};
 use crate::checkpoint;
 use crate::engine::Engine;
+use crate::recipe;
 use crate::train::running::TrainingRun;
 use crate::train::state;
 use serde_json::json;
 use std::path::PathBuf;
-use std::time::Instant;
+use std::time::{Duration, Instant};
+
+/// The least time from a save for which the disk had no room to the next try.
+const RETRY: Duration = Duration::from_secs(60);
+/// What the system says of a full disk and of a quota that is used up: ENOSPC and EDQUOT.
+const FULL: [&str; 2] = if cfg!(target_os = "macos") {
+    ["(os error 28)", "(os error 69)"]
+} else {
+    ["(os error 28)", "(os error 122)"]
+};
+
+/// A save for which the disk had no room.
+#[derive(Debug, Clone, Copy)]
+pub struct RefusedSave {
+    end: Instant,
+    time: Duration,
+}
+
+impl RefusedSave {
+    /// The time until the next try: the tries take less than a tenth of the time of the run.
+    fn pause(&self) -> Duration {
+        RETRY.max(10 * self.time)
+    }
+}
+
+/// True if this error is the lack of space on a disk, which another user of the disk may end.
+fn is_full(e: &Error) -> bool {
+    let text = e.to_string();
+    e.what() == "not enough disk space" || FULL.iter().any(|number| text.contains(number))
+}
 
 impl TrainingRun<'_> {
     /// Saves the state after `step`. All ranks call it.
     pub fn save(&mut self, engine: &Engine, step: u64) -> Result<()> {
         self.save_here(engine, step)?;
         self.ranks.meet()
+    }
+
+    /// True if a save for which the disk had no room should be tried again after this step.
+    pub fn retries_save(&self) -> bool {
+        self.pace
+            .refused
+            .is_some_and(|refused| refused.end.elapsed() >= refused.pause())
+    }
+
+    /// As `save`, between two steps. On one rank a full disk is a warning: the run goes on, and a later save contains this step
+    /// too. `due`: this is no second try.
+    pub fn save_if_disk_has_room(&mut self, engine: &Engine, step: u64, due: bool) -> Result<()> {
+        let begun = Instant::now();
+        let e = match self.save(engine, step) {
+            Err(e) if !self.ranks.several() && is_full(&e) => e,
+            saved => return saved,
+        };
+        let e = recipe::in_program_terms(&e.to_string());
+        // With no space some file systems do not remove files. The next save tries it again.
+        if self.pace.saved == step {
+            self.reporter
+                .warn(&format!("an older checkpoint could not be removed: {e}"));
+            return Ok(());
+        }
+        let is_first = self.pace.refused.is_none();
+        self.pace.refused = Some(RefusedSave {
+            end: Instant::now(),
+            time: begun.elapsed(),
+        });
+        // Tries between the saves that are due would say the same, minute after minute.
+        if due || is_first {
+            self.reporter.warn(&format!(
+                "the disk is full: the state after step {step} is not saved. The run goes on, and tries again later: {e}"
+            ));
+        }
+        Ok(())
     }
 
     /// True if each rank writes a part of a checkpoint.
@@ -47,7 +113,7 @@ impl TrainingRun<'_> {
             step,
             engine,
             self.schedule,
-            &self.fingerprint,
+            (&self.fingerprint, self.best.saved()),
             self.batches.state(step)?,
             self.writes_parts().then_some(&*self.ranks.0),
         )
@@ -55,7 +121,8 @@ impl TrainingRun<'_> {
 
     /// The work of rank 0.
     fn write(&mut self, engine: &Engine, step: u64) -> Result<()> {
-        self.directory.check()?;
+        self.directory.check(&mut self.reporter)?;
+        self.directory.touch();
         let begun = Instant::now();
         let _phase = progress::phase(format!("saving step {step}"), 0, "");
         // The log lines up to this step must be on the disk before the state is.
@@ -63,14 +130,52 @@ impl TrainingRun<'_> {
         let path = match self.write_state(engine, step) {
             Ok(path) => path,
             // If the directory was removed in the meantime, that is the reason to report.
-            Err(e) => return Err(self.directory.check().err().unwrap_or(e)),
+            Err(e) => return Err(self.directory.check(&mut self.reporter).err().unwrap_or(e)),
         };
+        self.pace.saved = step;
+        if self.pace.refused.take().is_some() {
+            self.reporter.note(&format!(
+                "the disk has room again: the state after step {step} is saved"
+            ));
+        }
         let rotated = checkpoint::rotate(self.run_dir, self.recipe.train.save_total_limit, self.best.step())?;
         self.directory.keeps(&rotated.kept, &mut self.reporter);
         self.draw(false);
-        (self.pace.saved, self.pace.save) = (step, Some(begun.elapsed()));
+        self.pace.save = Some(begun.elapsed());
         self.reporter
             .event("save", json!({"step": step, "checkpoint": path.display().to_string()}));
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::base::files;
+
+    #[test]
+    fn only_the_lack_of_space_is_a_full_disk() {
+        let of = |number| Error::io("cannot write the file").cause(std::io::Error::from_raw_os_error(number));
+        let quota = if cfg!(target_os = "macos") { 69 } else { 122 };
+        assert!(is_full(&of(28)) && is_full(&of(quota)));
+        // An input/output error, a read-only file system, a limit on the size of a file.
+        for number in [5, 30, 27] {
+            assert!(!is_full(&of(number)), "{number}");
+        }
+        let dir = tempfile::tempdir().unwrap();
+        assert!(files::free_space(dir.path()).is_some());
+        assert!(is_full(&checkpoint::check_space(dir.path(), u64::MAX).unwrap_err()));
+    }
+
+    #[test]
+    fn a_refused_save_is_tried_again_after_a_minute_or_ten_times_its_duration() {
+        let pause = |seconds| {
+            let refused = RefusedSave {
+                end: Instant::now(),
+                time: Duration::from_secs(seconds),
+            };
+            refused.pause().as_secs()
+        };
+        assert_eq!([pause(0), pause(6), pause(7), pause(60)], [60, 60, 70, 600]);
     }
 }

@@ -54,13 +54,13 @@ pub struct RunFingerprint {
 }
 
 /// Saves the state after `step` optimizer steps, on rank 0 within `Engine::by_root`; returns the checkpoint's directory.
-/// `ranks`: all of them call it, and each one writes its part.
+/// `ranks`: all of them call it, and each one writes its part. `best`: the evaluations so far, from `BestModel::saved`.
 pub fn save(
     run_dir: &Path,
     step: u64,
     engine: &Engine,
     schedule: &ActiveSchedule,
-    fingerprint: &RunFingerprint,
+    (fingerprint, best): (&RunFingerprint, Value),
     stage_state: Option<Vec<u8>>,
     ranks: Option<&dyn Collective>,
 ) -> Result<PathBuf> {
@@ -107,6 +107,7 @@ pub fn save(
         "optimizer_steps": steps,
         "averages": updates,
         "stage": stage_state.is_some(),
+        "best": best,
         "loss_scale": engine.loss_scale.map(|s| json!({"scale": s.scale, "steps": s.steps, "skipped": s.skipped})),
     });
     let scores = engine.step_hook.as_ref().map(|hook| hook.state()).unwrap_or_default();
@@ -221,6 +222,11 @@ pub fn fingerprint(loaded: &LoadedState) -> RunFingerprint {
         trained_tokens: loaded.state.get("trained_tokens").and_then(Value::as_u64).unwrap_or(0),
         total_steps: loaded.state.get("total_steps").and_then(Value::as_u64),
     }
+}
+
+/// What `BestModel::saved` gave; `null` in checkpoints of earlier versions.
+pub fn best(loaded: &LoadedState) -> &Value {
+    &loaded.state["best"]
 }
 
 /// The saved state of the stage.

@@ -261,3 +261,34 @@ fn the_launcher_of_ft_lets_the_ranks_save() {
     let out = bench.ft(&["launch", "-n", "2", "plan", "--recipe", "r.toml"]);
     assert_eq!(out.status.code(), Some(2), "{}", said(&out));
 }
+
+/// `final/` cannot be written on rank 0: the others take part in a save of the state after the last step.
+#[test]
+fn a_result_that_rank_0_cannot_write_is_not_lost() {
+    for more in ["distributed.checkpoint=one", PARTS, "train.ema_decay=0.9"] {
+        let bench = Bench::new();
+        let settings = [more, "tune.method=full", "train.max_steps=400", "train.save_steps=1000"];
+        let arguments = [&LONG[..], &settings].concat();
+        let mut job = job::start(&bench, &vec![arguments.clone(); 2]);
+        let begun = Instant::now();
+        while bench.steps("out").is_empty() {
+            assert!(job.try_wait().unwrap().is_none(), "the job has ended");
+            assert!(begun.elapsed() < Duration::from_secs(60), "no step");
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        // After the rehearsal of the export.
+        std::fs::write(bench.path("out/final"), "").unwrap();
+        let out = wait(job);
+        let text = said(&out);
+        assert_eq!(out.status.code(), Some(1), "{more}\n{text}");
+        assert_once(&text, "a file has its name");
+        assert_once(&text, "the state after step 400 is saved: `--resume` writes `final/`");
+        assert!(
+            bench.path("out/checkpoint-400/manifest.json").exists(),
+            "{more}\n{text}"
+        );
+        std::fs::remove_file(bench.path("out/final")).unwrap();
+        job::train(&bench, 2, &[&arguments[..], &["--resume"]].concat());
+        assert!(bench.path("out/final").is_dir(), "{more}");
+    }
+}

@@ -12,7 +12,7 @@ fn evaluations(bench: &Bench, run: &str) -> BTreeMap<u64, f64> {
     all.filter(|(step, _)| *step > 0).collect()
 }
 
-/// Row R6.
+/// Rows C3, R6.
 #[test]
 fn a_run_ends_early_with_the_best_model_and_a_resumed_one_too() {
     let bench = Bench::new();
@@ -136,6 +136,17 @@ fn a_run_ends_early_with_the_best_model_and_a_resumed_one_too() {
                     .exists()
             );
         }
+        // The lines of evaluations that a full disk kept out of the metrics: the checkpoint has their values.
+        let metrics = bench.path(&run).join("metrics.jsonl");
+        let text = fs::read_to_string(&metrics).unwrap();
+        let left: Vec<&str> = text.lines().filter(|line| !line.contains("\"eval_loss\"")).collect();
+        fs::write(&metrics, left.join("\n") + "\n").unwrap();
+        let (lost, from) = (format!("{method}/lost"), format!("{run}/checkpoint-{last}"));
+        let out = format!("train.output_dir={lost}");
+        bench.train(&[&all[..], &places, &[&out, "--resume", &from]].concat());
+        fs::write(&metrics, text).unwrap();
+        assert_eq!(bench.steps(&lost).len() as u64, last, "{method}: another end");
+        assert!(weights(&lost) == weights(&run), "{method}: not the best model");
         let kept = bench.path(&format!("{run}/checkpoint-{best}"));
         fs::rename(&kept, bench.path("aside")).unwrap();
         let late = format!("{run}/checkpoint-{last}");

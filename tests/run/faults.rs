@@ -20,13 +20,13 @@ const CRASHES: [Row; 14] = [
         "C2",
         "killed between two files of one checkpoint, or while the hashes of a new `final/` are computed",
         "the incomplete checkpoint is ignored; no mix of two states: the manifest names every file with size and hash. `final/` is not called damaged",
-        "tests/run/power.rs::kills_at_file_operations_lose_nothing src/checkpoint/tests.rs::a_save_cut_off_between_two_files_is_ignored_and_cleaned src/train/owner/results.rs::a_result_without_hashes_is_not_called_damaged_and_is_known_to_be_ours src/train/owner/results.rs::a_result_that_was_not_recorded_is_removed_when_the_new_one_has_its_bytes src/train/owner/results.rs::a_kill_before_the_hashes_leaves_no_result_that_is_called_damaged_or_stays_for_good",
+        "tests/run/power.rs::kills_at_file_operations_lose_nothing src/checkpoint/tests.rs::a_save_cut_off_between_two_files_is_ignored_and_cleaned src/train/owner/results.rs::a_result_without_hashes_is_not_called_damaged_and_is_known_to_be_ours src/train/owner/results.rs::a_result_that_was_not_recorded_is_removed_when_the_new_one_has_its_bytes src/train/owner/results.rs::a_kill_before_the_hashes_leaves_no_result_that_is_called_damaged_or_stays_for_good src/train/owner/results.rs::a_new_result_that_is_not_recorded_yet_is_not_called_damaged",
     ),
     (
         "C3",
         "a write fails with \"no space\", a quota that is used up or an input/output error: this write alone, or all later ones too",
-        "error with the path (logs and caches: a warning), earlier checkpoints stay whole, the resume has the same bits; if `final/` fails, the last state is saved. The cache of the hub: an error with the path and `HF_HUB_CACHE`, and the next download goes on",
-        "tests/run/power.rs::a_result_that_cannot_be_written_is_not_lost tests/run/power.rs::writes_that_fail_are_told_and_lose_nothing tests/run/limits.rs::a_run_works_under_limits_or_is_refused src/checkpoint/tests.rs::a_failed_save_leaves_the_old_state_and_nothing_else tests/run/power.rs::a_failed_sync_and_a_loss_of_power_keep_the_last_saved_state tests/hub/cache.rs::a_file_in_the_place_of_the_cache_or_of_a_part_of_it_is_named_with_what_to_set tests/hub/cache.rs::a_read_only_cache_is_named_with_what_to_set_and_is_used_if_it_is_whole tests/hub/cache.rs::a_disk_that_is_full_in_a_download_loses_nothing_and_the_next_one_goes_on",
+        "error with the path (logs and caches: a warning), earlier checkpoints stay whole, the resume has the same bits; if `final/` fails, the last state is saved; a full disk in a save before the last step is a warning on one rank: the run goes on and saves later. The cache of the hub: an error with the path and `HF_HUB_CACHE`, and the next download goes on",
+        "tests/run/power.rs::a_result_that_cannot_be_written_is_not_lost tests/run/power.rs::writes_that_fail_are_told_and_lose_nothing tests/run/limits.rs::a_run_works_under_limits_or_is_refused src/checkpoint/tests.rs::a_failed_save_leaves_the_old_state_and_nothing_else tests/run/power.rs::a_failed_sync_and_a_loss_of_power_keep_the_last_saved_state tests/hub/cache.rs::a_file_in_the_place_of_the_cache_or_of_a_part_of_it_is_named_with_what_to_set tests/hub/cache.rs::a_read_only_cache_is_named_with_what_to_set_and_is_used_if_it_is_whole tests/hub/cache.rs::a_disk_that_is_full_in_a_download_loses_nothing_and_the_next_one_goes_on tests/run/power.rs::a_log_that_fails_once_has_all_lines_in_the_end tests/run/best.rs::a_run_ends_early_with_the_best_model_and_a_resumed_one_too tests/run/rehearsal.rs::a_full_disk_in_a_save_does_not_end_the_run",
     ),
     (
         "C4",
@@ -50,7 +50,7 @@ const CRASHES: [Row; 14] = [
         "C7",
         "the run directory cannot be written, is a file, is a link, contains a link under a name that ft uses, or is moved during the run",
         "refused before the first step, but the run directory itself may be a link. If the directory is moved, the run stops; `--resume` continues it at the new place",
-        "tests/run/directory.rs::a_file_or_a_link_in_the_place_of_the_run_directory tests/run/directory.rs::a_run_directory_that_moves_away_stops_the_run src/train/owner.rs::links_at_the_names_of_a_run_are_refused tests/run/power.rs::writes_that_fail_are_told_and_lose_nothing",
+        "tests/run/directory.rs::a_file_or_a_link_in_the_place_of_the_run_directory tests/run/directory.rs::a_run_directory_that_moves_away_stops_the_run src/train/owner.rs::links_at_the_names_of_a_run_are_refused tests/run/power.rs::writes_that_fail_are_told_and_lose_nothing crates/ft-base/src/lock/kept.rs::a_directory_that_cannot_be_reached_for_a_moment_does_not_end_the_run crates/ft-base/src/lock/kept.rs::a_directory_with_only_its_file_removed_is_still_found_after_a_move",
     ),
     (
         "C8",
@@ -67,8 +67,8 @@ const CRASHES: [Row; 14] = [
     (
         "C10",
         "a second `ft train` in the same run directory, a second `ft distill cache` in the same directory; processes with the same id in two containers",
-        "refused; the message names the process that works there, and the time since when. The lock file of a killed run is no obstacle, even if its end is missing",
-        "tests/run/resume.rs::a_run_directory_belongs_to_one_run crates/ft-base/src/lock.rs::a_file_of_another_program_is_no_lock crates/ft-base/src/staging/held.rs::a_scratch_directory_takes_a_free_name_and_leaves_that_of_another_process src/train/teacher_cache/tests.rs::a_second_process_is_refused_and_changes_nothing tests/run/scratch.rs::a_model_written_from_a_checkpoint_leaves_the_run_directory_with_its_process tests/run/scratch.rs::stored_outputs_go_on_after_a_kill_and_are_not_written_by_two_processes crates/ft-base/src/lock.rs::a_lock_or_mark_on_a_removed_file_is_not_taken",
+        "refused; the message names the process that works there, and the time since when. The lock file of a killed run is no obstacle, even if its end is missing; one that is removed during the run is written again",
+        "tests/run/resume.rs::a_run_directory_belongs_to_one_run crates/ft-base/src/lock.rs::a_file_of_another_program_is_no_lock crates/ft-base/src/staging/held.rs::a_scratch_directory_takes_a_free_name_and_leaves_that_of_another_process src/train/teacher_cache/tests.rs::a_second_process_is_refused_and_changes_nothing tests/run/scratch.rs::a_model_written_from_a_checkpoint_leaves_the_run_directory_with_its_process tests/run/scratch.rs::stored_outputs_go_on_after_a_kill_and_are_not_written_by_two_processes crates/ft-base/src/lock.rs::a_lock_or_mark_on_a_removed_file_is_not_taken crates/ft-base/src/lock/kept.rs::a_lock_file_that_was_removed_is_written_and_locked_again crates/ft-base/src/lock/kept.rs::a_lock_of_another_process_in_the_place_of_a_removed_one_is_an_error",
     ),
     (
         "C11",

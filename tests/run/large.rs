@@ -1,6 +1,6 @@
 //! Rows in a token cache, and rows that are read during the run.
 
-use crate::bench::Bench;
+use crate::bench::{Bench, number};
 use crate::resume::assert_same;
 use std::fs;
 use std::time::{Duration, Instant};
@@ -176,4 +176,59 @@ fn preference_stages_with_a_token_cache_are_those_in_memory() {
     }
     // The three stages train other parts of the rows.
     assert_eq!(fs::read_dir(bench.path(".ft-tokens")).unwrap().count(), 3);
+}
+
+/// The rows cannot be read any more, before a step whose gradients are applied as soon as they are computed: the state before it
+/// is saved.
+#[test]
+fn a_file_that_cannot_be_read_any_more_loses_no_step() {
+    let bench = Bench::new();
+    let row = |i: usize| format!("{{\"text\": \"row {i} goes on\"}}\n");
+    fs::write(bench.path("a.jsonl"), (0..12).map(row).collect::<String>()).unwrap();
+    let settings = [
+        "data.train=a.jsonl",
+        "data.streaming=true",
+        "data.shuffle_window=4",
+        "data.max_length=64",
+        "tune.method=full",
+        "train.max_grad_norm=0",
+        "train.batch_size=1",
+        "train.gradient_accumulation_steps=1",
+        "train.max_steps=1000000",
+        "train.save_steps=1000000",
+        "schedule.warmup_steps=0",
+        "train.output_dir=run",
+    ];
+    let mut child = bench.start(&settings);
+    let started = Instant::now();
+    while bench.steps("run").len() < 3 {
+        assert!(started.elapsed() < Duration::from_secs(60), "no steps");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    let plan = fs::read_to_string(bench.path("run/plan.json")).unwrap();
+    assert!(plan.contains("\"applied as soon as they are computed\""), "{plan}");
+    // The next epoch opens it again.
+    fs::rename(bench.path("a.jsonl"), bench.path("away.jsonl")).unwrap();
+    while child.try_wait().unwrap().is_none() {
+        if started.elapsed() > Duration::from_secs(120) {
+            child.kill().unwrap();
+            panic!("the run does not end");
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    assert_eq!(child.wait().unwrap().code(), Some(1));
+    let done = bench.steps("run").len();
+    assert!(
+        bench.path(&format!("run/checkpoint-{done}/manifest.json")).exists(),
+        "{done} steps"
+    );
+    fs::rename(bench.path("away.jsonl"), bench.path("a.jsonl")).unwrap();
+    let end = format!("train.max_steps={}", done + 3);
+    bench.train(&[&settings[..], &[end.as_str(), "--resume"]].concat());
+    let events = bench.lines("run/events.jsonl");
+    let resumed = events.iter().rfind(|e| e["event"] == "resume").unwrap();
+    assert_eq!(resumed["step"], done, "{resumed}");
+    let steps: Vec<f64> = bench.steps("run").iter().map(|line| number(line, "step")).collect();
+    let all: Vec<f64> = (1..=done + 3).map(|step| step as f64).collect();
+    assert_eq!(steps, all);
 }

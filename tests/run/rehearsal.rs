@@ -281,3 +281,40 @@ fn a_file_of_moments_above_the_limit_is_refused_before_the_first_step() {
     );
     assert!(!bench.path("run/metrics.jsonl").exists(), "{text}");
 }
+
+/// Row C3: the disk is full in a save, and has room in the next one.
+#[test]
+fn a_full_disk_in_a_save_does_not_end_the_run() {
+    let bench = Bench::new();
+    let mut whole = bench.command(&[&RUN[..], &["train.save_steps=1"]].concat());
+    let Some(()) = on_disk(&bench, &mut whole, Fault::Record, 0) else {
+        return;
+    };
+    let out = whole.output().unwrap();
+    assert!(out.status.success(), "{}", said(&out));
+    let all = recorded(&bench);
+    fs::rename(bench.path("run"), bench.path("whole")).unwrap();
+    // The rehearsal writes to the same name before.
+    let written = |o: &Operation| o.what == 'w' && o.path.contains("checkpoint-1.tmp-") && o.path.contains("weights");
+    let at = 1 + all.iter().rposition(written).unwrap();
+    for (errno, word) in [(28, "No space left"), (122, "quota")] {
+        let _ = fs::remove_dir_all(bench.path("run"));
+        let out = faulty(&bench, Fault::Once(errno), at, &["train.save_steps=1"]);
+        let text = said(&out);
+        assert!(out.status.success(), "{text}");
+        let warnings = text.matches("the state after step 1 is not saved").count();
+        assert!(warnings == 1 && text.contains(word), "{text}");
+        assert!(text.contains("the state after step 2 is saved"), "{text}");
+        let names = fs::read_dir(bench.path("run")).unwrap();
+        let mut names: Vec<String> = names.map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
+        names.retain(|name| name.contains("checkpoint-"));
+        names.sort();
+        assert_eq!(names, ["checkpoint-2", "checkpoint-3"]);
+        assert_same(&bench, "whole", "run");
+    }
+    // Another error of the disk ends the run.
+    let _ = fs::remove_dir_all(bench.path("run"));
+    let out = faulty(&bench, Fault::Once(5), at, &["train.save_steps=1"]);
+    assert_eq!(out.status.code(), Some(1), "{}", said(&out));
+    assert!(said(&out).contains("Input/output error"), "{}", said(&out));
+}

@@ -219,10 +219,11 @@ pub fn link(target: &Path, path: &Path) -> Result<()> {
     rename(&temporary, path)
 }
 
-/// Swaps two existing names atomically and durably. Returns `false` if the system does not support it.
+/// Swaps two existing names atomically. Returns `false` if the system does not support it. For a durable swap the caller syncs
+/// their directory: an error of this function means that nothing was swapped.
 ///
 /// # Errors
-/// A name does not exist, or its directory cannot be synced.
+/// A name does not exist, or may not be changed.
 pub fn exchange(a: &Path, b: &Path) -> Result<bool> {
     #[cfg(target_os = "linux")]
     {
@@ -242,7 +243,6 @@ pub fn exchange(a: &Path, b: &Path) -> Result<bool> {
             )
         };
         if rc == 0 {
-            sync_dir(b.parent().unwrap_or(Path::new(".")))?;
             return Ok(true);
         }
         let e = std::io::Error::last_os_error();
@@ -473,14 +473,25 @@ impl AppendFile {
         })
     }
 
-    /// As `open`; drops everything after the first `length` bytes.
+    /// As `open`; drops everything after the first `length` bytes. A shorter file stays as it is.
     ///
     /// # Errors
     /// As for `open`.
     pub fn continue_at(path: &Path, length: u64) -> Result<Self> {
         let out = Self::open(path)?;
-        out.file.set_len(length).map_err(|e| io("shorten the file", path, e))?;
+        if out.length()? > length {
+            out.file.set_len(length).map_err(|e| io("shorten the file", path, e))?;
+        }
         Ok(out)
+    }
+
+    /// The present size of the file in bytes.
+    ///
+    /// # Errors
+    /// Its properties cannot be read.
+    pub fn length(&self) -> Result<u64> {
+        let found = self.file.metadata();
+        Ok(found.map_err(|e| io("check the file", &self.path, e))?.len())
     }
 
     /// Appends bytes.
@@ -490,16 +501,6 @@ impl AppendFile {
     pub fn write(&mut self, bytes: &[u8]) -> Result<()> {
         self.file
             .write_all(bytes)
-            .map_err(|e| io("append to the file", &self.path, e))
-    }
-
-    /// Appends one line in a single write.
-    ///
-    /// # Errors
-    /// The file cannot be written.
-    pub fn line(&mut self, text: &str) -> Result<()> {
-        self.file
-            .write_all(format!("{text}\n").as_bytes())
             .map_err(|e| io("append to the file", &self.path, e))
     }
 
@@ -527,6 +528,14 @@ pub fn copy_atomic(from: &Path, to: &Path) -> Result<()> {
         }
         out.write(&buffer[..n])?;
     }
+}
+
+/// Gives a file a second name (a hard link).
+///
+/// # Errors
+/// The file systems or their rules do not allow it.
+pub fn hard_link(from: &Path, to: &Path) -> Result<()> {
+    fs::hard_link(from, to).map_err(|e| io("link the file", to, e))
 }
 
 /// Turns off the system's readahead, for a file that is not read from beginning to end.

@@ -1,16 +1,18 @@
 //! One run per directory: an advisory lock on `run.lock`, which the system releases when the process ends.
 
 mod holder;
+mod kept;
 
 pub use holder::{LockState, state};
 
 use crate::{Error, Result, files};
 use holder::{is_elsewhere, line, process_in};
+use kept::KeptFile;
 use std::fs::{File, Metadata, OpenOptions, TryLockError};
 use std::io::{ErrorKind, Read, Seek, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 /// Name of the lock file.
 pub const NAME: &str = "run.lock";
@@ -158,12 +160,26 @@ fn instead(words: Option<LockWords>) -> &'static str {
     words.map_or("use another directory for the run", |w| w.instead)
 }
 
+/// The error of a directory that the system does not lock.
+fn cannot(path: &Path, words: Option<LockWords>, e: std::io::Error) -> Error {
+    let error = Error::io("cannot lock the directory").at_path(path);
+    refused(error.hint(instead(words)), e)
+}
+
 /// The lock is held until this value is dropped.
 #[derive(Debug)]
 pub struct RunLock {
-    file: File,
+    file: KeptFile,
+    directory: KeptFile,
     path: PathBuf,
+    /// The content of the file.
+    line: String,
+    words: Option<LockWords>,
     made: bool,
+    /// How many looks at the directory have failed since the last one that did not.
+    failed: u32,
+    /// The time of the first of them.
+    failing_since: Option<Instant>,
 }
 
 impl RunLock {
@@ -185,20 +201,39 @@ impl RunLock {
 
     fn acquire_with(directory: &Path, words: Option<LockWords>) -> Result<Self> {
         let path = directory.join(NAME);
+        // First: if no more files can be opened, no lock file stays behind.
+        let directory = KeptFile::directory(kept::parent(&path)).map_err(|e| cannot(&path, words, e))?;
+        let (file, made) = Self::take(&path, words)?;
+        let line = line();
+        let file = KeptFile::write(file, &line).map_err(|e| cannot(&path, words, e))?;
+        Ok(Self {
+            file,
+            directory,
+            path,
+            line,
+            words,
+            made,
+            failed: 0,
+            failing_since: None,
+        })
+    }
+
+    /// Makes or opens the file and locks it. Returns it, and whether it was made; its content is that of before.
+    fn take(path: &Path, words: Option<LockWords>) -> Result<(File, bool)> {
         for _ in 0..TRIES {
-            if let Some(lock) = Self::try_acquire(&path, words)? {
-                return Ok(lock);
+            if let Some(taken) = Self::try_take(path, words)? {
+                return Ok(taken);
             }
         }
         Err(Error::io("cannot lock the directory")
-            .at_path(&path)
+            .at_path(path)
             .found("another file at each try")
             .expected("one that no other program removes")
             .hint(instead(words)))
     }
 
     /// `None`: another process has made or removed the file in the meantime.
-    fn try_acquire(path: &Path, words: Option<LockWords>) -> Result<Option<Self>> {
+    fn try_take(path: &Path, words: Option<LockWords>) -> Result<Option<(File, bool)>> {
         let busy = words.map_or("another run is in progress in this directory", |w| w.busy);
         let instead = instead(words);
         let made = path.symlink_metadata().is_err();
@@ -210,10 +245,7 @@ impl RunLock {
                 .at_path(path)
                 .hint(instead));
         }
-        let cannot = |e: std::io::Error| {
-            let error = Error::io("cannot lock the directory").at_path(path).hint(instead);
-            refused(error, e)
-        };
+        let cannot = |e: std::io::Error| cannot(path, words, e);
         let opened = OpenOptions::new()
             .read(true)
             .write(true)
@@ -244,36 +276,7 @@ impl RunLock {
         if !is_same(&file, path.symlink_metadata()) {
             return Ok(None);
         }
-        file.set_len(0).map_err(cannot)?;
-        file.rewind().map_err(cannot)?;
-        file.write_all(line().as_bytes()).map_err(cannot)?;
-        let path = path.to_path_buf();
-        Ok(Some(Self { file, path, made }))
-    }
-
-    /// Checks that the lock still protects the directory with this name.
-    ///
-    /// # Errors
-    /// The directory was moved, removed or replaced since it was locked; writes by name would go elsewhere.
-    pub fn check(&self) -> Result<()> {
-        if is_same(&self.file, self.path.symlink_metadata()) {
-            return Ok(());
-        }
-        let directory = self.path.parent().unwrap_or(Path::new("."));
-        let error = Error::new("the run directory was moved or removed during the run").at_path(directory);
-        Err(match self.found_at() {
-            Some(now) => error
-                .found(format!("it at {}", now.display()))
-                .hint("move it back, or continue the run there"),
-            None => error.hint("the saved state is in the moved directory"),
-        })
-    }
-
-    /// Current location of the lock file.
-    fn found_at(&self) -> Option<PathBuf> {
-        let descriptor = std::os::fd::AsRawFd::as_raw_fd(&self.file);
-        let now = std::fs::read_link(format!("/proc/self/fd/{descriptor}")).ok()?;
-        (now.file_name()? == NAME && now.exists()).then(|| now.parent().map(Path::to_path_buf))?
+        Ok(Some((file, made)))
     }
 
     /// Removes the lock file if this call created it; used when the run is refused.
@@ -281,7 +284,7 @@ impl RunLock {
     /// # Errors
     /// The file cannot be removed.
     pub fn abandon(self) -> Result<()> {
-        if self.made && self.check().is_ok() {
+        if self.made && self.path.symlink_metadata().is_ok_and(|found| self.file.is(&found)) {
             files::remove_file(&self.path)
         } else {
             Ok(())
@@ -335,8 +338,8 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let (run, moved) = (dir.path().join("run"), dir.path().join("moved"));
         std::fs::create_dir(&run).unwrap();
-        let lock = RunLock::acquire(&run).unwrap();
-        lock.check().unwrap();
+        let mut lock = RunLock::acquire(&run).unwrap();
+        assert!(!lock.check().unwrap());
         std::fs::rename(&run, &moved).unwrap();
         let e = lock.check().unwrap_err().to_string();
         assert!(
@@ -348,7 +351,7 @@ mod tests {
         assert!(lock.check().is_err(), "another directory has its name");
         lock.abandon().unwrap();
         std::fs::remove_dir_all(&moved).unwrap();
-        let lock = RunLock::acquire(&run).unwrap();
+        let mut lock = RunLock::acquire(&run).unwrap();
         std::fs::remove_dir_all(&run).unwrap();
         assert!(lock.check().is_err());
     }
@@ -360,10 +363,10 @@ mod tests {
         let (held, taken) = (AtomicUsize::new(0), AtomicUsize::new(0));
         let rounds = || {
             for _ in 0..3000 {
-                let Ok(lock) = RunLock::acquire(dir.path()) else {
+                let Ok(mut lock) = RunLock::acquire(dir.path()) else {
                     continue;
                 };
-                lock.check().unwrap();
+                assert!(!lock.check().unwrap());
                 assert_eq!(held.fetch_add(1, SeqCst), 0);
                 taken.fetch_add(1, SeqCst);
                 held.fetch_sub(1, SeqCst);

@@ -147,7 +147,7 @@ fn tell(notice: Notice) {
     }
 }
 
-/// Ends the process without unwinding: kills the programs that it started, removes half-written files, keeps complete ones.
+/// Ends the process without unwinding: removes half-written files, keeps complete ones, kills the programs that it started.
 fn end(code: i32, said: String) {
     tell(Notice::Ending(said));
     abandon(code);
@@ -155,8 +155,9 @@ fn end(code: i32, said: String) {
 
 /// Ends the process at once, without unwinding and without the end of other threads.
 pub fn abandon(code: i32) -> ! {
-    groups::kill_all();
+    // First the files: when its program is gone, another thread may end the process with an error.
     files::remove_unfinished();
+    groups::kill_all();
     signal_hook::low_level::exit(code)
 }
 

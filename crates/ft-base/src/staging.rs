@@ -59,6 +59,21 @@ impl Staging {
         &self.temporary
     }
 
+    /// Brings in a file of another directory under its own name: as a hard link where the file systems allow it, else as a copy.
+    /// The file must never be changed in place.
+    ///
+    /// # Errors
+    /// The file does not exist; it cannot be copied.
+    pub fn bring(&self, from: &Path) -> Result<()> {
+        let to = self.temporary.join(from.file_name().unwrap_or_default());
+        // Not a link, not on another file system, and not a file of another user.
+        let is_file = from.symlink_metadata().is_ok_and(|m| m.is_file());
+        if !is_file || files::hard_link(from, &to).is_err() {
+            files::copy_atomic(from, &to)?;
+        }
+        Ok(())
+    }
+
     /// Gives the directory its final name, durably. An existing nonempty directory is kept as `<name>.left`.
     ///
     /// # Errors
@@ -82,6 +97,9 @@ impl Staging {
         if self.target.symlink_metadata().is_err() {
             files::rename(&self.temporary, &self.target)?;
         } else if files::exchange(&self.temporary, &self.target)? {
+            // The temporary name has the previous directory now: an error must not remove it.
+            self.done = true;
+            files::sync_dir(self.target.parent().unwrap_or(Path::new(".")))?;
             replaced = Some(self.temporary.clone());
         } else {
             let aside = with_suffix(&self.target, REPLACED)?;

@@ -167,7 +167,8 @@ function follow() {
     if (news.changed) {
       live.close();
       await load(news.run);
-      await list();
+      // A request that began before the change has the state before it. If there is no answer, the next one comes with the timer.
+      await Promise.resolve(listing).then(list, list).catch(() => {});
       if (page.live === live) {
         soonAll();
         follow();
@@ -200,7 +201,14 @@ function soonAll() {
   if (page.tab === "curves" || !document.getSelection() || document.getSelection().isCollapsed) render();
 }
 
-async function list() {
+let listing = null;
+/** One request at a time: with many runs an answer takes longer than the time between two requests. */
+function list() {
+  if (!listing) listing = loadList().finally(() => { listing = null; });
+  return listing;
+}
+
+async function loadList() {
   page.list = (await get("runs.json")).runs;
   const alive = new Set(page.list.map((entry) => entry.id));
   page.chosen = page.chosen.filter((id) => alive.has(id));

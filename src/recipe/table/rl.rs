@@ -18,7 +18,8 @@ section! {
         answer_column: String = "answer", "the usual name in such datasets";
         /// Time limit of a reward program for one row, in seconds.
         reward_timeout: f64 = 30.0, "a program that takes longer probably hangs", in POSITIVE;
-        /// How many times a reward program that crashed or hung is restarted, over the whole run.
+        /// How many times in a row a reward program that crashed or hung is restarted. When it scores a batch of answers
+        /// (a rollout, or a part of an evaluation) without a restart, the count begins again at 0.
         reward_restarts: usize = 3, "tolerates a rare crash, and reports a persistent one", in from(0);
         /// A reward program may use the network, also that of this machine (`localhost`), and gets all variables of the
         /// environment. Without it, the system refuses its sockets, and variables such as `HF_TOKEN` are removed.

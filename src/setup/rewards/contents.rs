@@ -11,8 +11,8 @@ use std::path::Path;
 /// The rewards of a recipe, known by their content.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RewardContents {
-    /// Hash of all rewards, with the content of models and schemas in place of their paths. Of the file of a program it has
-    /// the name only.
+    /// Hash of all rewards, with the content of models and schemas in place of their paths, and the commands of programs without
+    /// folders.
     pub rewards: String,
     /// Hash of the files of the programs; `None`: none is known.
     pub programs: Option<String>,
@@ -29,10 +29,16 @@ pub fn contents(rlhf: &RlSection) -> Result<Option<RewardContents>> {
         let known = match (name, argument) {
             ("json", Some(file)) => Some(content::hash(Path::new(file))?),
             ("model", Some(dir)) => Some(RewardModel::content(dir)?),
-            ("program", Some(command)) => without_folder(command)?.map(|(command, hash)| {
-                programs.extend(hash);
-                command
-            }),
+            ("program", Some(command)) => {
+                let words = program::words(command)?;
+                // A program may be executable and not readable.
+                let file = program::own_file(&words).and_then(|at| content::hash(Path::new(&words[at])).ok());
+                let names = without_folders(&words);
+                reads |= file.is_some() || names != words;
+                programs.extend(file);
+                rewards.push(format!("{name}:{names:?}"));
+                continue;
+            }
             _ => None,
         };
         reads |= known.is_some();
@@ -44,18 +50,17 @@ pub fn contents(rlhf: &RlSection) -> Result<Option<RewardContents>> {
     }))
 }
 
-/// The command of a program without the folder of its own file, and the hash of this file, which may be executable and not
-/// readable. `None`: it has no file of its own.
-fn without_folder(command: &str) -> Result<Option<(String, Option<String>)>> {
-    let mut words = program::words(command)?;
-    let Some(at) = program::own_file(&words) else {
-        return Ok(None);
+/// The words of a command, without the folders of those that are paths by their form, whether the files exist or not: the program may
+/// write some of them. Other words with `/` are addresses, fractions or the text of a script.
+fn without_folders(words: &[String]) -> Vec<String> {
+    let is_path = |word: &str| {
+        ["/", "./", "../", "~/"].iter().any(|start| word.starts_with(start)) && !word.contains(char::is_whitespace)
     };
-    let file = Path::new(&words[at]);
-    let hash = content::hash(file).ok();
-    let name = file.file_name().unwrap_or_default().to_string_lossy().into_owned();
-    words[at] = name;
-    Ok(Some((format!("{words:?}"), hash)))
+    let name = |word: &String| match word.rsplit_once('/') {
+        Some((_, name)) if is_path(word) => name.to_string(),
+        _ => word.clone(),
+    };
+    words.iter().map(name).collect()
 }
 
 #[cfg(test)]
@@ -105,6 +110,14 @@ mod tests {
         assert_eq!(found.rewards, changed.rewards);
         assert_ne!(found.programs, changed.programs);
         assert_ne!(found.rewards, of_script("a", "print(1)", "--best 4").rewards);
+        for [one, other] in [
+            ["w=1/2", "w=9/2"],
+            ["http://a/v1", "http://b/v1"],
+            ["a/model", "b/model"],
+        ] {
+            let of = |argument| of_script("a", "print(1)", argument).rewards;
+            assert_ne!(of(one), of(other), "{one}");
+        }
     }
 
     #[test]
@@ -126,11 +139,22 @@ mod tests {
             "/usr/bin/env python3",
             "env A=1 B=2 python3 -u",
             "python3 -W ignore",
+            "python3 -Wignore",
+            "bash -ue",
+            "perl -Imodule",
             "uv run",
         ] {
             assert_eq!(at(found), script, "{found}");
         }
-        for none in ["python3 -m", "judge", "sh -c"] {
+        for none in [
+            "python3 -m",
+            "python3 -uc",
+            "judge",
+            "sh -c",
+            "bash -lc",
+            "perl -ne",
+            "node -e",
+        ] {
             assert_eq!(at(none), None, "{none}");
         }
     }

@@ -27,6 +27,17 @@ pub struct RecordedFinal {
     old: Vec<PathBuf>,
 }
 
+/// What became of previous results.
+#[derive(Debug, Default)]
+pub struct FinalCleanup {
+    /// The last one was changed by another program, so it stays.
+    pub stays: bool,
+    /// Results of killed processes of this run that were removed, because they have the bytes of the new one.
+    pub removed: Vec<PathBuf>,
+    /// Why others that this run wrote are not removed.
+    pub errors: Vec<Error>,
+}
+
 /// True for the end of a name from `staging::left_name`: `.left` or `.left-2`.
 fn is_left(end: &str) -> bool {
     let is_number = |n: &str| !n.is_empty() && n.bytes().all(|b| b.is_ascii_digit());
@@ -58,25 +69,26 @@ impl OwnedFiles {
         })
     }
 
-    /// Removes previous results that this run wrote, and records the hashes of the new one: both take minutes for a large model.
-    /// Returns true if another previous one stays, and the results of killed processes of this run that were removed because they
-    /// have the same bytes.
-    pub fn complete_final(&mut self, run_dir: &Path, recorded: RecordedFinal) -> Result<(bool, Vec<PathBuf>)> {
+    /// Records the hashes of the new result, and removes previous ones that this run wrote: both take minutes for a large model.
+    ///
+    /// Errors: a file of the new result cannot be read; the manifest cannot be written.
+    pub fn complete_final(&mut self, run_dir: &Path, recorded: RecordedFinal) -> Result<FinalCleanup> {
         let out = run_dir.join(FINAL);
-        for path in &recorded.old {
-            staging::remove_unused(path)?;
-        }
         for (name, file) in &mut self.finals {
             file.hash = Some(checkpoint::hash(&out.join(name))?.1);
         }
         self.write(run_dir)?;
-        let mut removed = Vec::new();
-        let mut stays = recorded.other.is_some();
-        // Killed before it was recorded, then written again.
-        if let Some(before) = recorded.other.filter(|before| self.doubles(before)) {
-            staging::remove_whole(&before)?;
-            removed.push(before);
-            stays = false;
+        let mut cleanup = FinalCleanup::default();
+        for path in &recorded.old {
+            cleanup.errors.extend(staging::remove_unused(path).err());
+        }
+        match recorded.other {
+            // Killed before it was recorded, then written again.
+            Some(before) if self.doubles(&before) => match staging::remove_whole(&before) {
+                Ok(()) => cleanup.removed.push(before),
+                Err(e) => cleanup.errors.push(e),
+            },
+            other => cleanup.stays = other.is_some(),
         }
         for (kept, path) in self.temporaries(run_dir)? {
             // Killed between its last file and its name; or while it removed a previous result.
@@ -86,11 +98,15 @@ impl OwnedFiles {
             } else {
                 staging::is_marked(&path)
             };
-            if is_known && staging::remove_unused(&path)? && is_result {
-                removed.push(path);
+            if is_known && !recorded.old.contains(&path) {
+                match staging::remove_unused(&path) {
+                    Ok(true) if is_result => cleanup.removed.push(path),
+                    Ok(_) => {}
+                    Err(e) => cleanup.errors.push(e),
+                }
             }
         }
-        Ok((stays, removed))
+        Ok(cleanup)
     }
 
     /// Temporary directories for `final/`, and for previous ones, of processes of this run. Each with its name between `final` and
@@ -115,7 +131,9 @@ impl OwnedFiles {
     #[cfg(test)]
     pub(super) fn exported(&mut self, run_dir: &Path, before: &Path) -> Result<(bool, Vec<PathBuf>)> {
         let recorded = self.record_final(run_dir, before)?;
-        self.complete_final(run_dir, recorded)
+        let cleanup = self.complete_final(run_dir, recorded)?;
+        assert!(cleanup.errors.is_empty(), "{:?}", cleanup.errors);
+        Ok((cleanup.stays, cleanup.removed))
     }
 
     /// True if each file of this directory is in `final/` too, with the same bytes.
@@ -170,11 +188,29 @@ impl OwnedFiles {
         let faults = self.finals.iter().map(|(name, file)| compare(&out.join(name), file));
         let wrong: Vec<Error> = faults.filter_map(Result::err).collect();
         let is_unrecorded = |file: &StoredFile| file.hash.as_deref().is_none_or(str::is_empty);
-        if wrong.is_empty() && self.finals.values().any(is_unrecorded) {
+        // The run has replaced it, and is about to record the new one, or was killed before that: the one that is recorded has another
+        // name.
+        let is_recorded = |path: &PathBuf| {
+            // A marked `final.tmp-1` may be an export that was stopped.
+            is_previous(path) && (self.is_final(path) || name_of(path).contains(".left") && staging::is_marked(path))
+        };
+        let replaced = || files::list(run_dir).is_ok_and(|all| all.iter().any(is_recorded));
+        let unrecorded = self.finals.values().any(is_unrecorded);
+        if wrong.is_empty() && unrecorded || !wrong.is_empty() && !unrecorded && out.is_dir() && replaced() {
             FinalCheck::Unrecorded
         } else {
             FinalCheck::Compared(self.finals.len(), wrong)
         }
+    }
+}
+
+/// True for the names that a previous `final/` gets: `final.left`, `final.left-2`, and temporary ones.
+fn is_previous(path: &Path) -> bool {
+    let name = name_of(path);
+    let end = name.strip_prefix(FINAL).unwrap_or_default();
+    match end.split_once(files::TEMPORARY) {
+        Some((end, _)) => end.is_empty() || is_left(end),
+        None => is_left(end),
     }
 }
 
@@ -349,6 +385,31 @@ mod tests {
         manifest.exported(d, &d.join("final.left")).unwrap();
         assert!(live.path().exists() && others.iter().all(|path| path.exists()));
         assert!(is_left(".left") && is_left(".left-2"));
+    }
+
+    /// Row C2.
+    #[test]
+    fn a_new_result_that_is_not_recorded_yet_is_not_called_damaged() {
+        let dir = tempfile::tempdir().unwrap();
+        let d = dir.path();
+        OwnedFiles::default().join(d).unwrap();
+        put(d, "final/model.safetensors", "after step 4");
+        assert_eq!(next(d).exported(d, &d.join("final.left")).unwrap(), (false, Vec::new()));
+        // The names were swapped, and the previous result has got a name of its own.
+        std::fs::rename(d.join("final"), d.join("final.left")).unwrap();
+        put(d, "final/model.safetensors", "after step 6!");
+        assert!(matches!(OwnedFiles::verify_final(d).unwrap(), FinalCheck::Unrecorded));
+        std::fs::rename(d.join("final.left"), d.join("final.tmp-1")).unwrap();
+        assert!(matches!(OwnedFiles::verify_final(d).unwrap(), FinalCheck::Unrecorded));
+        // Without the recorded one, the files are not those that the run wrote.
+        std::fs::remove_dir_all(d.join("final.tmp-1")).unwrap();
+        assert_eq!(wrong(d).len(), 1);
+        // A run that is replaced has no result.
+        next(d).remove(d).unwrap();
+        let mut manifest = next(d);
+        manifest.remove(d).unwrap();
+        manifest.join(d).unwrap();
+        assert!(matches!(OwnedFiles::verify_final(d).unwrap(), FinalCheck::Unknown));
     }
 
     #[test]

@@ -20,7 +20,7 @@ pub(super) fn begin(
     taken: Option<&Path>,
 ) -> Result<()> {
     run.expect_signal_after(start_step);
-    take_best(run, cx, start_step, taken)?;
+    take(run, cx, start_step, taken)?;
     if let Some(step) = run.best.step().filter(|step| !cx.checkpoint_of(*step).exists()) {
         return Err(gone(run, &cx.checkpoint_of(step))
             .hint("resume with `train.load_best_model_at_end=false`, or start the run again with `--overwrite`"));
@@ -41,28 +41,32 @@ pub(super) fn begin(
     }
 }
 
-/// Copies the checkpoint of the best evaluation so far, which may become the result of this run, from the run of `taken`, and
-/// `taken` with it: from then on this run can be resumed here.
-fn take_best(run: &mut TrainingRun, cx: &RunContext, start_step: u64, taken: Option<&Path>) -> Result<()> {
-    let (Some(taken), Some(step)) = (taken, run.best.step()) else {
-        return Ok(());
-    };
-    let own = cx.checkpoint_of(step);
-    let there = own
-        .file_name()
-        .map(|name| taken.with_file_name(name))
-        .unwrap_or_default();
-    let is_taken = step == start_step;
-    if !is_taken && !there.exists() {
-        return Err(gone(run, &there)
-            .hint("resume with `train.load_best_model_at_end=false`, or from a directory that has this checkpoint"));
+/// Brings `taken` into the directory of this run, so that it can be resumed there, and the checkpoint of the best evaluation so far,
+/// which may become the result of this run.
+fn take(run: &mut TrainingRun, cx: &RunContext, start_step: u64, taken: Option<&Path>) -> Result<()> {
+    let Some(taken) = taken else { return Ok(()) };
+    let best = run.best.step().filter(|step| *step != start_step);
+    let there = best.map(|step| taken.with_file_name(format!("checkpoint-{step}")));
+    if let Some(there) = &there {
+        if !there.exists() {
+            return Err(gone(run, there).hint(
+                "resume with `train.load_best_model_at_end=false`, or from a directory that has this checkpoint",
+            ));
+        }
+        checkpoint::verify(there)?;
     }
-    let both = [taken, &there];
-    checkpoint::copy(if is_taken { &both[..1] } else { &both }, cx.run_dir)?;
+    // The best one first: a start that is killed between the two goes on with it, and not without it.
+    let all: Vec<&Path> = there.as_deref().into_iter().chain([taken]).collect();
+    checkpoint::bring(&all, cx.run_dir)?;
+    let best = best.map_or(String::new(), |step| {
+        format!(
+            ", and checkpoint-{step}, the best evaluation so far: {}",
+            run.best.describe()
+        )
+    });
     run.reporter.note(&format!(
-        "copied from {}: checkpoint-{start_step}, and that of the best evaluation so far, {}",
-        taken.parent().unwrap_or(taken).display(),
-        run.best.describe()
+        "from {}: checkpoint-{start_step}{best}",
+        taken.parent().unwrap_or(taken).display()
     ));
     Ok(())
 }

@@ -52,7 +52,7 @@ pub(super) fn write(
         finishes: None,
     }));
     let mut said = Vec::new();
-    run.directory.check()?;
+    run.directory.check(&mut run.reporter)?;
     let before = run.directory.aside()?;
     let peak_memory_bytes = running::peak_memory(cx.device)?;
     let earlier = run.best.step().filter(|step| *step != last_step && !model.is_shape());
@@ -89,15 +89,22 @@ pub(super) fn write(
     } else {
         let exported = engine.with_averages(|engine| {
             let trained = TrainedModel::new(cx.recipe, model, engine, adapters, base);
-            engine.by_root(|| {
+            let written = engine.by_root(|| {
                 let written = finish::export(&trained, &out, &mut |line| said.push(line.to_string()))?;
                 if written.is_some() {
                     recorded = Some(run.directory.record_final(&before));
                 }
                 Ok(written)
-            })
+            });
+            // After an error of rank 0 too, all ranks put the weights back.
+            if ranks.is_root() { Ok(written) } else { written.map(Ok) }
         });
+        let exported = exported.and_then(|written| written);
         let written = exported.map_err(|e| run.export_failed(&engine, last_step, e))?;
+        // Only rank 0 has the error, and the others may have parts of the state: see `export_failed`.
+        if ranks.of_root(false)? && run.pace.saved != last_step {
+            run.save_here(&engine, last_step)?;
+        }
         drop(engine);
         written.flatten()
     };
@@ -105,16 +112,16 @@ pub(super) fn write(
     // Rank 0 removes the files of all ranks when none needs them any more.
     ranks.meet()?;
     let recorded = recorded.transpose()?;
-    if ranks.is_root() {
-        owner::remove_scratch(cx.run_dir)?;
-    }
     if let Some(recorded) = recorded {
-        for line in run.directory.complete_final(recorded, &before)? {
-            run.reporter.note(&line);
-        }
+        let (said, warnings) = run.directory.complete_final(recorded, &before)?;
+        said.iter().for_each(|line| run.reporter.note(line));
+        warnings.iter().for_each(|line| run.reporter.warn(line));
     } else {
         run.reporter
             .note("a built-in shape has random weights: no `final/` is written");
+    }
+    if ranks.is_root() {
+        owner::remove_scratch(cx.run_dir)?;
     }
     run.draw(true);
     let reason = if ended.early { "early stopping" } else { "done" };

@@ -5,6 +5,7 @@ use crate::base::{ErrorKind, Result, signal};
 use crate::engine::{ActiveSet, Engine};
 use crate::optim::Schedule;
 use crate::setup::prompts;
+use crate::train::ended::FailedStep;
 use crate::train::learning::{self, LearningWatch};
 use crate::train::profile::Profile;
 use crate::train::running::{TrainingRun, UnreadStep};
@@ -23,7 +24,8 @@ pub(super) struct StepsEnd {
 
 /// Runs the steps after `start_step`.
 ///
-/// Errors: a loss or gradient that is not finite; a full disk; a signal after the state was saved.
+/// Errors: a loss or gradient that is not finite; a save that fails (on one rank a full disk only after the last step); a signal
+/// after the state was saved.
 pub(super) fn run_steps(
     run: &mut TrainingRun,
     engine: &mut Engine,
@@ -60,7 +62,8 @@ pub(super) fn run_steps(
         }
         last_step = step;
         let _span = profile.before(step, &mut run.reporter)?;
-        run.directory.check()?;
+        let there = run.directory.check(&mut run.reporter);
+        there.map_err(|e| run.ended(step - 1, e))?;
         if schedule.switches_at(step) || step == start_step + 1 {
             active = switch(run, engine, step)?;
         }
@@ -77,7 +80,7 @@ pub(super) fn run_steps(
                     run.stop_if_asked(engine, step - 1)?;
                 }
                 // Rank 0 or each rank alone has made the window: the error may be that of one rank.
-                return Err(run.failed(engine, step, trained_tokens, e, false));
+                return Err(run.failed(engine, step, trained_tokens, e, FailedStep::BeforeThePass));
             }
         };
         let lr = match &options.sweep {
@@ -96,8 +99,9 @@ pub(super) fn run_steps(
                 if matches!(e.kind(), ErrorKind::Signal(_)) {
                     run.stop_if_asked(engine, step - 1)?;
                 }
-                let of_all = engine.is_of_all_ranks(&e);
-                return Err(run.failed(engine, step, trained_tokens, e, of_all));
+                let of_all_ranks = engine.is_of_all_ranks(&e);
+                let place = FailedStep::InThePass { of_all_ranks };
+                return Err(run.failed(engine, step, trained_tokens, e, place));
             }
         };
         run.expect_signal_after(step);
@@ -125,6 +129,7 @@ pub(super) fn run_steps(
         let read_now = !late
             || step == total_steps
             || cx.save_due(step)
+            || run.retries_save()
             || cx.eval_due(step)
             || schedule.switches_at(step + 1)
             || signal::received().is_some();
@@ -174,8 +179,14 @@ fn after_step(run: &mut TrainingRun, engine: &mut Engine, cx: &RunContext, step:
     if !engine.is_synchronized() {
         return Ok(false);
     }
-    if cx.save_due(step) {
-        let saved = run.save(engine, step);
+    let is_last = step >= cx.total_steps;
+    if cx.save_due(step) || !is_last && run.retries_save() {
+        // After the last step there is no later save.
+        let saved = if is_last {
+            run.save(engine, step)
+        } else {
+            run.save_if_disk_has_room(engine, step, cx.save_due(step))
+        };
         saved.map_err(|e| run.ended(step, e))?;
     }
     run.stop_if_asked(engine, step)?;
@@ -185,6 +196,6 @@ fn after_step(run: &mut TrainingRun, engine: &mut Engine, cx: &RunContext, step:
     }
     run.evaluate(engine, step)?;
     run.stop_if_asked(engine, step)?;
-    run.keep_best(engine, step)?;
+    run.keep_best(engine, step).map_err(|e| run.ended(step, e))?;
     run.ends_early(step)
 }

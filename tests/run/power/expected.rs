@@ -38,8 +38,28 @@ fn lasting(path: &str) -> &str {
     &path[..path.len() - cut]
 }
 
-/// `before`: the operations before this one.
-pub fn due(operation: &Operation, before: &[Operation]) -> Due {
+/// The directory of a checkpoint below `run`, and its step if that is a temporary name.
+fn of_checkpoint(path: &str) -> Option<(&str, Option<u64>)> {
+    let name = path.strip_prefix("run/")?.split('/').next()?;
+    let rest = name.strip_prefix("checkpoint-")?;
+    Some((name, rest.split_once(".tmp-").and_then(|(step, _)| step.parse().ok())))
+}
+
+/// True if the operation belongs to a save, or its rotation, before that of step `last`. The rehearsal of the first step is none.
+fn is_of_earlier_save(operation: &Operation, before: &[Operation], last: u64) -> bool {
+    // Only a save makes such a directory.
+    let mut made = std::iter::once(operation).chain(before.iter().rev());
+    let step = made.find_map(|o| of_checkpoint(&o.path).filter(|_| o.what == 'm')?.1);
+    let is_in = |path: &str| of_checkpoint(path).is_some();
+    // The run directory is synced for the name of a checkpoint.
+    let of_name = operation.what == 's' && operation.path == "run";
+    let is_name = of_name && before.last().is_some_and(|o| is_in(&o.path) || is_in(&o.other));
+    step.is_some_and(|step| step > 1 && step < last) && (is_in(&operation.path) || is_name)
+}
+
+/// `before`: the operations before this one. `last`: the last step of the run, if a full disk is the fault: the run goes on
+/// after an earlier save that failed.
+pub fn due(operation: &Operation, before: &[Operation], last: Option<u64>) -> Due {
     let Operation { what, path, .. } = operation;
     let (dir, name) = parts(path);
     // Only what is being removed was given a temporary name, or has got one in exchange.
@@ -60,11 +80,20 @@ pub fn due(operation: &Operation, before: &[Operation]) -> Due {
         before.iter().any(|o| o.what == 'c' && !o.failed && o.path == lock)
     };
     let is_end = dir.contains(".tmp-") && *what == 'u' && is_scratch(dir) || *what == 'd' && is_scratch(path);
+    // The result is there already.
+    let is_previous = matches!(what, 'u' | 'd') && path.starts_with("run/final.left");
     // The directory is synced for the name of a log.
     let of_log = *what == 's' && path == "run" && before.last().is_some_and(|o| LOGS.contains(&o.other.as_str()));
-    if is_cache || is_rest || is_mark || is_its_sync || is_end {
+    let is_refused = last.is_some_and(|last| is_of_earlier_save(operation, before, last));
+    // The removal of the files of a save that failed.
+    let own = of_checkpoint(path);
+    let mut failed = before.iter().filter(|o| o.failed);
+    let is_removal = matches!(what, 'u' | 'd')
+        && own.is_some_and(|own| own.1.is_some())
+        && failed.any(|o| of_checkpoint(&o.path) == own);
+    if is_cache || is_rest || is_mark || is_its_sync || is_end || is_refused && is_removal {
         Due::Nothing
-    } else if of_log || LOGS.contains(&lasting(path)) {
+    } else if is_refused || of_log || is_previous || LOGS.contains(&lasting(path)) {
         Due::Warning
     } else {
         Due::Error
@@ -103,13 +132,16 @@ fn names(operation: &Operation, places: &[&str]) -> bool {
 }
 
 /// Asserts the exit code and the messages that are due for the operations of `done` that failed. The number of them.
-pub fn assert_expected(done: &[Operation], out: &Output) -> usize {
+/// `last`: as for `due`.
+pub fn assert_expected(done: &[Operation], out: &Output, last: Option<u64>) -> usize {
     let text = said(out);
     let code = out.status.code();
     let lines: Vec<&str> = text.lines().collect();
     let end = lines[lines.len().saturating_sub(12)..].join("\n");
     let failed = (0..done.len()).filter(|at| done[*at].failed);
-    let failed: Vec<_> = failed.map(|at| (&done[at], due(&done[at], &done[..at]))).collect();
+    let failed: Vec<_> = failed
+        .map(|at| (&done[at], due(&done[at], &done[..at], last)))
+        .collect();
     let fatal = failed.iter().position(|(_, due)| *due == Due::Error);
     // What fails behind an error is part of its end.
     for (operation, due) in &failed[..fatal.map_or(failed.len(), |at| at + 1)] {

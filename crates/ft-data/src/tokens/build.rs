@@ -4,7 +4,7 @@ use super::{
     CHUNKS, CachePart, ENTRY_BYTES, FORMAT, FileReading, INDEX, PAIR_BYTES, PAIRS, PartEnd, ROWS, RowEntry, RowsFile,
     TOKEN_BYTES, TOKENS, TRAINED, TokenFile, TokenRequest,
 };
-use super::{chunks, example, hash, pairs, seal};
+use super::{chunks, example, hash, pairs, row_count, seal};
 use crate::batch::Example;
 use crate::dataset::{DatasetStats, RowOrigin};
 use crate::examples::RowMeasure;
@@ -215,6 +215,8 @@ impl ExampleSink for Builder {
             self.new = CachePart::default();
             return Ok(());
         }
+        // Before hours of work on rows that nothing could read.
+        row_count(self.end.rows)?;
         self.end.read = rows;
         if self.new[0].len() as u64 >= PART_TOKENS as u64 * TOKEN_BYTES {
             self.finish_part()?;

@@ -286,6 +286,15 @@ impl TokenFile {
     }
 }
 
+/// The number of rows of a dataset: the place of a row is 32 bits, here and in the order of the rows.
+fn row_count(rows: u64) -> Result<u32> {
+    u32::try_from(rows).map_err(|_| {
+        Error::unsupported("a dataset has too many rows")
+            .found(rows)
+            .expected(format!("at most {}", u32::MAX))
+    })
+}
+
 fn example(bytes: &[u8]) -> Example {
     let words = || bytes.as_chunks().0.iter().map(|b| u32::from_le_bytes(*b));
     Example {
@@ -379,7 +388,7 @@ impl TokenCache<'_> {
         }
         let rows = found.chunks.last().map_or(0, |c| c.rows);
         let mut lengths = Vec::new();
-        file.entries_of(0..rows as u32, &mut |entry| lengths.push(entry.measure.length))?;
+        file.entries_of(0..row_count(rows)?, &mut |entry| lengths.push(entry.measure.length))?;
         let (order, preferences) = match request.want {
             Some(_) => {
                 let (order, _, preferences) = file.preferences(rows)?;

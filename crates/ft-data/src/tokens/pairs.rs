@@ -1,6 +1,6 @@
 //! The data of a row of preferences beside its tokens: 16 bytes in the file `pairs`.
 
-use super::{PAIR_BYTES, TokenFile};
+use super::{PAIR_BYTES, TokenFile, row_count};
 use crate::load::PreferenceSide;
 use crate::preference::PreferenceDocuments;
 use ft_base::Result;
@@ -49,14 +49,15 @@ pub(super) fn of(bytes: &[u8; PAIR_BYTES]) -> PreferenceSide {
 
 impl TokenFile {
     /// The order of the rows in the dataset (`None`: that of the file), the number of rows before those that are placed
-    /// last, and the documents of the rows in this order.
+    /// last, and the documents of the rows in this order. Errors: there are too many rows; the file cannot be read.
     pub(super) fn preferences(&self, rows: u64) -> Result<(Option<Vec<u32>>, usize, Vec<PreferenceDocuments>)> {
+        let rows = row_count(rows)?;
         let mut bytes = vec![0; rows as usize * PAIR_BYTES];
         if let Some(pairs) = &self.pairs {
             pairs.read_exact_at(&mut bytes, 0).map_err(|e| self.cannot_read(e))?;
         }
         let sides: Vec<PreferenceSide> = bytes.as_chunks().0.iter().map(of).collect();
-        let mut order: Vec<u32> = (0..rows as u32).collect();
+        let mut order: Vec<u32> = (0..rows).collect();
         // Stable: both groups stay in the order of the file.
         order.sort_by_key(|row| sides[*row as usize].is_last);
         let preferences = order.iter().map(|row| sides[*row as usize].preference).collect();

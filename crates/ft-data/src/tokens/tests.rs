@@ -462,3 +462,12 @@ fn bad_rows_are_reported_at_every_start() {
     }
     assert_eq!(chunks(&place.set()).last().unwrap().read, 1024);
 }
+
+#[test]
+fn more_rows_than_their_places_can_count_are_refused() {
+    assert_eq!(row_count(u32::MAX.into()).unwrap(), u32::MAX);
+    for rows in [1 << 32, u64::MAX] {
+        let e = row_count(rows).unwrap_err().to_string();
+        assert!(e.contains("too many rows") && e.contains(&rows.to_string()), "{e}");
+    }
+}

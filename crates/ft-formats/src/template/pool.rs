@@ -3,7 +3,7 @@
 use super::wire::{JobReader, JobText, RenderRequest};
 use super::{ChatTemplate, RenderJob, RenderResult};
 use crate::jinja;
-use ft_base::worker::{self, Worker};
+use ft_base::worker::{self, Worker, WorkerEnd};
 use ft_base::{Error, Result};
 use std::collections::HashSet;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -68,16 +68,7 @@ pub(super) fn answers(template: &ChatTemplate, jobs: &[RenderJob]) -> Option<Res
         return None;
     }
     let (_busy, idle) = take();
-    let renderer = idle.map_or_else(
-        || {
-            Worker::start().map(|worker| Renderer {
-                worker,
-                programs: HashSet::new(),
-            })
-        },
-        Ok,
-    );
-    let mut renderer = match renderer {
+    let mut renderer = match idle.map_or_else(Renderer::start, Ok) {
         Ok(renderer) => renderer,
         // The limits of work, text and nesting hold in this process too; those of the other do not.
         Err(e) => return template.without_process(e),
@@ -92,8 +83,19 @@ pub(super) fn answers(template: &ChatTemplate, jobs: &[RenderJob]) -> Option<Res
             .take_while(|job| template.program(job.tools).id == id)
             .count();
         let (group, tail) = rest.split_at(same);
-        if let Err(e) = renderer.ask(template, group, &mut out) {
-            return Some(Err(e));
+        let before = out.len();
+        let mut asked = renderer.ask(template, group, &mut out);
+        // A fault of the machine ends a process too, and a long run should survive it: a new process is asked, once.
+        if asked.as_ref().is_err_and(AskError::may_pass) {
+            out.truncate(before);
+            renderer = match Renderer::start() {
+                Ok(renderer) => renderer,
+                Err(e) => return template.without_process(e),
+            };
+            asked = renderer.ask(template, group, &mut out);
+        }
+        if let Err(e) = asked {
+            return Some(Err(e.explain()));
         }
         rest = tail;
     }
@@ -101,8 +103,38 @@ pub(super) fn answers(template: &ChatTemplate, jobs: &[RenderJob]) -> Option<Res
     Some(Ok(out))
 }
 
+/// Why a process gave no answers.
+enum AskError {
+    Ended(WorkerEnd),
+    Other(Error),
+}
+
+impl From<WorkerEnd> for AskError {
+    fn from(why: WorkerEnd) -> Self {
+        Self::Ended(why)
+    }
+}
+
+impl From<Error> for AskError {
+    fn from(e: Error) -> Self {
+        Self::Other(e)
+    }
+}
+
 impl Renderer {
-    fn ask(&mut self, template: &ChatTemplate, jobs: &[RenderJob], out: &mut Vec<Vec<RenderResult>>) -> Result<()> {
+    fn start() -> Result<Self> {
+        Ok(Self {
+            worker: Worker::start()?,
+            programs: HashSet::new(),
+        })
+    }
+
+    fn ask(
+        &mut self,
+        template: &ChatTemplate,
+        jobs: &[RenderJob],
+        out: &mut Vec<Vec<RenderResult>>,
+    ) -> std::result::Result<(), AskError> {
         let Some(first) = jobs.first() else { return Ok(()) };
         let program = template.program(first.tools);
         let is_new = self.programs.insert(program.id);
@@ -124,22 +156,150 @@ impl Renderer {
             .map_err(|e| Error::new("a conversation cannot be sent to the process that renders it").cause(e))?;
         let length = (text.len() - 8) as u64;
         text[..8].copy_from_slice(&length.to_le_bytes());
-        self.worker.send(&text).map_err(stopped)?;
+        self.worker.send(&text)?;
         for job in jobs {
             let mut length = [0u8; 8];
-            self.worker.receive(&mut length).map_err(stopped)?;
+            self.worker.receive(&mut length)?;
             let most = job.asks.len().saturating_mul(LONGEST);
             let length = usize::try_from(u64::from_le_bytes(length)).ok().filter(|n| *n <= most);
             let wrong = || Error::new("the answer of the process that renders chat templates cannot be read");
             let mut answer = vec![0u8; length.ok_or_else(wrong)?];
-            self.worker.receive(&mut answer).map_err(stopped)?;
+            self.worker.receive(&mut answer)?;
             out.push(JobReader(&answer).job(job.asks.len()).ok_or_else(wrong)?);
         }
         Ok(())
     }
 }
 
-fn stopped(why: worker::WorkerEnd) -> Error {
-    let limit = "the template has a very long or endless loop: use another one with `ChatTemplate::from_file`";
-    Error::format(format!("chat template was stopped: it {why}")).hint(limit)
+impl AskError {
+    /// True if the same conversations can succeed in a new process. The limits of a process stop a template each time.
+    fn may_pass(&self) -> bool {
+        use WorkerEnd::{Exit, Signal, Silence};
+        matches!(self, Self::Ended(Signal(_) | Exit(_) | Silence))
+    }
+
+    fn explain(self) -> Error {
+        let why = match self {
+            Self::Ended(why) => why,
+            Self::Other(e) => return e,
+        };
+        let stopped = || Error::format(format!("chat template was stopped: it {why}"));
+        let silent = || Error::new(format!("no process rendered the chat template: the second one {why}"));
+        match why {
+            WorkerEnd::Time => stopped()
+                .hint("the template has a very long or endless loop: use another one with `ChatTemplate::from_file`"),
+            WorkerEnd::Memory | WorkerEnd::Stack => stopped().hint(
+                "the template makes too much text, or calls itself too often: use another one with \
+                 `ChatTemplate::from_file`",
+            ),
+            WorkerEnd::Signal(libc::SIGKILL) => silent().hint(
+                "the system or a person ended them; the system does so if the memory of the machine or of the job is \
+                 full (`dmesg` says it)",
+            ),
+            WorkerEnd::Silence => {
+                silent().hint("the machine may have too little memory or too many processes: look at its load")
+            }
+            WorkerEnd::Signal(_) | WorkerEnd::Exit(_) => {
+                silent().hint("start the run again; if it happens again with the same data, report it")
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{RenderedChat, wire};
+    use super::*;
+    use serde_json::{Map, json};
+    use std::os::unix::fs::PermissionsExt;
+    use std::path::Path;
+    use std::process::Command;
+
+    /// A directory with the file `worker`, a script that counts its starts in `starts` and runs the file `way`.
+    const DIR: &str = "FT_TEST_WORKER_DIR";
+
+    #[test]
+    #[ignore = "runs only as the child of the test below"]
+    fn renders_with_workers_that_end() {
+        let Some(dir) = std::env::var_os(DIR) else { return };
+        let dir = Path::new(&dir);
+        worker::set_program(worker::WorkerCommand {
+            path: dir.join("worker"),
+            variables: vec![("PATH".into(), std::env::var_os("PATH").unwrap_or_default())],
+        });
+        let mut answer = Vec::new();
+        let rendered = RenderedChat {
+            text: "hi".into(),
+            generation: Vec::new(),
+        };
+        wire::put_job(&mut answer, &[Ok(rendered)]);
+        std::fs::write(dir.join("answer"), answer).unwrap();
+        let template = ChatTemplate::with_tokens("hi", "t.jinja", Map::new()).unwrap();
+        let render = || {
+            let rendered = template.render(&[json!({"role": "user", "content": "x"})], None, false);
+            rendered.map_err(|e| e.to_string())
+        };
+        let way = |script: &str| {
+            template.rest();
+            std::fs::write(dir.join("way"), script).unwrap();
+            std::fs::write(dir.join("starts"), "").unwrap();
+        };
+        let starts = || std::fs::read_to_string(dir.join("starts")).unwrap().lines().count();
+
+        // It answers once and is killed while it is idle.
+        way("head -c 8 >request; cat answer; kill -KILL $$");
+        for n in 1..=3 {
+            assert_eq!(render().as_deref(), Ok("hi"));
+            assert_eq!(starts(), n);
+        }
+        // It is killed, or ends, each time.
+        for (script, says) in [
+            ("head -c 8 >request; kill -KILL $$", "the memory of the machine"),
+            ("head -c 8 >request; exit 3", "ended with code 3"),
+        ] {
+            way(script);
+            let e = render().unwrap_err();
+            assert!(
+                e.contains("no process rendered the chat template") && e.contains(says) && e.contains("t.jinja"),
+                "{e}"
+            );
+            assert!(!e.contains("loop"), "{e}");
+            assert_eq!(starts(), 2, "{script}");
+        }
+        // What the template does itself is final.
+        let out_of_memory = "head -c 8 >request; echo memory allocation of 9 bytes failed >&2; kill -ABRT $$";
+        for (script, says) in [
+            ("head -c 8 >request; kill -XCPU $$", "endless loop"),
+            (out_of_memory, "too much text"),
+        ] {
+            way(script);
+            let e = render().unwrap_err();
+            assert!(e.contains("chat template was stopped") && e.contains(says), "{e}");
+            assert_eq!(starts(), 1, "{script}");
+        }
+        std::fs::write(dir.join("passed"), "").unwrap();
+    }
+
+    /// The command of workers is set once for a process, so a child has it.
+    #[test]
+    fn a_worker_that_was_killed_is_replaced_once() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("worker");
+        let script = "#!/bin/sh\ncd \"${0%/*}\"\necho x >>starts\n. ./way\n";
+        std::fs::write(&path, script).unwrap();
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o700)).unwrap();
+        let out = Command::new(std::env::current_exe().unwrap())
+            .args([
+                "template::pool::tests::renders_with_workers_that_end",
+                "--exact",
+                "--ignored",
+                "--nocapture",
+            ])
+            .env(DIR, dir.path())
+            .output()
+            .unwrap();
+        let said = [out.stdout, out.stderr].concat();
+        let said = String::from_utf8_lossy(&said);
+        assert!(out.status.success() && dir.path().join("passed").exists(), "{said}");
+    }
 }

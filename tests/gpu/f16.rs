@@ -164,8 +164,9 @@ fn a_loss_scale_that_is_too_large_falls_and_the_run_goes_on() {
             &[&settings[..], &resume].concat(),
             &dir.path().join(format!("from-{stop}")),
         );
-        assert_eq!(rest.len(), 7 - stop);
-        for (a, b) in lines.iter().skip(stop).zip(&rest) {
+        // With those of the run before.
+        assert_eq!(rest.len(), 7);
+        for (a, b) in lines.iter().zip(&rest) {
             for key in ["loss", "loss_scale", "skipped_steps", "learning_rate"] {
                 assert_eq!(number(a, key).to_bits(), number(b, key).to_bits(), "{key}: {a} {b}");
             }

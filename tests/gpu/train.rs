@@ -324,8 +324,9 @@ fn every_method_loses_what_it_loses_on_the_cpu_and_resumes_to_the_same_bits() {
         let checkpoint = dir.path().join(format!("gpu/checkpoint-{stop}"));
         let resume = ["--resume", checkpoint.to_str().unwrap()];
         let rest = train("cuda:0", &[settings, &resume].concat(), &dir.path().join("resumed"));
-        assert_eq!(rest.len(), steps() - stop, "{name}");
-        for (a, b) in there.iter().skip(stop).zip(&rest) {
+        // With the lines of the run before.
+        assert_eq!(rest.len(), steps(), "{name}");
+        for (a, b) in there.iter().zip(&rest) {
             assert_eq!(a["step"], b["step"], "{name}");
             assert_eq!(number(a, "loss").to_bits(), number(b, "loss").to_bits(), "{name}");
         }

@@ -157,9 +157,9 @@ fn a_slow_read_of_a_checkpoint_is_no_hang() {
     assert!(begun.elapsed() > Duration::from_secs(3), "{:?}", begun.elapsed());
 }
 
-/// A run goes on from another directory; rank 0 copies the checkpoint of the best evaluation from there for longer than the limit.
+/// A run goes on from another directory; rank 0 reads the checkpoint of the best evaluation there for longer than the limit.
 #[test]
-fn a_slow_copy_of_the_best_checkpoint_is_no_hang() {
+fn a_slow_read_of_the_best_checkpoint_is_no_hang() {
     let bench = Bench::new();
     let run = [
         &LONG[..],
@@ -180,11 +180,9 @@ fn a_slow_copy_of_the_best_checkpoint_is_no_hang() {
         bench.path("out/checkpoint-2").exists(),
         "the first evaluation is the best so far"
     );
-    let Some(mut variables) = disk_variables(&bench, "checkpoint-2", ["slow", "1", "400"]) else {
+    let Some(variables) = disk_variables(&bench, "checkpoint-2", ["slow", "1", "800"]) else {
         return;
     };
-    let dir = bench.dir.path().canonicalize().unwrap();
-    variables[1].1 = format!("{}/other/checkpoint-2*", dir.display());
     let variables = variables.map(|(name, value)| format!("{name}={value}"));
     let before: Vec<&str> = ["env"]
         .into_iter()

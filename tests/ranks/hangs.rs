@@ -128,27 +128,30 @@ fn a_slow_save_is_no_hang() {
     }
 }
 
+/// Variables with which each read of a checkpoint of `out` takes `pause` milliseconds. `None`: no C compiler.
+fn slow_reads(bench: &Bench, checkpoint: &str, pause: u64) -> Option<Vec<String>> {
+    static BUILT: Library = OnceLock::new();
+    let library = disk::compiled(&BUILT, "tests/ranks/slow.c")?;
+    let files = bench.dir.path().canonicalize().unwrap().join("out").join(checkpoint);
+    Some(vec![
+        "env".into(),
+        format!("LD_PRELOAD={}", library.display()),
+        format!("FT_SLOW_FILES={}/", files.display()),
+        format!("FT_SLOW_READ={pause}"),
+    ])
+}
+
 /// Every rank verifies the checkpoint of a resumed run; one of them reads for longer than the limit.
 #[test]
 fn a_slow_read_of_a_checkpoint_is_no_hang() {
-    static BUILT: Library = OnceLock::new();
-    let Some(library) = disk::compiled(&BUILT, "tests/ranks/slow.c") else {
+    let bench = Bench::new();
+    let Some(slow) = slow_reads(&bench, "checkpoint-5", 250) else {
         return;
     };
-    let bench = Bench::new();
     let run = [&LONG[..], &[PARTS, "distributed.timeout=2"]].concat();
     job::train(&bench, 2, &[&run[..], &["train.max_steps=5"]].concat());
     fs::remove_dir_all(bench.path("out/final")).unwrap();
-    let files = bench.dir.path().canonicalize().unwrap().join("out/checkpoint-5/");
-    let variables = [
-        format!("LD_PRELOAD={}", library.display()),
-        format!("FT_SLOW_FILES={}", files.display()),
-        "FT_SLOW_READ=250".into(),
-    ];
-    let before: Vec<&str> = ["env"]
-        .into_iter()
-        .chain(variables.iter().map(String::as_str))
-        .collect();
+    let before: Vec<&str> = slow.iter().map(String::as_str).collect();
     let resume = [&run[..], &["train.max_steps=6", "train.save_steps=0", "--resume"]].concat();
     let begun = Instant::now();
     let out = wait(job::begin(job::mpirun_but(&bench, &vec![resume; 2], 1, &before)));
@@ -180,14 +183,10 @@ fn a_slow_read_of_the_best_checkpoint_is_no_hang() {
         bench.path("out/checkpoint-2").exists(),
         "the first evaluation is the best so far"
     );
-    let Some(variables) = disk_variables(&bench, "checkpoint-2", ["slow", "1", "800"]) else {
+    let Some(slow) = slow_reads(&bench, "checkpoint-2", 500) else {
         return;
     };
-    let variables = variables.map(|(name, value)| format!("{name}={value}"));
-    let before: Vec<&str> = ["env"]
-        .into_iter()
-        .chain(variables.iter().map(String::as_str))
-        .collect();
+    let before: Vec<&str> = slow.iter().map(String::as_str).collect();
     let more = ["train.output_dir=other", "--resume=out/checkpoint-3"];
     let ranks = vec![[&run[..], &more].concat(); 2];
     let begun = Instant::now();

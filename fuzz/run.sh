@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Builds and runs the fuzz targets: fuzz/README.md.
-# Usage: run.sh build | seed | all SECONDS | forever SECONDS | one TARGET SECONDS | sum | keep
+# Usage: run.sh build | seed | all SECONDS [TARGET...] | forever SECONDS [TARGET...] | one TARGET SECONDS | sum | keep
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(dirname "$here")
@@ -99,6 +99,19 @@ seed() {
     printf 'model_name_or_path: m\nfinetuning_type: lora\nstage: dpo\ndataset: own\nown:\n  file_name: o.json\n  columns: {prompt: q, response: r}\n' >"$data/corpus/yaml/factory"
     printf '{"model_name": "m", "max_steps": 2, "peft": {"r": 4, "lora_alpha": 8}}' >"$data/corpus/yaml/json"
     printf '[train]\nmax_steps = 2  # recipe\n[model]\npath = "m"  # argument\n' >"$data/corpus/resolved/one"
+    mkdir -p "$data"/corpus/{run,lock,token_cache,teacher_cache,hub,request,score}
+    # The hash of `{}`, which the target writes as a result.
+    printf '{"format": "ft run 1", "ft": "0.1.0", "processes": [7, 8], "final": {"config.json": [2, 5, "%s"]}}\n' \
+        6e46dd10defc9b56c29a6ec56b508c21f54c08192194e4df25bf36f0c9c3c279 >"$data/corpus/run/one"
+    printf 'process 1 since 2026-01-01 00:00:00 UTC\n' >"$data/corpus/lock/one"
+    printf 'process 4000000 since unix time 1767225600 on other.example (process namespace 4026531836)\n' >"$data/corpus/lock/other"
+    printf '{"format":"ft token cache 3","fingerprint":"aa","stats":{"rows":2},"readings":[{"file":0,"columns":["text"],"skipped":[]}],"chunks":[{"read":2,"rows":2,"tokens":9,"hash":"00","stats":{},"sources":[[2,0]]}],"screened":null}' >"$data/corpus/token_cache/one"
+    printf '{"format": "ft teacher outputs 1", "key": "00", "common": 8, "k": 4, "temperature": 1.5, "data": "aa", "teacher": "b:c", "shards": 0, "documents": 0, "tokens": 0}\n' >"$data/corpus/teacher_cache/one"
+    printf '[{"type": "file", "path": "data/train-0.jsonl", "oid": "%040d", "size": 3}, {"type": "file", "path": "m.safetensors", "oid": "%040d", "size": 9, "lfs": {"oid": "%064d", "size": 9}}]' \
+        1 1 2 >"$data/corpus/hub/one"
+    printf 'GET /token/live?runs=0:5 HTTP/1.1\r\nHost:  127.0.0.1:8000 \r\nAccept: */*' >"$data/corpus/request/one"
+    printf '0.5' >"$data/corpus/score/one"
+    printf '{"score": -1e-3, "why": "short"}' >"$data/corpus/score/object"
 }
 
 one() {
@@ -133,10 +146,13 @@ first() {
     [ "$code" -eq 0 ] || { echo "$name fails at its first input $input: see $data/$name.log" >&2; exit 1; }
 }
 
-# One after the other; a line of figures for each: target, processor seconds, executions, files that failed.
+# The named targets, or all of them, one after the other; a line of figures for each: target, processor seconds, executions,
+# files that failed.
 all() {
     local seconds=$1 name list log before TIMEFORMAT='%U %S' used
-    list=$(names)
+    shift
+    list=${*:-$(names)}
+    [ -n "$list" ] || return 1
     for name in $list; do
         log=$data/$name.log
         mkdir -p "$data/artifacts/$name"
@@ -175,8 +191,8 @@ case "${1:-}" in
 build) build ;;
 seed) seed ;;
 one) one "$2" "$3" ;;
-all) all "$2" ;;
-forever) while :; do all "$2"; done ;;
+all) all "${@:2}" ;;
+forever) while :; do all "${@:2}"; done ;;
 sum) sum ;;
 keep) keep ;;
 *) sed -n '2,3s/^# //p' "$0"; exit 2 ;;

@@ -16,12 +16,15 @@ fn main() {
     {
         std::process::exit(ft::formats::template::serve());
     }
+    // SAFETY: the only thread; nothing has read a variable yet.
+    unsafe { worker::hide_secrets() };
     worker::set_program(worker::WorkerCommand {
         path: own_path(),
         variables: ["TZ", "LD_LIBRARY_PATH"]
             .into_iter()
             .filter_map(|name| Some((name.into(), std::env::var_os(name)?)))
             .collect(),
+        silence: worker::SILENCE,
     });
     std::process::exit(ft::cli::start(std::env::args_os()));
 }

@@ -105,6 +105,7 @@ fn a_copied_recipe_runs_where_it_was_copied() {
     assert_eq!(planned.status.code(), Some(0), "{}", text(&planned.stderr));
     let object: serde_json::Value = serde_json::from_slice(&planned.stdout).unwrap();
     assert!(object["plan"]["peak_bytes"].as_u64().unwrap() > 0 && object["recipe"]["train.max_steps"] == "400");
+    assert!(object.get("masked").is_none(), "{object}");
     // Writes only the files that the recipe uses, and does not overwrite existing files.
     assert!(dir.path().join("assets/world/train.jsonl").is_file() && !dir.path().join("assets/small").exists());
     std::fs::write(dir.path().join("assets/world/eval.jsonl"), "mine").unwrap();

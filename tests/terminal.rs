@@ -453,3 +453,46 @@ fn text_of_files_is_shown_and_acts_on_no_terminal() {
     assert!(seen.code == 0 && raw.contains(SHOWN), "{raw:?}");
     assert!(!ACTS.iter().any(|code| raw.contains(code)), "{raw:?}");
 }
+
+/// Row W6.
+/// The shell puts names of files into the arguments, and the refusal of an argument shows it.
+#[test]
+fn names_of_files_in_refused_arguments_act_on_no_terminal() {
+    let dir = workplace();
+    let (flag, value) = (format!("--{HOSTILE}"), format!("--threads={HOSTILE}"));
+    let (flag, value) = (flag.as_str(), value.as_str());
+    let commands: [&[&str]; 5] = [
+        &["merge", HOSTILE],
+        &["runs", "show", "runs/x", flag],
+        &["doctor", value],
+        &["train", flag],
+        &[HOSTILE],
+    ];
+    for arguments in commands {
+        for environment in [&[("NO_COLOR", "1")][..], &[]] {
+            let seen = Pty::start(dir.path(), 200, arguments, environment).finish(PATIENCE);
+            let raw = seen.raw();
+            assert!(seen.code == 2 && raw.contains(SHOWN), "{arguments:?}: {raw:?}");
+            // An error of ft is red.
+            let acts = ACTS.iter().find(|code| **code != "\u{1b}[31m" && raw.contains(**code));
+            assert_eq!(acts, None, "{arguments:?}: {raw:?}");
+            let control = raw.chars().any(|c| c.is_control() && !"\r\n".contains(c));
+            assert!(environment.is_empty() || !control, "{arguments:?}: {raw:?}");
+        }
+        for json in [false, true] {
+            let out = std::process::Command::new(env!("CARGO_BIN_EXE_ft"))
+                .args(arguments)
+                .args(json.then_some("--json"))
+                .current_dir(dir.path())
+                .output()
+                .unwrap();
+            let text = String::from_utf8([out.stdout, out.stderr].concat()).unwrap();
+            assert_eq!(out.status.code(), Some(2), "{text:?}");
+            assert!(text.contains(SHOWN), "{arguments:?}: {text:?}");
+            assert!(
+                !text.chars().any(|c| c.is_control() && c != '\n'),
+                "{arguments:?}: {text:?}"
+            );
+        }
+    }
+}

@@ -4,6 +4,7 @@
 
 mod checkpoints;
 mod events;
+mod others;
 pub mod quantized;
 
 use ft::base::Result;
@@ -27,7 +28,7 @@ const CHATML: &str = include_str!("../../crates/ft-formats/src/template/named/ch
 pub type Target = fn(&[u8]);
 
 /// Name and function of each target.
-pub const TARGETS: [(&str, Target); 27] = [
+pub const TARGETS: [(&str, Target); 34] = [
     ("safetensors", safetensors),
     ("index", index),
     ("config", config),
@@ -55,6 +56,13 @@ pub const TARGETS: [(&str, Target); 27] = [
     ("preference", preference),
     ("prompts", prompts),
     ("yaml", yaml),
+    ("run", others::run),
+    ("lock", others::lock),
+    ("token_cache", others::token_cache),
+    ("teacher_cache", others::teacher_cache),
+    ("hub", others::hub),
+    ("request", others::request),
+    ("score", others::score),
 ];
 
 /// The tiny model of the repository; this file is also a module of `tests/run`. `run.sh` names the repository, because the program
@@ -288,12 +296,15 @@ fn adapter(bytes: &[u8]) {
 
 /// Passes the bytes to `load` as a file with rows, with the chat template.
 fn with_rows(name: &str, bytes: &[u8], load: impl FnOnce(&data::DatasetSpec, &dyn ChatRender)) {
+    with_file(&put(name, bytes), load);
+}
+
+fn with_file(path: &Path, load: impl FnOnce(&data::DatasetSpec, &dyn ChatRender)) {
     static TEMPLATE: OnceLock<ChatTemplate> = OnceLock::new();
     let template = TEMPLATE.get_or_init(|| {
         let text = ChatTemplate::from_text(CHATML, "chatml", good_tokenizer()).unwrap();
         text.trusted(|_| {})
     });
-    let path = put(name, bytes);
     let spec = data::DatasetSpec {
         sources: &[data::Source::new(vec![path.to_string_lossy().into_owned()])],
         render: Render::Auto,

@@ -17,6 +17,9 @@ pub struct CheckpointFile<'a> {
     pub tensors: &'a [TensorPlan],
 }
 
+/// Bytes for `state.json` and the manifest, at most.
+const SMALL_FILES: u64 = 1 << 20;
+
 /// Receives the values of one tensor, at once or in pieces.
 pub type TensorSink<'a> = dyn FnMut(Values) -> Result<()> + 'a;
 
@@ -47,22 +50,40 @@ pub fn save(
 }
 
 /// Brings checkpoints of another run, which were verified, into `run_dir`, under the names of their steps and in this order. On the
-/// same file system the files are links: a checkpoint is never changed.
+/// same file system the files are links: a checkpoint is never changed. Others are copied when all of them have space.
 ///
-/// Errors: a manifest that cannot be read; a file that cannot be copied.
+/// Errors: a manifest that cannot be read; not enough disk space for the copies (with bytes needed and free); a file that cannot be
+/// copied. Then none of the checkpoints is there. An error while they get their names may leave the first ones.
 pub fn bring(all: &[&Path], run_dir: &Path) -> Result<()> {
-    let mut copies = Vec::new();
+    let mut begun = Vec::new();
+    let mut needed = 0u64;
     for from in all {
         let manifest = CheckpointManifest::read(from)?;
-        let copy = Staging::beside(&run_dir.join(name_of(manifest.step)))?;
-        let names = manifest.files.iter().map(|file| &*file.name);
-        for name in names.chain([manifest::MANIFEST]) {
-            copy.bring(&from.join(name))?;
+        let staging = Staging::beside(&run_dir.join(name_of(manifest.step)))?;
+        let mut unlinked = Vec::new();
+        let sizes = manifest.files.iter().map(|file| (&*file.name, file.size));
+        for (name, size) in sizes.chain([(manifest::MANIFEST, SMALL_FILES)]) {
+            let file = from.join(name);
+            if !staging.link(&file) {
+                needed = needed.saturating_add(size);
+                unlinked.push(file);
+            }
         }
-        copies.push(copy);
+        begun.push((staging, unlinked));
     }
-    for copy in copies {
-        copy.commit_over(&is_ours)?;
+    if needed > 0 {
+        check_space(run_dir, needed).map_err(|e| {
+            e.hint(
+                "a checkpoint is copied here from another disk: free some space, or set `train.output_dir` to a directory on the disk \
+                 of the checkpoint",
+            )
+        })?;
+    }
+    for (staging, unlinked) in &begun {
+        unlinked.iter().try_for_each(|file| staging.copy(file))?;
+    }
+    for (staging, _) in begun {
+        staging.commit_over(&is_ours)?;
     }
     Ok(())
 }
@@ -96,7 +117,7 @@ pub fn space_needed(files: &[CheckpointFile], checkpoints: u64) -> u64 {
         .iter()
         .flat_map(|f| f.tensors)
         .map(|t| t.bytes().unwrap_or(u64::MAX).saturating_add(t.name.len() as u64 + 128))
-        .fold(1u64 << 20, u64::saturating_add);
+        .fold(SMALL_FILES, u64::saturating_add);
     one.saturating_mul(checkpoints)
 }
 

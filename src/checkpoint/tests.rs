@@ -475,6 +475,58 @@ fn room_is_counted_before_anything_is_written() {
     assert_eq!(names(dir.path()), ["checkpoint-1"]);
 }
 
+/// Row C4.
+#[test]
+fn checkpoints_that_cannot_be_linked_are_copied_only_if_the_disk_has_room() {
+    use std::os::unix::fs::MetadataExt;
+    let dir = tempfile::tempdir().unwrap();
+    let [from, to, other] = ["from", "to", "other"].map(|name| dir.path().join(name));
+    for path in [&from, &to, &other] {
+        std::fs::create_dir(path).unwrap();
+    }
+    let (first, second) = (save_small(&from, 2), save_small(&from, 3));
+    // A file behind a symbolic link is copied, as one on another file system.
+    let behind = |name: &str| {
+        std::fs::rename(second.join(name), from.join(name)).unwrap();
+        std::os::unix::fs::symlink(from.join(name), second.join(name)).unwrap();
+    };
+    behind(WEIGHTS);
+    bring(&[&first, &second], &to).unwrap();
+    assert_eq!(names(&to), ["checkpoint-2", "checkpoint-3"]);
+    let links = |name: &str| to.join("checkpoint-3").join(name).symlink_metadata().unwrap().nlink();
+    assert_eq!((links(WEIGHTS), links(OPTIMIZER)), (1, 2));
+    for (step, path) in list(&to).unwrap() {
+        assert_eq!(verify(&path).unwrap().step, step);
+    }
+
+    let entries = CheckpointManifest::read(&second).unwrap().files;
+    let huge = u64::MAX / 4;
+    let with_huge = |name: &str| {
+        let mut entries = entries.clone();
+        entries.iter_mut().find(|entry| entry.name == name).unwrap().size = huge;
+        CheckpointManifest::new(3, entries).write(&second).unwrap();
+    };
+    with_huge(WEIGHTS);
+    let e = bring(&[&first, &second], &other).unwrap_err();
+    assert_eq!(e.what(), "not enough disk space");
+    let e = e.to_string();
+    assert!(e.contains(&format!("({huge} bytes)")) && e.contains(" free ("), "{e}");
+    assert!(names(&other).is_empty(), "{:?}", names(&other));
+    // What is linked needs no space.
+    with_huge(OPTIMIZER);
+    bring(&[&first, &second], &other).unwrap();
+
+    // The second copy fails.
+    with_huge(STATE);
+    behind(OPTIMIZER);
+    std::fs::remove_file(from.join(OPTIMIZER)).unwrap();
+    std::fs::remove_dir_all(&other).unwrap();
+    std::fs::create_dir(&other).unwrap();
+    let e = bring(&[&first, &second], &other).unwrap_err().to_string();
+    assert!(e.contains(OPTIMIZER), "{e}");
+    assert!(names(&other).is_empty(), "{:?}", names(&other));
+}
+
 #[test]
 fn any_finite_double_in_the_state_comes_back() {
     use crate::base::rng::{Rng, Stream};

@@ -1,7 +1,8 @@
 //! Several ranks: finds out whether a launcher (`mpirun`, `srun`, `torchrun`) started this process as one of a job, joins the
 //! job, and shows its failures once.
 
-use crate::base::{Error, Result, aborted, files};
+use crate::base::aborted::{self, AbortMessage};
+use crate::base::{Error, Result, files};
 use crate::comm::{Collective, RankFault};
 use crate::recipe;
 use crate::report;
@@ -37,7 +38,7 @@ pub(super) const VARIABLES: [(&str, &str); 3] = [
 const MOST_RANKS: usize = 1 << 16;
 
 /// The variable with the text that only ranks of one job have. `ft launch` sets it.
-pub(super) const JOB: &str = "FT_JOB";
+pub(super) const JOB: &str = crate::base::secrets::JOB;
 
 /// The place in a job of several processes. MPI is started only if there is one: alone it would start a server.
 ///
@@ -104,7 +105,7 @@ fn wrong(name: &str, found: &str) -> Error {
 /// Prints a line of the ranks in the terms of the program.
 #[cfg(any(feature = "mpi", feature = "nccl"))]
 fn say(line: &str) {
-    report::last_words(&recipe::in_program_terms(line));
+    report::final_line(&recipe::in_program_terms(line));
 }
 
 /// `rank 1 (host b)` in a job of several ranks.
@@ -114,22 +115,23 @@ static NAME: OnceLock<String> = OnceLock::new();
 const JOB_ENDS: &str = "the job ends; the newest checkpoint is valid";
 
 /// A rank that panics or is aborted says its name, because the others may not know why the job ends.
-fn name_in_last_words(place: JobPlace) -> Result<()> {
+fn name_in_abort_message(place: JobPlace) -> Result<()> {
     let host = files::read_text(Path::new("/proc/sys/kernel/hostname")).unwrap_or_default();
     let host = host.split_whitespace().next().unwrap_or("unknown");
     let name = NAME.get_or_init(|| format!("rank {} (host {host})", place.rank));
-    aborted::say_if_aborted(
-        [
+    aborted::say_if_aborted(AbortMessage {
+        out_of_memory: [
             format!("error: [{name}] out of memory: the system refused "),
-            format!(
-                " bytes; {JOB_ENDS}\n\
-                 hint: `ft plan --ranks {}` shows the memory of a rank; set `memory.budget` to what is free for one rank, or \
-                 `distributed.weights = \"sharded\"`, then go on with `--resume`\n",
-                place.size
-            ),
+            format!(" bytes; {JOB_ENDS}\n"),
         ],
-        format!("error: [{name}] this process was aborted; {JOB_ENDS}\n"),
-    )
+        other: format!("error: [{name}] this process was aborted; {JOB_ENDS}\n"),
+        kept: None,
+        hint: format!(
+            "hint: `ft plan --ranks {}` shows the memory of a rank; set `memory.budget` to what is free for one rank, or \
+             `distributed.weights = \"sharded\"`, then go on with `--resume`\n",
+            place.size
+        ),
+    })
 }
 
 /// Prints a panic of a rank of a job; also where another rank speaks. False: there is one rank.
@@ -137,7 +139,7 @@ pub(super) fn say_bug(text: &str) -> bool {
     let Some(name) = NAME.get() else { return false };
     // A panic often causes others, at last one that aborts the process.
     if aborted::begins_to_say() {
-        report::last_words(&format!("error: [{name}] {text}\n{JOB_ENDS}"));
+        report::final_line(&format!("error: [{name}] {text}\n{JOB_ENDS}"));
     }
     true
 }
@@ -149,7 +151,7 @@ pub fn join(launched: Option<JobPlace>) -> Result<(RunRanks, Option<usize>)> {
         return Ok((RunRanks::default(), None));
     };
     // Before MPI is started, which would print a trace of the calls.
-    name_in_last_words(place)?;
+    name_in_abort_message(place)?;
     let ranks = RunRanks(match place.by {
         Launcher::Mpi => by_mpi(place)?,
         Launcher::Master => by_master(place)?,

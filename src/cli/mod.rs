@@ -110,6 +110,12 @@ fn definition() -> clap::Command {
     help::with_paragraphs(Cli::command())
 }
 
+/// The command of these arguments.
+fn parse(arguments: &[OsString]) -> std::result::Result<Cli, clap::Error> {
+    let matches = definition().try_get_matches_from(arguments)?;
+    Cli::from_arg_matches(&matches).map_err(|e| e.format(&mut definition()))
+}
+
 /// Runs the program. `arguments` starts with the program's name. Returns the exit code.
 pub fn start(arguments: impl Iterator<Item = OsString>) -> i32 {
     let arguments = train::separate_resume(arguments);
@@ -117,18 +123,17 @@ pub fn start(arguments: impl Iterator<Item = OsString>) -> i32 {
         return code;
     }
     let as_json = arguments.iter().any(|argument| argument == "--json");
-    let matches = definition().try_get_matches_from(&arguments);
-    let parsed = matches.and_then(|matches| Cli::from_arg_matches(&matches).map_err(|e| e.format(&mut definition())));
-    let cli = match parsed {
+    let cli = match parse(&arguments) {
         Ok(cli) => cli,
         Err(e) => {
+            let code = e.exit_code();
             if let Some(error) = recipe_args::explain(&e, &arguments) {
                 report::start(style_of_terminal());
                 show_error(&error, as_json);
                 return error.exit_code();
             }
-            show_refused(&e, as_json);
-            return e.exit_code();
+            show_refused(&with_visible_text(e, &arguments), as_json);
+            return code;
         }
     };
     let trains = matches!(cli.command, Command::Train(_));
@@ -271,12 +276,29 @@ fn show_error(error: &Error, as_json: bool) {
     }
 }
 
-/// Shows arguments that clap refuses.
+/// The same refusal of the arguments as they are shown: the shell may have put a file name with escape codes there.
+fn with_visible_text(refused: clap::Error, arguments: &[OsString]) -> clap::Error {
+    let visible = |argument: &OsString| OsString::from(report::visible(&argument.to_string_lossy()));
+    let shown: Vec<OsString> = arguments.iter().map(visible).collect();
+    match parse(&shown) {
+        Err(again) if again.kind() == refused.kind() => again,
+        _ => refused,
+    }
+}
+
+/// Shows arguments that clap refuses, or the help that they ask for.
 fn show_refused(refused: &clap::Error, as_json: bool) {
-    let _ = refused.print();
     if !refused.use_stderr() {
+        let _ = refused.print();
         return;
     }
+    let text = refused.render();
+    let text = if style_of_terminal().color {
+        report::visible_but_colors(&text.ansi().to_string())
+    } else {
+        report::visible(&text.to_string())
+    };
+    let _ = write!(std::io::stderr(), "{text}");
     let code = codes::of_arguments(refused);
     let _ = writeln!(std::io::stderr(), "{}", see(code.code));
     if as_json {

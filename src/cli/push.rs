@@ -1,8 +1,8 @@
 //! `ft push`: uploads a model with its card to a hub.
 
 use super::out::{out, out_raw};
-use crate::base::Result;
 use crate::base::units::bytes;
+use crate::base::{Result, secrets};
 use crate::commands::push::{self, PushRequest};
 use crate::hub::{self, HubSettings, Upload};
 use serde_json::json;
@@ -58,6 +58,12 @@ pub fn run(args: Args) -> Result<i32> {
     })?;
     let settings = HubSettings::from_env();
     let number = prepared.files.len();
+    if prepared.card.as_ref().is_some_and(|card| card.contains(secrets::MASK)) {
+        super::note(&format!(
+            "texts of the run that look like secrets are `{}` in the card; read the card (`--dry-run`) before you publish it",
+            secrets::MASK
+        ));
+    }
     if args.dry_run {
         let mut names = Vec::new();
         for file in &prepared.files {
@@ -69,7 +75,7 @@ pub fn run(args: Args) -> Result<i32> {
         }
         if args.json {
             out(
-                json!({"url": format!("{}/{}", settings.endpoint, args.repository), "files": names,
+                json!({"url": format!("{}/{}", settings.public_endpoint(), args.repository), "files": names,
                 "bytes": prepared.bytes, "card": prepared.card}),
             )?;
         } else if let Some(card) = &prepared.card {

@@ -3,7 +3,7 @@
 use super::completions;
 use super::out::{out, out_colored, out_text};
 use crate::base::units::{bytes, count, duration, table_cell};
-use crate::base::{Error, Result, files};
+use crate::base::{Error, Result, files, secrets};
 use crate::history::{self, Curve, RunRecord};
 use crate::report;
 use crate::train::verify::{self, CheckedDirectory};
@@ -389,7 +389,7 @@ fn chosen(run: &RunRecord) -> Result<Vec<(String, String)>> {
         } else if line.ends_with("  # recipe") || line.ends_with("  # argument") {
             let (key, value) = line.split_once(" = ").unwrap_or((line, ""));
             let value = value.rsplit_once("  # ").map_or(value, |(value, _)| value);
-            all.push((format!("{table}.{key}"), value.to_string()));
+            all.push((format!("{table}.{key}"), secrets::mask(value)));
         }
     }
     Ok(all)

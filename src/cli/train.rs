@@ -2,9 +2,9 @@
 
 use super::out::{out, out_text};
 use super::recipe_args::RecipeArgs;
-use crate::base::Result;
 use crate::base::paths::shell_word;
 use crate::base::units::bytes;
+use crate::base::{Result, secrets};
 use crate::train::ranks::RunRanks;
 use crate::train::{self, Resume, TrainOptions};
 use serde_json::{Value, json};
@@ -112,17 +112,31 @@ pub fn run(mut args: Args, ranks: &RunRanks) -> Result<i32> {
     if args.dry_run {
         loaded.warnings.iter().for_each(|line| crate::report::warn(line));
         if args.json {
-            let values: serde_json::Map<String, Value> = loaded
+            let values: Vec<(&String, String)> = loaded
                 .values
                 .iter()
+                .map(|(key, value)| (key, secrets::mask(value)))
+                .collect();
+            let is_masked = values.iter().any(|(_, value)| value.contains(secrets::MASK));
+            let values: serde_json::Map<String, Value> = values
+                .into_iter()
                 .map(|(key, value)| (key.clone(), json!(value)))
                 .collect();
-            out(json!({"plan": outcome.plan.json(), "recipe": values}))?;
+            let mut line = json!({"plan": outcome.plan.json(), "recipe": values});
+            if is_masked {
+                note_mask();
+                line["masked"] = json!(true);
+            }
+            out(line)?;
             return Ok(0);
         }
         out_text(outcome.plan.table_within(crate::report::result_width()))?;
         out("")?;
-        out(&outcome.resolved)?;
+        let resolved = secrets::mask(&outcome.resolved);
+        if resolved.contains(secrets::MASK) {
+            note_mask();
+        }
+        out(resolved)?;
         return Ok(0);
     }
     if args.json {
@@ -147,6 +161,14 @@ pub fn run(mut args: Args, ranks: &RunRanks) -> Result<i32> {
     Ok(0)
 }
 
+/// With such values the printed recipe does not work.
+fn note_mask() {
+    super::note(&format!(
+        "values of the recipe that look like secrets are `{}` in this output; the recipe itself keeps them",
+        secrets::MASK
+    ));
+}
+
 /// Parses `steps=N`, or `N`.
 fn parse_profile(text: &str) -> std::result::Result<u64, String> {
     let steps = text.strip_prefix("steps=").unwrap_or(text).parse().ok();
@@ -155,15 +177,15 @@ fn parse_profile(text: &str) -> std::result::Result<u64, String> {
         .ok_or_else(|| "expected steps=N, N from 1 to 1000".to_string())
 }
 
-/// The command of this process as a line for a shell.
+/// The command of this process as a line for a shell. Secrets are masked: a run records it, and `ft push` publishes it.
 fn command_line() -> String {
-    let words = std::env::args_os()
-        .skip(1)
-        .map(|word| shell_word(&word.to_string_lossy()));
-    std::iter::once("ft".to_string())
-        .chain(words)
-        .collect::<Vec<_>>()
-        .join(" ")
+    line_of(std::env::args_os().skip(1))
+}
+
+fn line_of(arguments: impl Iterator<Item = OsString>) -> String {
+    let words = arguments.map(|word| shell_word(&word.to_string_lossy()));
+    let line = std::iter::once("ft".to_string()).chain(words).collect::<Vec<_>>();
+    secrets::mask(&line.join(" "))
 }
 
 #[cfg(test)]
@@ -183,6 +205,22 @@ mod tests {
         let all = separate_resume(all.into_iter().map(OsString::from));
         let args = Only::try_parse_from(all).unwrap().args;
         (args.resume(), args.recipe.overrides)
+    }
+
+    #[test]
+    fn the_recorded_command_has_no_secrets() {
+        let words = [
+            "train",
+            "r.toml",
+            "rlhf.rewards=[\"program:sh -c 'judge --api-key \\\"a b\\\" sk-PLANTEDCMD0123456789' --password=x\"]",
+            "data.train=https://me:pw@host/x.jsonl",
+            "train.seed=1",
+        ];
+        assert_eq!(
+            line_of(words.into_iter().map(OsString::from)),
+            "ft train r.toml 'rlhf.rewards=[\"program:sh -c '\\''judge --api-key \\\"<secret>\\\" <secret>'\\'' \
+             --password=<secret>\"]' data.train=https://<secret>@host/x.jsonl train.seed=1"
+        );
     }
 
     #[test]

@@ -26,6 +26,7 @@ use crate::model::spec::ExpertsSpec;
 use crate::model::{Spec, families};
 use crate::report;
 use crate::setup::locate;
+use crate::train::verify;
 use serde_json::{Map, Value, json};
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -84,9 +85,10 @@ const SHARED: usize = 64;
 /// Writes the mixture to `out`.
 ///
 /// Errors: a family or an option that no family with experts has; quantized weights; sizes that cannot be divided; `out` is not
-/// empty; not enough disk space. In these cases nothing is written.
+/// empty; a file of the `final/` of a run is not as the run wrote it; not enough disk space. In these cases nothing is written.
 pub fn convert(request: &ConvertRequest) -> Result<ConvertReport> {
     refuse_existing(request.out)?;
+    verify::check_result(request.model)?;
     let config = locate::model_config(request.model, Config::load)?;
     let dense = families::read(&config)?;
     let raw = mixture_config(&config, &dense, request)?;

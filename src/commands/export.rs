@@ -26,7 +26,8 @@ pub struct ExportReport {
 /// Writes `out` from a checkpoint, a run directory (its `final/`, else its newest checkpoint), a model directory, a hub
 /// id or an adapter directory. `dtype` applies to full models only. `base`: of a checkpoint, where its base model is now.
 ///
-/// Errors: `out` is not empty; there is nothing to export; the base model is not the one of the run.
+/// Errors: `out` is not empty; there is nothing to export; a file of `final/` is not as the run wrote it; the base model is not the
+/// one of the run.
 pub fn export(from: &str, out: &Path, dtype: Option<Dtype>, base: Option<&str>) -> Result<ExportReport> {
     merge::refuse_existing(out)?;
     let found = locate::locate(from)?;
@@ -40,7 +41,14 @@ pub fn export(from: &str, out: &Path, dtype: Option<Dtype>, base: Option<&str>) 
     let paths = base.as_ref().map_or(RecipePaths::OfCheckpoint, RecipePaths::Base);
     let mut report = match &found {
         NamedKind::Checkpoint(dir) => {
-            let written = from_checkpoint::write(dir, out, paths).map_err(|e| verify::or_removed(e, dir))?;
+            // In another type only the converted model gets the name of the output.
+            let scratch = dtype.map(|_| ScratchDirectory::beside(out)).transpose()?;
+            let whole = scratch.as_ref().map(|scratch| scratch.path().join("model"));
+            let written = from_checkpoint::write_or(dir, out, whole.as_deref(), paths);
+            let written = written.map_err(|e| verify::or_removed(e, dir))?;
+            if let Some(whole) = whole.filter(|_| !written.adapter) {
+                merge::merge(&whole, &[], out, dtype)?;
+            }
             ExportReport {
                 out: out.to_path_buf(),
                 adapter: written.adapter,
@@ -48,7 +56,10 @@ pub fn export(from: &str, out: &Path, dtype: Option<Dtype>, base: Option<&str>) 
                 notes: written.notes,
             }
         }
-        NamedKind::Adapter(dir) => copied(dir, out)?,
+        NamedKind::Adapter(dir) => {
+            verify::check_result(dir)?;
+            copied(dir, out)?
+        }
         NamedKind::Model(dir) => {
             let written = merge::merge(dir, &[], out, dtype)?;
             return Ok(ExportReport {
@@ -59,18 +70,9 @@ pub fn export(from: &str, out: &Path, dtype: Option<Dtype>, base: Option<&str>) 
             });
         }
     };
-    match (dtype, report.adapter) {
-        (None, _) => return Ok(report),
-        (Some(_), true) => {
-            let note = "an adapter keeps the dtype in which it was trained: `--dtype` has no effect";
-            report.notes.push(note.into());
-        }
-        (Some(dtype), false) => {
-            let scratch = ScratchDirectory::beside(out)?;
-            let whole = scratch.path().join("model");
-            files::rename(out, &whole)?;
-            merge::merge(&whole, &[], out, Some(dtype))?;
-        }
+    if dtype.is_some() && report.adapter {
+        let note = "an adapter keeps the dtype in which it was trained: `--dtype` has no effect";
+        report.notes.push(note.into());
     }
     Ok(report)
 }

@@ -8,6 +8,7 @@ use crate::formats::read_json_to_rewrite;
 use crate::formats::tokenizer::Tokenizer;
 use crate::gguf::{self, AdapterFile, Fidelity, FileType, ModelFile};
 use crate::setup::locate::{NamedKind, locate};
+use crate::train::verify;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 
@@ -35,6 +36,7 @@ pub fn export(from: &str, out: &Path, file_type: Option<FileType>, pre_tokenizer
     let base = match locate(&found.model)? {
         NamedKind::Model(dir) | NamedKind::Adapter(dir) | NamedKind::Checkpoint(dir) => dir,
     };
+    verify::check_result(found.adapter.as_deref().unwrap_or(&base))?;
     let name = name_of(from);
     let staging = Staging::create(out)?;
     let dir = staging.path().to_path_buf();

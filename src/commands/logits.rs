@@ -7,7 +7,6 @@ use crate::base::{Result, progress};
 use crate::formats::config::Config;
 use crate::formats::weights::Weights;
 use crate::hf::{self, WeightedAdapter};
-use crate::model::spec::LM_HEAD;
 use crate::model::{Adapters, Network, Spec, families};
 use crate::ops::{linear, update};
 use crate::setup::vocabulary::NewRows;
@@ -74,9 +73,10 @@ impl WeightSource for MergingSource {
     }
 }
 
-/// Logits of the random ids, `[TOKENS · V]`; with a score head `[1, D]` their scores, `[TOKENS]`.
+/// Logits of the random ids, `[TOKENS · V]`; with a score head `[1, D]` their scores, `[TOKENS]`. `untied`: an adapter unties the
+/// model in `dir`, whose head is its embedding, also if a file has another one.
 fn logits(
-    dir: &Path,
+    (dir, untied): (&Path, bool),
     spec: &Spec,
     adapters: Adapters,
     folded: Vec<WeightedAdapter>,
@@ -85,10 +85,9 @@ fn logits(
 ) -> Result<Vec<f32>> {
     let mut weights = Weights::open(dir)?;
     if let Some(new) = new {
-        new.place(&mut weights)?;
+        new.place(&mut weights, spec.tied || untied)?;
     }
-    if !spec.tied && weights.info(LM_HEAD).is_none() {
-        // The adapter unties a tied model.
+    if untied {
         weights = hf::untied_weights(weights)?;
     }
     let source = MergingSource {
@@ -151,15 +150,17 @@ pub fn difference(
     };
     let beside = match adapters.as_slice() {
         [one] if one.weight == 1.0 && one.adapter.whole.is_empty() && one.adapter.rows.is_empty() => logits(
-            base,
+            (base, untied),
             &spec,
             one.adapter.adapters.clone(),
             Vec::new(),
             score.as_ref(),
             new,
         )?,
-        _ => logits(base, &spec, Adapters::new(), adapters, score.as_ref(), new)?,
+        _ => logits((base, untied), &spec, Adapters::new(), adapters, score.as_ref(), new)?,
     };
+    // Here the head is the one that the merge wrote.
+    let merged = (merged, false);
     let after = logits(merged, &spec, Adapters::new(), Vec::new(), stored.as_ref(), None)?;
     let largest = |values: &mut dyn Iterator<Item = f32>| values.fold(0f32, |m, x| m.max(x.abs()));
     Ok(LogitDifference {

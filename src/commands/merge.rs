@@ -19,6 +19,7 @@ use crate::report;
 use crate::setup::{locate, vocabulary};
 use crate::source::{ParamInfo, resident, stored};
 use crate::train::stage::preference::pad_id;
+use crate::train::verify;
 use candle_core::Tensor;
 use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
@@ -45,8 +46,8 @@ pub struct MergeReport {
 /// keep their bytes. Every change is relative to the original weights. The adapter of a reward model turns the model
 /// into a sequence classifier: its score head replaces the output projection.
 ///
-/// Errors: `out` is not empty; an adapter does not fit, or was trained on another base; a weight is missing, has
-/// another shape, or is not part of this model; not enough disk space. In these cases nothing is written.
+/// Errors: `out` is not empty; a file of the `final/` of a run is not as the run wrote it; an adapter does not fit, or was
+/// trained on another base; a weight is missing, has another shape, or is not part of this model; not enough disk space. In these cases nothing is written.
 pub fn merge(
     model_dir: &Path,
     adapter_dirs: &[(PathBuf, f32)],
@@ -54,6 +55,10 @@ pub fn merge(
     dtype: Option<Dtype>,
 ) -> Result<MergeReport> {
     refuse_existing(out)?;
+    verify::check_result(model_dir)?;
+    for (dir, _) in adapter_dirs {
+        verify::check_result(dir)?;
+    }
     let config = locate::model_config(model_dir, Config::load)?;
     let mut spec = families::read(&config)?;
     let mut weights = Weights::open(model_dir)?;
@@ -65,7 +70,7 @@ pub fn merge(
     let new = vocabulary::of_adapters(model_dir, dirs, spec.vocab)?;
     if let Some((_, rows)) = &new {
         spec.vocab = rows.vocab;
-        rows.place(&mut weights)?;
+        rows.place(&mut weights, spec.tied)?;
     }
     let tied = spec.clone();
     for (dir, _) in adapter_dirs {
@@ -113,10 +118,12 @@ pub fn merge(
         ));
     }
     if new.is_some() {
-        raw.insert("vocab_size".into(), spec.vocab.into());
+        hf::set_language_key(&mut raw, "vocab_size", &spec.vocab.into());
     }
     if untied {
+        // transformers reads it at the top of a multimodal model.
         raw.insert("tie_word_embeddings".into(), false.into());
+        hf::set_language_key(&mut raw, "tie_word_embeddings", &false.into());
     }
     if score.is_some() {
         let tokenizer = Tokenizer::load(model_dir)?;
@@ -136,7 +143,10 @@ pub fn merge(
     // The adapter directory has the template of its training.
     let templates = adapter_dirs.iter().map(|(dir, _)| dir.join("chat_template.jinja"));
     let template = match templates.rev().find(|t| t.is_file()) {
-        Some(template) => Some(files::read_text(&template)?),
+        Some(template) => {
+            stays_inside(&template)?;
+            Some(files::read_text(&template)?)
+        }
         None => None,
     };
     let directory = OutputModel {

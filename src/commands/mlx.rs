@@ -3,9 +3,11 @@
 use crate::base::staging::{ScratchDirectory, Staging};
 use crate::base::{Error, Result, files};
 use crate::commands::{export, merge, named};
+use crate::formats::index::stays_inside;
 use crate::hf;
 use crate::recipe::Dtype;
 use crate::setup::locate::{NamedKind, locate};
+use crate::train::verify;
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 
@@ -51,6 +53,7 @@ pub fn export(from: &str, out: &Path, dtype: Option<Dtype>) -> Result<MlxReport>
     let base = match locate(&found.model)? {
         NamedKind::Model(dir) | NamedKind::Adapter(dir) | NamedKind::Checkpoint(dir) => dir,
     };
+    verify::check_result(adapter)?;
     let staging = Staging::create(out)?;
     hf::mlx_adapter(adapter, &base, staging.path())?;
     let mut notes = found.notes.clone();
@@ -71,6 +74,7 @@ pub fn export(from: &str, out: &Path, dtype: Option<Dtype>) -> Result<MlxReport>
 const CONFIG: &str = "config.json";
 
 fn read(path: &Path) -> Result<Map<String, Value>> {
+    stays_inside(path)?;
     serde_json::from_str(&files::read_text(path)?)
         .map_err(|e| Error::format(format!("invalid JSON: {e}")).at_path(path))
 }

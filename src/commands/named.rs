@@ -3,6 +3,7 @@
 use crate::base::staging::ScratchDirectory;
 use crate::base::{Error, Result, paths};
 use crate::formats::adapter::AdapterConfig;
+use crate::formats::index::stays_inside;
 use crate::recipe::ModelRef;
 use crate::report;
 use crate::setup::locate::{NamedKind, locate};
@@ -58,7 +59,9 @@ pub fn find(model: &str, adapter: Option<&Path>) -> Result<ModelAndAdapter> {
         out.adapter = Some(out.adapter_of(named)?);
     }
     let template = out.adapter.as_ref().map(|dir| dir.join("chat_template.jinja"));
-    out.template = template.filter(|t| t.is_file()).map(|t| t.display().to_string());
+    let template = template.filter(|t| t.is_file());
+    template.iter().try_for_each(|file| stays_inside(file))?;
+    out.template = template.map(|t| t.display().to_string());
     Ok(out)
 }
 

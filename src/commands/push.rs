@@ -7,6 +7,7 @@ use crate::commands::export::refuse_link_out;
 use crate::history::RunRecord;
 use crate::hub::{LocalFile, UploadContent};
 use crate::setup::locate::{self, NamedKind};
+use crate::train::verify;
 use card::ModelCard;
 use std::path::{Path, PathBuf};
 
@@ -38,7 +39,7 @@ const README: &str = "README.md";
 
 /// Lists the files and writes the card. Nothing is sent.
 ///
-/// Errors: no model there; the run has only checkpoints; a file cannot be read.
+/// Errors: no model there; the run has only checkpoints; a file cannot be read, or is not as the run wrote it.
 pub fn prepare(request: &PushRequest) -> Result<UploadFiles> {
     let from = request.from;
     if from.is_file() {
@@ -60,6 +61,7 @@ pub fn prepare(request: &PushRequest) -> Result<UploadFiles> {
                 .hint(format!("`ft export {} --out DIR`, then `ft push DIR`", dir.display())));
         }
     };
+    verify::check_result(&directory)?;
     let run = [Some(from), directory.parent()].into_iter().flatten();
     let run = run
         .filter_map(|dir| Some((dir.to_path_buf(), RunRecord::read(dir).ok()?)))
@@ -111,6 +113,8 @@ fn collect(dir: &Path, prefix: &str, out: &mut Vec<LocalFile>) -> Result<()> {
         if path.is_dir() {
             collect(&path, &format!("{name}/"), out)?;
         } else {
+            // What the upload cannot read is refused here, also for `--dry-run`: a pipe, a device.
+            files::open(&path)?;
             out.push(LocalFile {
                 name,
                 content: UploadContent::Path(path.clone()),
@@ -118,4 +122,21 @@ fn collect(dir: &Path, prefix: &str, out: &mut Vec<LocalFile>) -> Result<()> {
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_regular_files_are_listed() {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("a.json"), "{}").unwrap();
+        let mut found = Vec::new();
+        collect(dir.path(), "", &mut found).unwrap();
+        assert_eq!((found.len(), &*found[0].name), (1, "a.json"));
+        let _socket = std::os::unix::net::UnixListener::bind(dir.path().join("b")).unwrap();
+        let e = collect(dir.path(), "", &mut Vec::new()).unwrap_err().to_string();
+        assert!(e.contains("a socket") && e.contains("a regular file"), "{e}");
+    }
 }

@@ -18,6 +18,7 @@ use crate::setup::{ModelDir, locate};
 use crate::source::ParamInfo;
 use crate::source::policy::is_projection;
 use crate::source::stored::{self, QuantizedLayout};
+use crate::train::verify;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -55,10 +56,12 @@ pub struct QuantizeReport {
 /// Quantizes the projections of the model and writes `out`; other tensors keep their bytes. If all formats are NF4 the
 /// directory has the layout of bitsandbytes, otherwise ft's own.
 ///
-/// Errors: `out` is not empty; the model is quantized already; even the smallest choice exceeds the budget; a weight is
-/// missing, has another shape or is not finite; not enough disk space. In these cases nothing is written.
+/// Errors: `out` is not empty; a file of the `final/` of a run is not as the run wrote it; the model is quantized already; even
+/// the smallest choice exceeds the budget; a weight is missing, has another shape or is not finite; not enough disk space. In these
+/// cases nothing is written.
 pub fn quantize(request: &QuantizeRequest) -> Result<QuantizeReport> {
     crate::commands::merge::refuse_existing(request.out)?;
+    verify::check_result(request.model)?;
     let config = locate::model_config(request.model, Config::load)?;
     let spec = families::read(&config)?;
     let weights = Weights::open(request.model)?;

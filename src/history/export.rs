@@ -92,31 +92,58 @@ pub fn event(line: &Map<String, Value>) -> Vec<u8> {
     LineNumbers::of(line).map_or_else(Vec::new, |n| n.scalars(0.0))
 }
 
-/// Writes the event file of a run that starts or is resumed, with the numbers that `metrics.jsonl` has, and empties those
-/// before. `now`: Unix seconds. Returns its path; records can be appended.
+/// The event files of ft in a directory, with the times in their names.
+fn event_files(run: &Path) -> Result<Vec<(u64, PathBuf)>> {
+    let mut all = Vec::new();
+    for path in files::list(run)? {
+        let named = path.file_name().and_then(|name| second(name.to_str()?));
+        if let Some(time) = named.filter(|_| path.symlink_metadata().is_ok_and(|m| m.is_file())) {
+            all.push((time, path));
+        }
+    }
+    Ok(all)
+}
+
+/// Writes the event file of a run that starts or is resumed, with the numbers that `metrics.jsonl` has. `now`: Unix seconds. Returns
+/// its path; records can be appended. Those before it should be emptied then, with `empty_event_files`.
 ///
 /// The name is a later one, and the file begins with a start of the run: a TensorBoard that shows the run goes on with this
 /// file, and drops what it has. It opens the file that it read before by its name once more, so that one stays, without numbers.
 ///
-/// Errors: a file cannot be read, written or removed.
+/// Errors: a file cannot be read or written; there is no new file then.
 pub fn new_event_file(run: &Path, now: f64) -> Result<PathBuf> {
-    let name = |path: &PathBuf| path.file_name().and_then(|n| second(n.to_str()?));
-    let mut before = files::list(run)?;
-    before.retain(|path| name(path).is_some() && path.symlink_metadata().is_ok_and(|m| m.is_file()));
-    let last = before.iter().filter_map(name).max();
+    let last = event_files(run)?.into_iter().map(|(time, _)| time).max();
     let path = run.join(event_file(last.map_or(0, |last| last + 1).max(now as u64)));
     let mut file = AtomicFile::create(&path)?;
     file.write(&tfevents::header(now))?;
     file.write(&tfevents::start(now))?;
     each(run, |n| file.write(&n.scalars(now)))?;
-    file.commit()?;
-    let empty = tfevents::header(now);
-    for path in before {
-        if files::size(&path)? > empty.len() as u64 {
-            files::write_atomic(&path, &empty)?;
-        }
+    let written = file.commit();
+    if written.is_err() {
+        // The caller tries again, with another name.
+        let _ = files::remove_file(&path);
     }
-    Ok(path)
+    written.map(|()| path)
+}
+
+/// Removes all numbers from the event files of a run, but not from `newest`. `now`: Unix seconds.
+///
+/// Errors: that of the first file that cannot be replaced; the others are empty all the same.
+pub fn empty_event_files(run: &Path, newest: &Path, now: f64) -> Result<()> {
+    let header = tfevents::header(now);
+    let mut emptied = Ok(());
+    for (_, path) in event_files(run)? {
+        if path.file_name() == newest.file_name() {
+            continue;
+        }
+        let result = match files::size(&path) {
+            Ok(size) if size <= header.len() as u64 => Ok(()),
+            Ok(_) => files::write_atomic(&path, &header),
+            Err(e) => Err(e),
+        };
+        emptied = emptied.and(result);
+    }
+    emptied
 }
 
 /// Writes the numbers of a run to `out`, a directory, and returns the files. `began`: Unix seconds of the start, the time of lines

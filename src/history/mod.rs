@@ -12,7 +12,7 @@ mod tfevents;
 pub use tfevents::tests::read as read_events;
 
 pub use curves::{Curve, Curves};
-pub use export::{ExportFormat, event, export, is_event_file, new_event_file};
+pub use export::{ExportFormat, empty_event_files, event, export, is_event_file, new_event_file};
 pub use lines::{each_line, each_own_line, open_own, read_own_text};
 pub use plot::{ROWS, color, plot};
 pub use record::{RunRecord, find};

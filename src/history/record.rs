@@ -2,13 +2,15 @@
 
 use super::{Curves, each_own_line, open_own, read_own_text};
 use crate::base::lock::{self, LockState};
-use crate::base::{Error, Result, files, units};
+use crate::base::{Error, Result, files, secrets, units};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 use toml_edit::{DocumentMut, TableLike};
 
+/// Keys with the ids of a model and of datasets.
+const PLACES: [&str; 3] = ["model.path", "data.train", "data.sources"];
 /// Most levels of tables and parts of keys in one line of `resolved.toml`.
 const MOST_NESTED: usize = 64;
 /// Most warnings that are read, and most characters of each.
@@ -23,8 +25,10 @@ const FRESH: Duration = Duration::from_secs(600);
 #[derive(Debug, Clone)]
 pub struct RunRecord {
     pub path: PathBuf,
-    /// Recipe keys and their values as TOML text, from `resolved.toml`.
+    /// Recipe keys and their values as TOML text, from `resolved.toml`. Secrets are masked: all that reads them shows or exports them.
     pub settings: BTreeMap<String, String>,
+    /// Values of `PLACES`, of which only the user and the password of a URL are masked: the name of a model may look like a secret.
+    places: BTreeMap<&'static str, String>,
     pub curves: Curves,
     /// Steps of the whole run, once it has started.
     pub total_steps: Option<u64>,
@@ -114,6 +118,9 @@ impl RunRecord {
         let table: DocumentMut = text.parse().map_err(|e| damaged().cause(e))?;
         let mut settings = BTreeMap::new();
         flatten(table.as_table(), "", 0, &mut settings);
+        let place = |key: &'static str| Some((key, secrets::mask_users(settings.get(key)?)));
+        let places = PLACES.into_iter().filter_map(place).collect();
+        settings.values_mut().for_each(|value| *value = secrets::mask(value));
         let events = Events::read(path)?;
         let plan: Option<Value> = read_own_text(&path.join("plan.json"))
             .ok()
@@ -132,6 +139,7 @@ impl RunRecord {
         Ok(Self {
             path: path.to_path_buf(),
             settings,
+            places,
             curves,
             total_steps: events.steps,
             state: events.state(path),
@@ -153,6 +161,7 @@ impl RunRecord {
         Self {
             path: path.to_path_buf(),
             settings: BTreeMap::new(),
+            places: BTreeMap::new(),
             curves: Curves::default(),
             total_steps: None,
             state: format!("unreadable: {reason}"),
@@ -167,6 +176,11 @@ impl RunRecord {
     /// True if the run is in progress, on this machine or, as it seems, on another one.
     pub fn is_running(&self) -> bool {
         self.state == "running" || self.state.starts_with(RUNNING_ON)
+    }
+
+    /// The value of one of `PLACES` as TOML text, for the ids in it.
+    pub fn place(&self, key: &str) -> &str {
+        self.places.get(key).map_or("", String::as_str)
     }
 
     /// A setting without quotes: `sft`.
@@ -207,6 +221,8 @@ impl Events {
                 && let Some(message) = event["message"].as_str()
             {
                 if all.warnings.len() < MOST_WARNINGS {
+                    // Before it is cut: a part of a secret could remain.
+                    let message = secrets::mask(message);
                     all.warnings.push(message.chars().take(MOST_OF_A_WARNING).collect());
                 } else {
                     left_out += 1;
@@ -225,7 +241,7 @@ impl Events {
         if self.last["event"] == "stop" {
             return match self.last["reason"].as_str() {
                 Some("signal") | None => "stopped".to_string(),
-                Some(reason) => reason.to_string(),
+                Some(reason) => secrets::mask(reason),
             };
         }
         match lock::state(run) {
@@ -311,15 +327,9 @@ fn flatten(table: &dyn TableLike, prefix: &str, depth: usize, out: &mut BTreeMap
             Some(inner) if depth < 2 * MOST_NESTED => flatten(inner, &format!("{key}."), depth + 1, out),
             Some(_) => {}
             None => {
-                out.insert(
-                    key,
-                    item.to_string()
-                        .split("  #")
-                        .next()
-                        .unwrap_or_default()
-                        .trim()
-                        .to_string(),
-                );
+                let text = item.to_string();
+                let value = text.split("  #").next().unwrap_or_default().trim();
+                out.insert(key, value.to_string());
             }
         }
     }
@@ -354,6 +364,20 @@ mod tests {
         assert_eq!(RunRecord::read(&run).unwrap().state, "done");
         assert_eq!(find(&[dir.path().to_path_buf()]).unwrap(), std::slice::from_ref(&run));
         assert!(find(&[dir.path().join("none")]).is_err() && RunRecord::read(dir.path()).is_err());
+    }
+
+    #[test]
+    fn an_id_is_not_masked_for_the_card_and_a_password_is() {
+        let dir = tempfile::tempdir().unwrap();
+        let resolved = "[model]\npath = \"sk-europarl-newstest2021-model\"\n[data]\ntrain = [\"a/b\", \"https://me:pw@host/x.jsonl\"]\n";
+        fs::write(dir.path().join("resolved.toml"), resolved).unwrap();
+        fs::write(dir.path().join("events.jsonl"), "").unwrap();
+        let record = RunRecord::read(dir.path()).unwrap();
+        assert_eq!(record.setting("model.path"), secrets::MASK);
+        assert_eq!(record.place("model.path"), "\"sk-europarl-newstest2021-model\"");
+        let train = "[\"a/b\", \"https://<secret>@host/x.jsonl\"]";
+        assert_eq!((record.place("data.train"), record.place("data.sources")), (train, ""));
+        assert_eq!(record.settings["data.train"], train);
     }
 
     #[test]

@@ -43,7 +43,8 @@ pub fn read(stream: &mut TcpStream, patience: Duration) -> Option<HttpRequest> {
     parse(std::str::from_utf8(&head[..end]).ok()?)
 }
 
-fn parse(head: &str) -> Option<HttpRequest> {
+/// The request with this head, without the empty line at its end. `None`: it is not one.
+pub fn parse(head: &str) -> Option<HttpRequest> {
     let mut lines = head.split("\r\n");
     let mut words = lines.next()?.split(' ');
     let (method, target, version) = (words.next()?, words.next()?, words.next()?);

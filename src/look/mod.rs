@@ -7,6 +7,9 @@ mod tail;
 mod view;
 mod watch;
 
+// For the fuzz targets.
+#[doc(hidden)]
+pub use http::parse as parse_request;
 pub use page::{MOST_RUNS, write_folder};
 pub use server::Server;
 pub use watch::{FrameStyle, WatchedRun, newest};

@@ -2,7 +2,7 @@
 //! damaged, too large or a link is left out, and nothing is taken as markup.
 
 use crate::base::paths::shell_word;
-use crate::base::{Error, Result, files};
+use crate::base::{Error, Result, files, secrets};
 use crate::history::{RunRecord, each_own_line, read_own_text};
 use crate::report::visible;
 use serde_json::{Value, json};
@@ -67,16 +67,16 @@ fn settings(resolved: &str) -> Vec<[String; 3]> {
 
 /// The commands that started and resumed the run, as they were given; for a run that does not say them, the command that starts
 /// the same run. `copied`: for each line, whether the page offers to copy it; one with characters that are not seen may be another
-/// command than it looks.
+/// command than it looks, and one with a masked secret is another one.
 fn command(run: &Path, settings: &[[String; 3]]) -> Value {
     let mut given: Vec<String> = Vec::new();
     // Without the file there are none.
     let _ = each_own_line(&run.join("events.jsonl"), |line, _| {
         let event = entry_of(line).unwrap_or_default();
-        let command = event["command"]
-            .as_str()
-            .filter(|command| !given.iter().any(|g| g == command));
-        given.extend(command.filter(|_| given.len() < MOST_COMMANDS).map(str::to_string));
+        // Earlier versions recorded secrets too.
+        let command = event["command"].as_str().map(secrets::mask);
+        let command = command.filter(|command| !given.contains(command));
+        given.extend(command.filter(|_| given.len() < MOST_COMMANDS));
         Ok(())
     });
     let is_given = !given.is_empty();
@@ -89,7 +89,8 @@ fn command(run: &Path, settings: &[[String; 3]]) -> Value {
         given.push(format!("ft train --recipe {recipe}{arguments}"));
     }
     let shown: Vec<String> = given.iter().map(|line| escaped(line)).collect();
-    let copied: Vec<bool> = given.iter().zip(&shown).map(|(line, shown)| line == shown).collect();
+    let is_copied = |(line, shown): (&String, &String)| line == shown && !line.contains(secrets::MASK);
+    let copied: Vec<bool> = given.iter().zip(&shown).map(is_copied).collect();
     json!({"lines": shown, "copied": copied, "given": is_given})
 }
 
@@ -148,7 +149,7 @@ pub fn unreadable(id: usize, run: &Path, e: &Error) -> Value {
 }
 
 fn view_of_record(id: usize, run: &Path, record: &RunRecord, [events_bytes, samples_bytes]: [u64; 2]) -> Value {
-    let settings = settings(&text(run, "resolved.toml").unwrap_or_default());
+    let settings = settings(&secrets::mask(&text(run, "resolved.toml").unwrap_or_default()));
     let mut events = last_lines(run, "events.jsonl", EVENTS);
     let command = command(run, &settings);
     events.iter_mut().for_each(shorten);
@@ -174,7 +175,7 @@ fn view_of_record(id: usize, run: &Path, record: &RunRecord, [events_bytes, samp
         "model": record.setting("model.path"), "steps": record.curves.steps, "total_steps": record.total_steps,
         "began": record.began, "ended": record.ended, "planned_bytes": record.planned_bytes,
         "checkpoints": record.checkpoints, "warnings": record.warnings, "settings": settings, "command": command,
-        "recipe": text(run, "recipe.toml"), "plan": object(run, "plan.json"),
+        "recipe": text(run, "recipe.toml").map(|text| secrets::mask(&text)), "plan": object(run, "plan.json"),
         "environment": object(run, "environment.json"), "curves": curves, "switches": record.curves.switches,
         "events": events, "samples": samples.into_iter().map(|(_, line)| line).collect::<Vec<_>>(),
         "rows": first_lines(run, "rows.jsonl"), "metrics_bytes": record.curves.bytes,
@@ -188,11 +189,13 @@ fn first_lines(run: &Path, name: &str) -> Vec<Value> {
     lines.take(ROWS).collect()
 }
 
-/// Lists of numbers for each layer are long, and the page does not draw them.
+/// Lists of numbers for each layer are long, and the page does not draw them. Secrets in other texts are masked.
 fn shorten(event: &mut Value) {
     for (_, value) in event.as_object_mut().into_iter().flatten() {
         if value.to_string().len() > 2000 {
             *value = json!("(long)");
+        } else if let Some(text) = value.as_str() {
+            *value = json!(secrets::mask(text));
         }
     }
 }
@@ -286,6 +289,39 @@ mod tests {
                 "copied": [true, false, false, false], "given": true,
             })
         );
+    }
+
+    #[test]
+    fn secrets_of_a_run_are_not_in_its_view() {
+        let dir = tempfile::tempdir().unwrap();
+        let run = dir.path();
+        let rewards = "rewards = [\"program:sh judge.sh --api-key PLANTED1\"]";
+        fs::write(
+            run.join("recipe.toml"),
+            format!("# token=PLANTED2\n[rlhf]\n{rewards}\n"),
+        )
+        .unwrap();
+        fs::write(run.join("resolved.toml"), format!("[rlhf]\n{rewards}  # argument\n")).unwrap();
+        let command = "ft train r.toml 'rlhf.rewards=[\"program:sh judge.sh --api-key PLANTED1\"]'";
+        let events = [
+            json!({"event": "start", "command": command}),
+            json!({"event": "warning", "message": "https://me:PLANTED3@host does not answer"}),
+            json!({"event": "stop", "reason": "--password PLANTED4 is wrong"}),
+        ];
+        fs::write(
+            run.join("events.jsonl"),
+            events.map(|event| event.to_string()).join("\n") + "\n",
+        )
+        .unwrap();
+        let seen = view(0, run).unwrap();
+        assert!(!seen.to_string().contains("PLANTED"), "{seen}");
+        assert_eq!(seen["command"]["copied"], json!([false]));
+        let line = seen["command"]["lines"][0].as_str().unwrap();
+        assert!(line.ends_with("judge.sh --api-key <secret>\"]'"), "{line}");
+        // Without a recorded command it is made of the settings.
+        fs::write(run.join("events.jsonl"), "").unwrap();
+        let seen = view(0, run).unwrap();
+        assert!(!seen.to_string().contains("PLANTED"), "{seen}");
     }
 
     #[test]

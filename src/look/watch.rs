@@ -2,7 +2,7 @@
 
 use super::tail::{Tail, TailChange};
 use crate::base::units::{bytes, count, duration, rate};
-use crate::base::{Result, files};
+use crate::base::{Result, files, secrets};
 use crate::history::{self, Curve, Curves, RunRecord};
 use crate::report::{columns, visible};
 use serde_json::Value;
@@ -292,7 +292,7 @@ fn event(event: &Value) -> String {
         None => format!("{name} {value}"),
     };
     let text = fields.map(text).collect::<Vec<_>>().join(", ");
-    let shown = |text: &str| visible(text).replace('\n', " ");
+    let shown = |text: &str| visible(&secrets::mask(text)).replace('\n', " ");
     let kind = event["event"].as_str().unwrap_or("-");
     format!("{clock} {:<8} {}", shown(kind), shown(&text))
 }

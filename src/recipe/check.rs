@@ -5,7 +5,7 @@ use super::draft::{Draft, Problem, TextPosition, WrittenKey, WrittenValue};
 use super::table::{self, KeyPath, KeyRange, RecipeKey, TABLES};
 use super::value::{AUTO, KeyType, KeyValue, ValueKind};
 use super::{peers, suggest};
-use crate::base::{Error, units};
+use crate::base::{Error, secrets, units};
 use std::collections::HashMap;
 use std::sync::LazyLock;
 
@@ -212,7 +212,8 @@ fn put(draft: &Draft, entry: &mut KeyEntry, written: &WrittenKey) -> Result<(), 
     match entry.key.kind {
         ValueKind::Map(names) if name.is_empty() || !names.contains(&value.as_str()) => {
             return Err(fault(Error::usage(format!(
-                "`{value}` is not a value of `{path}` (for `{name}`)"
+                "`{}` is not a value of `{path}` (for `{name}`)",
+                secrets::mask(&value)
             ))));
         }
         ValueKind::Fields(names) if !names.contains(&name.as_str()) => {
@@ -292,7 +293,7 @@ fn unknown(draft: &Draft, written: &WrittenKey) -> Problem {
     let error = Error::usage(what).at(place);
     let argument = draft.raw_value(&written.key_at).filter(|_| table.is_empty());
     let hint = match argument.zip(peers::key_for(&name)) {
-        Some((value, key)) => format!("write `{key}={value}`"),
+        Some((value, key)) => format!("write `{key}={}`", secrets::mask(value)),
         None => suggest::hint(&written.path, is_table),
     };
     Problem::new(&written.key_at, error.hint(hint))
@@ -381,7 +382,8 @@ fn convert(draft: &Draft, key: &RecipeKey, written: &WrittenKey) -> Result<KeyVa
             if names.contains(&text.as_str()) {
                 return Ok(KeyValue::Text(text));
             }
-            let error = Error::usage(format!("`{text}` is not a value of `{path}`")).expected(expectation(key));
+            let shown = secrets::mask(&text);
+            let error = Error::usage(format!("`{shown}` is not a value of `{path}`")).expected(expectation(key));
             Err(one(match suggest::value(path, &text, names) {
                 Some(hint) => error.hint(hint),
                 None => error,
@@ -468,9 +470,12 @@ fn convert(draft: &Draft, key: &RecipeKey, written: &WrittenKey) -> Result<KeyVa
             match as_text(draft, written) {
                 Some(t) if t.is_empty() => Ok(KeyValue::List(Vec::new())),
                 Some(t) => match suggest::list_hint(path, &t) {
-                    Some(hint) => Err(one(Error::usage(format!("`{t}` is not a value of `{path}`"))
-                        .expected(expectation(key))
-                        .hint(hint))),
+                    Some(hint) => Err(one(Error::usage(format!(
+                        "`{}` is not a value of `{path}`",
+                        secrets::mask(&t)
+                    ))
+                    .expected(expectation(key))
+                    .hint(hint))),
                     None => Ok(KeyValue::List(vec![t])),
                 },
                 None => Err(wrong_type()),
@@ -508,7 +513,7 @@ fn convert(draft: &Draft, key: &RecipeKey, written: &WrittenKey) -> Result<KeyVa
             WrittenValue::Integer(i) if *i > 0 => Ok(KeyValue::Text(i.to_string())),
             WrittenValue::Text(t) => match units::parse_bytes(t) {
                 Ok(n) if n > 0 => Ok(KeyValue::Text(t.trim().to_string())),
-                _ => Err(out_of_range(format!("`{t}`"))),
+                _ => Err(out_of_range(format!("`{}`", secrets::mask(t)))),
             },
             WrittenValue::Integer(i) => Err(out_of_range(i.to_string())),
             _ => Err(wrong_type()),

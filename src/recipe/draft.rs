@@ -1,7 +1,7 @@
 //! The parsed input with positions: recipe text and `key=value` arguments become one list of written keys.
 //! Uses TOML and text positions only; no names of keys.
 
-use crate::base::Error;
+use crate::base::{Error, secrets};
 use std::ops::Range;
 use toml_edit::{Document, Item, TableLike, Value};
 
@@ -46,7 +46,7 @@ impl WrittenValue {
     /// Describes the value for error messages: `the string "a"`.
     pub fn describe(&self) -> String {
         match self {
-            WrittenValue::Text(t) => format!("the string {t:?}"),
+            WrittenValue::Text(t) => format!("the string {:?}", secrets::mask(t)),
             WrittenValue::Integer(i) => format!("the number {i}"),
             WrittenValue::Number(x) => format!("the number {x}"),
             WrittenValue::Flag(b) => format!("`{b}`"),
@@ -126,7 +126,7 @@ impl<'a> Draft<'a> {
         draft
     }
 
-    /// `file:line:column`, both counted from 1, columns in characters; or the argument itself.
+    /// `file:line:column`, both counted from 1, columns in characters; or the argument itself, without what looks like a secret.
     pub fn show(&self, place: &TextPosition) -> String {
         match place {
             TextPosition::File(at) => {
@@ -136,7 +136,7 @@ impl<'a> Draft<'a> {
                 format!("{}:{line}:{column}", self.name)
             }
             TextPosition::Argument(index) => match self.arguments.get(*index) {
-                Some(a) => format!("argument `{a}`"),
+                Some(a) => format!("argument `{}`", secrets::mask(a)),
                 None => "an argument".into(),
             },
         }

@@ -14,7 +14,7 @@ pub(super) const METRICS: &str = "metrics.jsonl";
 pub(super) const EVENTS: &str = "events.jsonl";
 pub(super) const SAMPLES: &str = "samples.jsonl";
 
-/// From a fault to the next try, unless there is a sync before: a broken disk must not slow the steps down.
+/// The least time from a fault to the next try, unless there is a sync before: a broken disk must not slow the steps down.
 const RETRY: Duration = Duration::from_secs(5);
 
 /// Most bytes of lines that wait for the end of a fault: some ten thousand lines of steps.
@@ -23,6 +23,8 @@ const MOST_WAITING: u64 = 4 << 20;
 pub(super) struct LogFile {
     /// `None`: the lines are dropped.
     path: Option<PathBuf>,
+    /// The run directory, for an event file: `path` is `None` until `create` has written the file.
+    run: Option<PathBuf>,
     /// `None` after a fault.
     file: Option<AppendFile>,
     /// Bytes of whole lines in the file, and those of them that were synced. `None`: not known yet.
@@ -33,6 +35,16 @@ pub(super) struct LogFile {
     waiting_bytes: u64,
     /// Bytes of the oldest lines, which were too many to wait.
     dropped: u64,
+    /// Lines to remove from the file before another one is written.
+    removals: Vec<Removal>,
+    /// Lines were removed since `take_removed`.
+    removed: bool,
+    /// Removals that were given up.
+    gave_up: Vec<Removal>,
+    /// The file may end with a part of a line. A line break goes before all that waits.
+    needs_newline: bool,
+    /// For an event file: those before it could not be emptied.
+    has_old_numbers: bool,
     failing: Option<Failing>,
     fault: Option<Error>,
     note: Option<String>,
@@ -42,41 +54,133 @@ pub(super) struct LogFile {
 #[derive(Clone, Copy)]
 struct Failing {
     last_try: Instant,
+    /// Duration of that try.
+    time: Duration,
     /// Only a sync can show its end.
     at_sync: bool,
 }
 
+impl Failing {
+    /// The time until the next try. Some tries read a whole file: they take less than a tenth of the time of the run.
+    fn pause(self) -> Duration {
+        RETRY.max(10 * self.time)
+    }
+}
+
+/// Lines that must go, so that each line is in the file once.
+#[derive(Clone, Copy, PartialEq)]
+pub(super) enum Removal {
+    /// The lines of steps after this one, for a resumed run: it writes them again. 0, a new start: all lines. Incomplete lines too.
+    After(u64),
+    /// The evaluation of this step, which is repeated. Incomplete lines too.
+    Evaluation(u64),
+    /// Lines at the end that a loss of power or a full disk left incomplete. Earlier synced lines are complete.
+    Torn,
+}
+
+impl Removal {
+    /// True if a complete line of the step `at` stays.
+    fn keeps(self, at: u64, line: &Value) -> bool {
+        match self {
+            Self::After(step) => step > 0 && at <= step,
+            Self::Evaluation(step) => at != step || !is_evaluation(line, "eval_"),
+            Self::Torn => true,
+        }
+    }
+
+    /// Removes the lines from a file. A missing file is not an error. True if the file was changed.
+    fn apply(self, path: &Path) -> Result<bool> {
+        match self {
+            Self::Torn => drop_torn(path),
+            _ => keep_lines(path, |at, line| self.keeps(at, line)),
+        }
+    }
+}
+
 impl LogFile {
     pub(super) fn open(path: &Path) -> Self {
+        Self::opened(path, Vec::new())
+    }
+
+    /// As `open`, without these lines of an earlier run.
+    pub(super) fn open_without(path: &Path, removal: Removal) -> Self {
+        Self::opened(path, vec![removal])
+    }
+
+    fn opened(path: &Path, removals: Vec<Removal>) -> Self {
         let mut log = Self {
             path: Some(path.to_path_buf()),
+            removals,
             ..Self::none()
         };
         log.write_waiting();
         log
     }
 
-    /// A new event file of TensorBoard, with what `metrics.jsonl` in `dir` has.
+    /// The event file of TensorBoard of the run in `dir`. It drops its lines until `create` has written it.
     pub(super) fn event_file(dir: &Path) -> Self {
-        match history::new_event_file(dir, unix_time()) {
-            Ok(path) => Self::open(&path),
-            Err(fault) => Self {
-                fault: Some(fault),
-                ..Self::none()
-            },
+        Self {
+            run: Some(dir.to_path_buf()),
+            ..Self::none()
         }
+    }
+
+    /// Writes an event file that is not there yet, with all lines of `metrics`, if that is possible. After a fault it is tried
+    /// again as `bytes` does, or at once with `now`. Earlier event files are emptied; one that
+    /// could not be emptied is tried again with `now` only.
+    pub(super) fn create(&mut self, metrics: &LogFile, now: bool) {
+        let Some(run) = &self.run else { return };
+        if let Some(path) = &self.path {
+            if now && self.has_old_numbers {
+                self.has_old_numbers = history::empty_event_files(run, path, unix_time()).is_err();
+            }
+            return;
+        }
+        // It is read from the file of the metrics, which does not have the lines that wait.
+        if !metrics.waiting.is_empty() || !(now || self.is_time()) {
+            return;
+        }
+        let begun = Instant::now();
+        match history::new_event_file(run, unix_time()) {
+            Ok(path) => {
+                let emptied = history::empty_event_files(run, &path, unix_time());
+                self.path = Some(path);
+                self.has_old_numbers = emptied.is_err();
+                self.write_waiting();
+                if let Err(e) = emptied {
+                    let before = self.note.take().map_or(String::new(), |note| note + "; ");
+                    self.note = Some(format!(
+                        "{before}an earlier event file cannot be emptied, so TensorBoard may show some numbers twice: {e}"
+                    ));
+                }
+            }
+            Err(fault) => self.failed(fault, false, begun.elapsed()),
+        }
+    }
+
+    /// Leaves the event file: `create` writes another one.
+    pub(super) fn renew(&mut self) {
+        (self.path, self.file, self.length) = (None, None, None);
+        self.waiting.clear();
+        (self.waiting_bytes, self.dropped) = (0, 0);
     }
 
     /// A log that drops its lines.
     pub(super) fn none() -> Self {
         Self {
             path: None,
+            run: None,
             file: None,
             length: None,
             synced: 0,
             waiting: VecDeque::new(),
             waiting_bytes: 0,
             dropped: 0,
+            removals: Vec::new(),
+            removed: false,
+            gave_up: Vec::new(),
+            needs_newline: false,
+            has_old_numbers: false,
             failing: None,
             fault: None,
             note: None,
@@ -94,10 +198,15 @@ impl LogFile {
         }
         self.waiting_bytes += bytes.len() as u64;
         self.waiting.push_back(bytes);
-        if self.failing.is_none_or(|failing| failing.last_try.elapsed() >= RETRY) {
+        if self.is_time() {
             self.write_waiting();
         }
         self.drop_oldest();
+    }
+
+    fn is_time(&self) -> bool {
+        self.failing
+            .is_none_or(|failing| failing.last_try.elapsed() >= failing.pause())
     }
 
     /// Syncs the lines to the disk; tries again to write those that wait.
@@ -113,10 +222,57 @@ impl LogFile {
         }
     }
 
-    /// Opens the file again: another one has its name now.
-    pub(super) fn reopen(&mut self) {
-        (self.file, self.length) = (None, None);
+    /// As `sync`, at the end of the run. If lines still cannot be removed, the others are written all the same.
+    pub(super) fn last_try(&mut self) {
+        self.sync();
+        if !self.waiting.is_empty() && self.give_up_removals() {
+            self.sync();
+        }
+    }
+
+    /// Removes the lines of the evaluation of `step`, before the next line is written. All lines should be synced, if possible.
+    pub(super) fn drop_evaluation(&mut self, step: u64) {
+        if self.path.is_none() {
+            return;
+        }
+        let removal = Removal::Evaluation(step);
+        let stays = |line: &&[u8]| whole(line).is_none_or(|(at, value)| removal.keeps(at, &value));
+        for bytes in &mut self.waiting {
+            let before = bytes.len();
+            let lines = bytes.split_inclusive(|byte| *byte == b'\n');
+            let kept: Vec<u8> = lines.filter(stays).flatten().copied().collect();
+            self.waiting_bytes -= (before - kept.len()) as u64;
+            self.removed |= kept.len() < before;
+            *bytes = kept;
+        }
+        self.waiting.retain(|bytes| !bytes.is_empty());
+        if !self.removals.contains(&removal) {
+            self.removals.push(removal);
+        }
         self.write_waiting();
+    }
+
+    /// True if this line of a step, which is in the file, stays there and is not one that could not be removed.
+    pub(super) fn keeps(&self, step: u64, line: &Value) -> bool {
+        let mut removals = self.removals.iter().chain(&self.gave_up);
+        removals.all(|removal| removal.keeps(step, line))
+    }
+
+    /// True if the file has a complete line of `step` with a key that starts with `key`, and `keeps` it.
+    pub(super) fn has_evaluation(&self, step: u64, key: &str) -> bool {
+        let Some(path) = &self.path else { return false };
+        let is_it = |at: u64, line: &Value| at == step && is_evaluation(line, key) && self.keeps(at, line);
+        let mut found = false;
+        let read = each_line(path, |line| {
+            found |= whole(line).is_some_and(|(at, line)| is_it(at, &line));
+            Ok(())
+        });
+        read.is_ok() && found
+    }
+
+    /// True if lines were removed since the last call.
+    pub(super) fn take_removed(&mut self) -> bool {
+        std::mem::take(&mut self.removed)
     }
 
     pub(super) fn is_failing(&self) -> bool {
@@ -133,22 +289,45 @@ impl LogFile {
     }
 
     /// Tries to write the lines that wait, if there are any.
-    pub(super) fn write_waiting(&mut self) {
+    fn write_waiting(&mut self) {
+        if self.path.is_none() {
+            return;
+        }
+        let begun = Instant::now();
         match self.try_waiting() {
             Ok(()) if self.failing.is_some_and(|failing| failing.at_sync) => {}
             Ok(()) => self.recovered(),
-            Err(fault) => self.failed(fault, false),
+            Err(fault) => self.failed(fault, false, begun.elapsed()),
         }
     }
 
     fn try_waiting(&mut self) -> Result<()> {
         let Some(path) = &self.path else { return Ok(()) };
+        while let Some(removal) = self.removals.first().copied() {
+            // The fault may have left a part of a line, or lines that wait now.
+            if let (None, Some(length)) = (&self.file, self.length) {
+                AppendFile::continue_at(path, length)?;
+            }
+            let changed = removal.apply(path)?;
+            self.removals.remove(0);
+            // Another file may have the name now.
+            self.file = None;
+            if changed {
+                self.length = None;
+            }
+            // A try that failed may have changed the file, too.
+            self.removed |= changed || self.failing.is_some();
+        }
         if self.file.is_none() {
             // The fault may have left a part of a line.
-            let file = match self.length {
+            let mut file = match self.length {
                 Some(length) => AppendFile::continue_at(path, length)?,
                 None => AppendFile::open(path)?,
             };
+            if self.needs_newline {
+                file.write(b"\n")?;
+                self.needs_newline = false;
+            }
             let found = file.length()?;
             self.synced = self.length.map_or(found, |_| self.synced.min(found));
             self.length = Some(found);
@@ -165,20 +344,17 @@ impl LogFile {
         Ok(())
     }
 
-    fn failed(&mut self, fault: Error, at_sync: bool) {
+    /// `time`: how long the try took.
+    fn failed(&mut self, fault: Error, at_sync: bool, time: Duration) {
         self.file = None;
-        match &mut self.failing {
-            Some(failing) => {
-                failing.last_try = Instant::now();
-                failing.at_sync |= at_sync;
-            }
-            None => {
-                self.fault = Some(fault);
-                self.failing = Some(Failing {
-                    last_try: Instant::now(),
-                    at_sync,
-                });
-            }
+        let before = self.failing;
+        self.failing = Some(Failing {
+            last_try: Instant::now(),
+            time,
+            at_sync: at_sync || before.is_some_and(|failing| failing.at_sync),
+        });
+        if before.is_none() {
+            self.fault = Some(fault);
         }
     }
 
@@ -202,7 +378,8 @@ impl LogFile {
             self.waiting_bytes += again;
             self.length = Some(self.synced);
         }
-        self.failed(fault, true);
+        // The next try only writes, so the shortest wait before it is enough.
+        self.failed(fault, true, Duration::ZERO);
     }
 
     fn recovered(&mut self) {
@@ -211,16 +388,33 @@ impl LogFile {
         }
         let place = self.path.as_deref().unwrap_or(Path::new("")).display();
         let dropped = std::mem::take(&mut self.dropped);
-        self.note = Some(match dropped {
+        let mut note = match dropped {
             0 => format!("{place} is written again, with all lines"),
             _ => format!(
                 "{place} is written again; {} of its lines are missing",
                 units::bytes(dropped)
             ),
-        });
+        };
+        if !self.gave_up.is_empty() {
+            note.push_str("; old lines could not be removed, so some may be in it twice");
+        }
+        self.note = Some(note);
+    }
+
+    /// A line that is in the file twice is better than lines that are missing. True if there was something to give up.
+    fn give_up_removals(&mut self) -> bool {
+        if self.removals.is_empty() {
+            return false;
+        }
+        self.gave_up.append(&mut self.removals);
+        self.needs_newline |= self.length.is_none();
+        true
     }
 
     fn drop_oldest(&mut self) {
+        if self.waiting_bytes > MOST_WAITING && self.give_up_removals() {
+            self.write_waiting();
+        }
         while self.waiting_bytes > MOST_WAITING
             && let Some(oldest) = self.waiting.pop_front()
         {
@@ -235,15 +429,6 @@ pub(super) fn unix_time() -> f64 {
     std::time::SystemTime::now()
         .duration_since(std::time::UNIX_EPOCH)
         .map_or(0.0, |d| d.as_secs_f64())
-}
-
-/// Removes the lines of steps after `step` from `metrics.jsonl` and `samples.jsonl` in `dir`, and incomplete lines, so that a
-/// resumed run writes each line once. With `step` 0, a new start, nothing is kept. A missing file is not an error.
-pub fn truncate_after(dir: &Path, step: u64) -> Result<()> {
-    for name in [METRICS, SAMPLES] {
-        keep_lines(&dir.join(name), |at, _| step > 0 && at <= step)?;
-    }
-    Ok(())
 }
 
 /// Copies the lines of `metrics.jsonl` and `samples.jsonl` up to `step` from the run in `from` to `dir`, for a run that goes on
@@ -264,39 +449,23 @@ pub fn copy_until(from: &Path, dir: &Path, step: u64) -> Result<()> {
     Ok(())
 }
 
-/// Removes lines from the end of `events.jsonl` in `dir` that a loss of power or a full disk left incomplete. Earlier
-/// synced lines are complete.
-pub(super) fn drop_torn_events(dir: &Path) -> Result<()> {
-    let path = dir.join(EVENTS);
+/// Removes incomplete lines from the end of a file. True if there were some.
+fn drop_torn(path: &Path) -> Result<bool> {
     if !path.exists() {
-        return Ok(());
+        return Ok(false);
     }
     let (mut at, mut end) = (0, 0);
-    each_line(&path, |line| {
+    each_line(path, |line| {
         at += line.len() as u64;
         if line.ends_with(b"\n") && serde_json::from_slice::<Value>(line).is_ok() {
             end = at;
         }
         Ok(())
     })?;
-    if end < at { cut(&path, end) } else { Ok(()) }
-}
-
-/// Rewrites `metrics.jsonl` in `dir` without the evaluation of `step`.
-pub(super) fn drop_evaluation(dir: &Path, step: u64) -> Result<()> {
-    keep_lines(&dir.join(METRICS), |at, line| {
-        at != step || !is_evaluation(line, "eval_")
-    })
-}
-
-/// True if `metrics.jsonl` in `dir` has a complete line of `step` with a key that starts with `key`.
-pub fn has_evaluation(dir: &Path, step: u64, key: &str) -> bool {
-    let mut found = false;
-    let read = each_line(&dir.join(METRICS), |line| {
-        found |= whole(line).is_some_and(|(at, line)| at == step && is_evaluation(&line, key));
-        Ok(())
-    });
-    read.is_ok() && found
+    if end < at {
+        cut(path, end)?;
+    }
+    Ok(end < at)
 }
 
 /// True if `samples.jsonl` in `dir` has a line of `step` with these texts as `when` and `prompt`.
@@ -309,7 +478,8 @@ pub(super) fn has_sample(dir: &Path, step: u64, when: &str, prompt: &str) -> boo
     read.is_ok() && found
 }
 
-/// Step and numbers of the evaluations in `metrics.jsonl`, in order. An evaluation may have more than one line.
+/// Step and numbers of the evaluations in `metrics.jsonl`, in order. An evaluation may have more than one line; of a number that is
+/// there twice, because a line could not be removed, the later one counts.
 pub fn evaluations(dir: &Path) -> Vec<(u64, Vec<(String, f64)>)> {
     let mut found: BTreeMap<u64, Vec<(String, f64)>> = BTreeMap::new();
     // Without the file there are none.
@@ -321,8 +491,11 @@ pub fn evaluations(dir: &Path) -> Vec<(u64, Vec<(String, f64)>)> {
         // JSON has no number that is not finite: such a value is `null` in the file.
         let number = |value: &Value| value.is_null().then_some(f64::NAN).or(value.as_f64());
         let numbers = numbers.filter_map(|(name, value)| Some((name.clone(), number(value)?)));
-        let numbers = numbers.filter(|(name, _)| name.starts_with("eval_"));
-        found.entry(step).or_default().extend(numbers);
+        let all = found.entry(step).or_default();
+        for (name, number) in numbers.filter(|(name, _)| name.starts_with("eval_")) {
+            all.retain(|(other, _)| *other != name);
+            all.push((name, number));
+        }
         Ok(())
     });
     found.into_iter().collect()
@@ -343,10 +516,10 @@ fn cut(path: &Path, length: u64) -> Result<()> {
     AppendFile::continue_at(path, length)?.sync()
 }
 
-/// Removes the other lines. Only if one that stays follows one that goes, the file is written again.
-fn keep_lines(path: &Path, keep: impl Fn(u64, &Value) -> bool) -> Result<()> {
+/// Removes the other lines. Only if one that stays follows one that goes, the file is written again. True if there were some.
+fn keep_lines(path: &Path, keep: impl Fn(u64, &Value) -> bool) -> Result<bool> {
     if !path.exists() {
-        return Ok(());
+        return Ok(false);
     }
     let stays = |line: &[u8]| whole(line).is_some_and(|(at, value)| keep(at, &value));
     let (mut at, mut first, mut stays_after) = (0, None, false);
@@ -359,127 +532,16 @@ fn keep_lines(path: &Path, keep: impl Fn(u64, &Value) -> bool) -> Result<()> {
         at += line.len() as u64;
         Ok(())
     })?;
-    let Some(first) = first else { return Ok(()) };
+    let Some(first) = first else { return Ok(false) };
     if !stays_after {
-        return cut(path, first);
+        cut(path, first)?;
+        return Ok(true);
     }
     let mut out = AtomicFile::create(path)?;
     each_line(path, |line| if stays(line) { out.write(line) } else { Ok(()) })?;
-    out.commit()
+    out.commit()?;
+    Ok(true)
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use serde_json::json;
-
-    fn steps(path: &Path) -> Vec<u64> {
-        let text = files::read_text(path).unwrap();
-        text.lines()
-            .map(|line| serde_json::from_str::<Value>(line).unwrap()["step"].as_u64().unwrap())
-            .collect()
-    }
-
-    fn step(log: &mut LogFile, step: u64) {
-        log.line(&json!({"step": step}));
-    }
-
-    /// The line of a step, for a disk that has space for a part of it only.
-    fn half_a_step(log: &mut LogFile, step: u64) {
-        let line = json!({"step": step}).to_string();
-        let path = log.path.clone().unwrap();
-        AppendFile::open(&path).unwrap().write(&line.as_bytes()[..4]).unwrap();
-        log.waiting_bytes += line.len() as u64 + 1;
-        log.waiting.push_back(format!("{line}\n").into_bytes());
-        log.failed(Error::io("cannot append to the file").at_path(&path), false);
-    }
-
-    /// As if the last try was long ago.
-    fn wait(log: &mut LogFile) {
-        let failing = log.failing.as_mut().unwrap();
-        failing.last_try = failing.last_try.checked_sub(RETRY).unwrap();
-    }
-
-    #[test]
-    fn a_file_that_fails_once_has_all_lines_later() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join(METRICS);
-        let mut log = LogFile::open(&path);
-        step(&mut log, 1);
-        half_a_step(&mut log, 2);
-        assert!(log.take_fault().unwrap().to_string().contains(METRICS));
-        step(&mut log, 3);
-        let before = files::read_text(&path).unwrap();
-        assert_eq!(before, "{\"step\":1}\n{\"st", "not every line tries again");
-        wait(&mut log);
-        step(&mut log, 4);
-        assert_eq!(steps(&path), [1, 2, 3, 4]);
-        assert!(log.take_note().unwrap().contains("with all lines"));
-        half_a_step(&mut log, 5);
-        assert!(log.take_fault().is_some(), "another fault is reported too");
-        log.sync();
-        step(&mut log, 6);
-        assert_eq!(steps(&path), [1, 2, 3, 4, 5, 6], "a sync tries again at once");
-        assert!(log.take_note().is_some() && log.take_fault().is_none());
-    }
-
-    #[test]
-    fn a_file_that_cannot_be_opened_has_all_lines_later() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("later").join(METRICS);
-        let mut log = LogFile::open(&path);
-        assert!(log.take_fault().is_some());
-        step(&mut log, 1);
-        log.sync();
-        assert!(log.is_failing() && log.take_fault().is_none() && log.take_note().is_none());
-        files::create_dir_all(path.parent().unwrap()).unwrap();
-        log.sync();
-        step(&mut log, 2);
-        assert_eq!(steps(&path), [1, 2]);
-        // A file that was removed or replaced meanwhile is not filled with zeros.
-        half_a_step(&mut log, 3);
-        files::remove_file(&path).unwrap();
-        log.sync();
-        assert_eq!(steps(&path), [3]);
-    }
-
-    #[test]
-    fn lines_of_a_failed_sync_are_written_again() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join(METRICS);
-        let mut log = LogFile::open(&path);
-        step(&mut log, 1);
-        log.sync();
-        step(&mut log, 2);
-        log.sync_failed(Error::io("cannot sync the file"));
-        // What the system dropped.
-        let kept = AppendFile::continue_at(&path, log.synced).unwrap();
-        assert_eq!(kept.length().unwrap(), log.synced);
-        step(&mut log, 3);
-        assert_eq!(steps(&path), [1]);
-        wait(&mut log);
-        step(&mut log, 4);
-        assert_eq!(steps(&path), [1, 2, 3, 4]);
-        assert!(
-            log.take_note().is_none(),
-            "only a sync shows that the disk is good again"
-        );
-        log.sync();
-        assert!(log.take_note().is_some() && !log.is_failing());
-        assert_eq!(log.synced, files::size(&path).unwrap());
-    }
-
-    #[test]
-    fn the_newest_lines_of_a_long_fault_are_kept() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join(METRICS);
-        let mut log = LogFile::open(&path);
-        half_a_step(&mut log, 1);
-        for step in 2..=6 {
-            log.line(&json!({"step": step, "text": "a".repeat(1 << 20)}));
-        }
-        log.sync();
-        assert_eq!(steps(&path), [4, 5, 6]);
-        assert!(log.take_note().unwrap().contains("are missing"));
-    }
-}
+mod tests;

@@ -12,15 +12,14 @@ mod terminal;
 pub use environment::{Cpu, cpu, environment, write_environment};
 pub use fullscreen::FullScreen;
 pub use layout::{ascii, columns, visible, visible_but_colors, wrapped};
-pub use log::{copy_until, evaluations, has_evaluation, truncate_after};
+pub use log::{copy_until, evaluations};
 pub use screen::{
-    OutputStyle, above, aside, ask, bug, clear, error, last_words, note, result_is_terminal, result_width, start,
+    OutputStyle, above, aside, ask, bug, clear, error, final_line, note, result_is_terminal, result_width, start,
     style, warn, width,
 };
 
-use crate::base::files;
 use crate::history;
-use log::LogFile;
+use log::{LogFile, Removal};
 use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
 use terminal::Terminal;
@@ -72,7 +71,7 @@ impl EvalMetrics {
 pub struct Reporter {
     metrics: LogFile,
     events: LogFile,
-    /// Created with the first sample.
+    /// Opened with the first sample.
     samples: Option<LogFile>,
     /// The event file of TensorBoard.
     board: Option<LogFile>,
@@ -82,30 +81,26 @@ pub struct Reporter {
     last_loss: Option<f64>,
     /// Losses since that line.
     losses: Vec<f64>,
-    /// The files belong to another rank.
-    silent: bool,
 }
 
 impl Reporter {
     /// `total_steps`: length of the whole run; `resumed_from`: step of the checkpoint, 0 for a new run. Removes lines
-    /// of `metrics.jsonl` and `samples.jsonl` after that step: the run will write them again.
+    /// of `metrics.jsonl` and `samples.jsonl` after that step, and incomplete lines: the run will write them again.
     pub fn new(dir: &Path, total_steps: u64, resumed_from: u64) -> Self {
-        // Before the files are opened: the rewrite gives them new inodes.
-        let truncated = truncate_after(dir, resumed_from).and_then(|()| log::drop_torn_events(dir));
+        let later = Removal::After(resumed_from);
+        let samples = dir.join(log::SAMPLES);
+        let samples = samples.exists().then(|| LogFile::open_without(&samples, later));
         let mut reporter = Self {
-            metrics: LogFile::open(&dir.join(log::METRICS)),
-            events: LogFile::open(&dir.join(log::EVENTS)),
-            samples: None,
+            metrics: LogFile::open_without(&dir.join(log::METRICS), later),
+            events: LogFile::open_without(&dir.join(log::EVENTS), Removal::Torn),
+            // Lines that could not be removed have to go before the first sample.
+            samples: samples.filter(LogFile::is_failing),
             board: None,
             dir: dir.to_path_buf(),
             terminal: Terminal::new(total_steps, resumed_from),
             last_loss: None,
             losses: Vec::new(),
-            silent: false,
         };
-        if let Err(e) = truncated {
-            reporter.warn(&format!("cannot remove lines of an earlier run: {e}"));
-        }
         reporter.complain();
         reporter
     }
@@ -121,23 +116,36 @@ impl Reporter {
             terminal: Terminal::new(total_steps, 0),
             last_loss: None,
             losses: Vec::new(),
-            silent: true,
         }
     }
 
     /// With `wanted`: writes the metrics to an event file of TensorBoard too, with those that are there already.
     pub fn with_event_file(mut self, wanted: bool) -> Self {
         self.board = wanted.then(|| LogFile::event_file(&self.dir));
+        self.update_board(None, true);
         self.complain();
         self
     }
 
     /// Writes a line of metrics.
     fn metrics(&mut self, line: Map<String, Value>) {
-        if let Some(board) = &mut self.board {
-            board.bytes(history::event(&line));
-        }
+        let record = self.board.is_some().then(|| history::event(&line));
         self.metrics.line(&Value::Object(line));
+        self.update_board(record, false);
+    }
+
+    /// Adds the record of the last line of the metrics to the event file. If there is no event file, or if lines of the metrics were
+    /// removed, it is written with all lines of the metrics. `now`: as for `LogFile::create`.
+    fn update_board(&mut self, record: Option<Vec<u8>>, now: bool) {
+        let Some(board) = &mut self.board else { return };
+        if self.metrics.take_removed() {
+            board.renew();
+        }
+        // Without the file the record is dropped: `create` finds its line in the metrics.
+        if let Some(record) = record {
+            board.bytes(record);
+        }
+        board.create(&self.metrics, now);
     }
 
     /// Prints the box at the start, with names and values.
@@ -243,27 +251,20 @@ impl Reporter {
 
     /// True if `samples.jsonl` has a line of `step` with these texts as `when` and `prompt`: a resumed run may have written it.
     pub fn has_sample(&self, step: u64, when: &str, prompt: &str) -> bool {
-        log::has_sample(&self.dir, step, when, prompt)
+        let stays = self.samples.as_ref().is_none_or(|log| log.keeps(step, &Value::Null));
+        stays && log::has_sample(&self.dir, step, when, prompt)
+    }
+
+    /// True if `metrics.jsonl` has a complete line of `step` with a key that starts with `key`, which is not to be removed: a run that
+    /// goes on from this step may have been stopped after its evaluation. Lines that wait for the disk do not count.
+    pub fn has_evaluation(&self, step: u64, key: &str) -> bool {
+        self.metrics.has_evaluation(step, key)
     }
 
     /// Removes the lines of an evaluation that is repeated.
     pub fn drop_evaluation(&mut self, step: u64) {
-        if self.silent {
-            return;
-        }
-        // Lines that wait are among those that may go.
-        self.metrics.write_waiting();
-        let path = self.dir.join(log::METRICS);
-        let size = || files::size(&path).unwrap_or(0);
-        let before = size();
-        if let Err(e) = log::drop_evaluation(&self.dir, step) {
-            self.warn(&format!("cannot remove metrics of an earlier evaluation: {e}"));
-        }
-        if self.board.is_some() && size() != before {
-            self.board = Some(LogFile::event_file(&self.dir));
-        }
-        // The rewrite creates a new inode.
-        self.metrics.reopen();
+        self.metrics.drop_evaluation(step);
+        self.update_board(None, true);
         self.complain();
     }
 
@@ -276,6 +277,7 @@ impl Reporter {
         {
             log.sync();
         }
+        self.update_board(None, true);
         self.complain();
     }
 
@@ -327,8 +329,9 @@ impl Drop for Reporter {
             .chain(&mut self.board)
             .filter(|log| log.is_failing())
         {
-            log.sync();
+            log.last_try();
         }
+        self.update_board(None, true);
         self.complain();
         self.finish();
     }
@@ -337,6 +340,7 @@ impl Drop for Reporter {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::base::files;
 
     fn step(step: u64, loss: f64) -> StepMetrics {
         StepMetrics {
@@ -433,7 +437,7 @@ mod tests {
         let mut r = Reporter::new(dir.path(), 6, 3);
         r.step(&step(4, 4.0), false);
         r.drop_evaluation(3);
-        assert!(has_evaluation(dir.path(), 2, "eval_loss") && !has_evaluation(dir.path(), 3, "eval_"));
+        assert!(r.has_evaluation(2, "eval_loss") && !r.has_evaluation(3, "eval_"));
         r.sync();
         drop(r);
         let steps: Vec<u64> = lines(dir.path(), "metrics.jsonl")
@@ -447,7 +451,7 @@ mod tests {
     }
 
     /// Step and scalars of each record of the event file in `dir`. Those before it have none.
-    fn records(dir: &Path) -> Vec<(u64, Vec<(String, f32)>)> {
+    pub(super) fn records(dir: &Path) -> Vec<(u64, Vec<(String, f32)>)> {
         let mut found = files::list(dir).unwrap();
         found.retain(|path| history::is_event_file(path.file_name().unwrap().to_str().unwrap()));
         let mut all = found

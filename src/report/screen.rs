@@ -182,7 +182,7 @@ fn lines(label: Option<(&str, &str)>, text: &str, width: Option<usize>) -> Strin
 }
 
 /// Prints a line even where another rank of the job speaks: the job ends.
-pub fn last_words(line: &str) {
+pub fn final_line(line: &str) {
     let _ = std::io::stderr().write_all(format!("{}\n", visible(line)).as_bytes());
 }
 

@@ -232,7 +232,7 @@ impl ModelFiles {
     fn open_untied(&self, untied: bool) -> Result<Weights> {
         let mut weights = Weights::open(&self.dir)?;
         if let Some(new) = &self.new_rows {
-            new.place(&mut weights)?;
+            new.place(&mut weights, self.spec.tied || untied)?;
         }
         if untied {
             hf::untied_weights(weights)
@@ -255,7 +255,7 @@ impl ModelFiles {
     pub fn raw_config(&self) -> serde_json::Map<String, serde_json::Value> {
         let mut raw = self.config.raw.clone();
         if self.new_rows.is_some() {
-            raw.insert("vocab_size".into(), self.spec.vocab.into());
+            hf::set_language_key(&mut raw, "vocab_size", &self.spec.vocab.into());
         }
         // The exported model is not quantized.
         hf::unquantized(&mut raw);

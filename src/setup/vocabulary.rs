@@ -10,10 +10,12 @@ use crate::formats::weights::Weights;
 use crate::formats::{ChatTemplate, Tokenizer};
 use crate::model::Spec;
 use crate::model::spec::{EMBEDDING, LM_HEAD, PER_LAYER_TABLE};
+use crate::quant::Format;
 use crate::recipe::{self, Auto, Method, Recipe};
 use crate::report;
 use crate::setup::locate;
 use crate::setup::model::warn_once;
+use crate::source::stored;
 use serde_json::{Map, Value};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -262,16 +264,23 @@ impl NewRows {
         }))
     }
 
-    /// Makes the rows in the weights of the model: a row is the mean of the rows of its pieces.
+    /// Makes the rows in the weights of the model: a row is the mean of the rows of its pieces. `tied`: the model reads no
+    /// head of its own.
     ///
-    /// Errors: the embedding cannot be read.
-    pub fn place(&self, weights: &mut Weights) -> Result<()> {
+    /// Errors: the embedding cannot be read; embedding or head is quantized, so no row can be added.
+    pub fn place(&self, weights: &mut Weights, tied: bool) -> Result<()> {
         if let Some(table) = weights.info(PER_LAYER_TABLE) {
             return Err(
                 Error::unsupported("new tokens are not supported in a model with per-layer embeddings").at(&table.name),
             );
         }
-        for table in [EMBEDDING, LM_HEAD] {
+        let tables: &[&str] = if tied { &[EMBEDDING] } else { &[EMBEDDING, LM_HEAD] };
+        for table in tables {
+            if let Some((_, format)) = stored::find(weights, table)? {
+                return Err(quantized_table(table, format));
+            }
+        }
+        for table in tables {
             let Some(width) = weights.info(table).and_then(|info| info.shape.get(1).copied()) else {
                 continue;
             };
@@ -322,6 +331,14 @@ fn mean(ids: &[u32], width: usize, read: &mut dyn FnMut(u32, &mut [f32]) -> Resu
         sum.iter_mut().zip(&row).for_each(|(sum, x)| *sum += f64::from(*x));
     }
     Ok(sum.iter().map(|x| (x / ids.len().max(1) as f64) as f32).collect())
+}
+
+fn quantized_table(table: &str, format: Format) -> Error {
+    Error::unsupported("new tokens are not supported in a model whose embedding or output head is quantized")
+        .at(table)
+        .found(format)
+        .expected("a matrix in 16 or 32 bits")
+        .hint("give the model's unquantized weights, or train without new tokens")
 }
 
 fn without_rows(tokenizer: &Tokenizer, dir: &Path, stored: usize, unasked: &[&str]) -> Error {
@@ -379,4 +396,93 @@ pub fn with_new_rows(recipe: &Recipe, new: Option<&NewRows>, spec: &Spec) -> Rec
         (_, Method::Block | Method::Freeze) => {}
     }
     recipe
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::base::ErrorKind;
+    use crate::formats::StoredDtype;
+    use crate::formats::writer::{TensorPlan, Values, write_file};
+    use serde_json::json;
+
+    /// Suffix, type, shape and bytes of a part of the output head.
+    type Part = (&'static str, StoredDtype, Vec<usize>, Vec<u8>);
+
+    /// Weights with an embedding `[8, 8]` and an output head of these parts.
+    fn weights(dir: &Path, quantization: &Value, head: &[Part]) -> Weights {
+        let embedding = vec![0u8; 4 * 64];
+        let first = (EMBEDDING.to_string(), StoredDtype::F32, vec![8, 8], &embedding);
+        let head = head
+            .iter()
+            .map(|(suffix, dtype, shape, bytes)| (format!("lm_head.{suffix}"), *dtype, shape.clone(), bytes));
+        let (plans, bytes): (Vec<TensorPlan>, Vec<&Vec<u8>>) = std::iter::once(first)
+            .chain(head)
+            .map(|(name, dtype, shape, bytes)| (TensorPlan { name, dtype, shape }, bytes))
+            .unzip();
+        let mut bytes = bytes.into_iter();
+        write_file(&dir.join("model.safetensors"), &plans, &[], |_, sink| {
+            sink(Values::Raw(bytes.next().unwrap()))
+        })
+        .unwrap();
+        let config = json!({"quantization_config": quantization});
+        std::fs::write(dir.join("config.json"), config.to_string()).unwrap();
+        Weights::open(dir).unwrap()
+    }
+
+    fn row() -> NewRows {
+        NewRows {
+            ids: vec![8],
+            pieces: vec![vec![0, 1]],
+            stored: 8,
+            vocab: 9,
+        }
+    }
+
+    #[test]
+    fn new_rows_are_refused_for_a_quantized_head_that_is_read() {
+        let zeros = |suffix, dtype: StoredDtype, shape: [usize; 2]| -> Part {
+            let bytes = vec![0; shape[0] * shape[1] * dtype.size()];
+            (suffix, dtype, shape.to_vec(), bytes)
+        };
+        let qweight = [
+            zeros("qweight", StoredDtype::I32, [1, 8]),
+            zeros("qzeros", StoredDtype::I32, [1, 1]),
+            zeros("scales", StoredDtype::F16, [1, 8]),
+        ];
+        let sizes = [8i64, 8].iter().flat_map(|n| n.to_le_bytes()).collect();
+        let packed = [
+            zeros("weight_packed", StoredDtype::I32, [8, 1]),
+            zeros("weight_scale", StoredDtype::Bf16, [8, 1]),
+            ("weight_shape", StoredDtype::I64, vec![2], sizes),
+        ];
+        let int8 = [
+            zeros("weight", StoredDtype::I8, [8, 8]),
+            ("SCB", StoredDtype::F32, vec![8], vec![0; 32]),
+        ];
+        for (quantization, head) in [
+            (
+                json!({"quant_method": "gptq", "bits": 4, "group_size": 8}),
+                &qweight[..],
+            ),
+            (json!({"quant_method": "awq", "bits": 4, "group_size": 8}), &qweight[..]),
+            (
+                json!({"quant_method": "compressed-tensors", "format": "pack-quantized"}),
+                &packed[..],
+            ),
+            (json!({"quant_method": "bitsandbytes", "load_in_8bit": true}), &int8[..]),
+        ] {
+            let dir = tempfile::tempdir().unwrap();
+            let mut untied = weights(dir.path(), &quantization, head);
+            let e = row().place(&mut untied, false).unwrap_err();
+            assert_eq!(e.kind(), ErrorKind::Unsupported, "{quantization}");
+            assert!(e.to_string().contains(LM_HEAD), "{quantization}: {e}");
+            let shape = |weights: &Weights| weights.info(EMBEDDING).unwrap().shape.clone();
+            assert_eq!(shape(&untied), [8, 8], "{quantization}");
+            // A tied model does not read it.
+            let mut tied = weights(dir.path(), &quantization, head);
+            row().place(&mut tied, true).unwrap();
+            assert_eq!(shape(&tied), [9, 8], "{quantization}");
+        }
+    }
 }

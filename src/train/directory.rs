@@ -13,14 +13,15 @@ use crate::setup::ModelDir;
 use crate::setup::rows::RecipeRows;
 use crate::source::Placement;
 use crate::train::checkpoint_size::CheckpointSize;
-use crate::train::owner::{self, DirectoryState, OwnedFiles, RecordedFinal};
+use crate::train::owner::{self, DirectoryState, OwnedFiles, RecordedFinal, TakenCheckpoint};
 use crate::train::starts;
 use crate::train::{Resume, TrainOptions};
 use serde_json::json;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-/// A run directory that this process owns. If it is dropped before `begin`, the directory stays unchanged.
+/// A run directory that this process owns. If it is dropped before `begin`, the run is refused: a new directory has no trace of it
+/// then, and another one goes on from the same checkpoint as before.
 pub struct RunDirectory {
     path: PathBuf,
     lock: Option<RunLock>,
@@ -34,10 +35,41 @@ pub struct RunDirectory {
     /// This process wrote the manifest.
     written: bool,
     begun: bool,
+    /// What the manifest had before: the checkpoint of another run from which the run goes on.
+    from_before: Option<TakenCheckpoint>,
     /// Checkpoints that rotation does not remove and that were already reported.
     kept: BTreeSet<PathBuf>,
+    /// The checkpoint from which the run goes on, if it is that of another run.
+    pub taken: Option<PathBuf>,
     /// Messages for the user: removed files, and files that were not touched.
     pub notes: Vec<String>,
+}
+
+/// What `--resume` means in this directory: a run that began with the checkpoint of another one, and does not have it yet, goes on
+/// from there. Changes nothing.
+///
+/// Errors: as `DirectoryState::of`; that checkpoint does not exist any more.
+pub fn resume_of(run_dir: &Path, resume: &Resume) -> Result<Resume> {
+    let is_own = match resume {
+        Resume::No => false,
+        Resume::Newest => true,
+        Resume::From(from) => is_within(from, run_dir) && is_within(run_dir, from),
+    };
+    if !is_own {
+        return Ok(resume.clone());
+    }
+    let DirectoryState::Run(manifest) = DirectoryState::of(run_dir)? else {
+        return Ok(resume.clone());
+    };
+    match manifest.awaited(run_dir)? {
+        None => Ok(resume.clone()),
+        Some(from) if is_checkpoint(&from.path) => Ok(Resume::From(from.path.clone())),
+        Some(from) => Err(Error::not_found("the checkpoint from which the run goes on does not exist any more")
+            .at_path(&from.path)
+            .hint(
+                "give the place where it is now: `--resume DIR`; or start the run from the beginning with `--overwrite`",
+            )),
+    }
 }
 
 /// Checks if a run can start, resume or overwrite here. Changes nothing, so an early refusal leaves no trace.
@@ -64,14 +96,17 @@ pub fn check(run_dir: &Path, options: &TrainOptions) -> Result<()> {
         (DirectoryState::New, Resume::Newest) => Err(Error::new("the directory has no run to resume")
             .at_path(run_dir)
             .hint("start it without `--resume`")),
-        (DirectoryState::Run(_), Resume::Newest) => resumable(run_dir).map(drop),
+        (DirectoryState::Run(manifest), Resume::Newest) => resumable(run_dir, manifest).map(drop),
         (_, Resume::From(from)) => {
             if checkpoint::list(from).is_ok_and(|l| l.is_empty()) && !is_checkpoint(from) {
                 return Err(Error::new("there is no checkpoint to resume from")
                     .at_path(from)
                     .hint("give a run directory, or a `checkpoint-<step>` directory of one"));
             }
-            if matches!(kind, DirectoryState::Run(_)) && !is_within(from, run_dir) && has_results(run_dir)? {
+            if let DirectoryState::Run(manifest) = &kind
+                && !is_within(from, run_dir)
+                && has_results(run_dir, manifest)?
+            {
                 return Err(Error::usage("the output directory holds another run")
                     .at_path(run_dir)
                     .found(format!("a run that would go on from {}", from.display()))
@@ -81,9 +116,9 @@ pub fn check(run_dir: &Path, options: &TrainOptions) -> Result<()> {
             }
             Ok(())
         }
-        (DirectoryState::Run(_), Resume::No) if !options.overwrite => {
+        (DirectoryState::Run(manifest), Resume::No) if !options.overwrite => {
             let error = Error::usage("the output directory holds an earlier run").at_path(run_dir);
-            Err(error.hint(match resumable(run_dir) {
+            Err(error.hint(match resumable(run_dir, manifest) {
                 Ok(true) => {
                     "continue it with `--resume`, replace it with `--overwrite`, or set another \
                              `train.output_dir`"
@@ -107,9 +142,11 @@ pub fn is_within(from: &Path, run_dir: &Path) -> bool {
     }
 }
 
-/// True if the run has written something that another run would remove or mix with its own.
-fn has_results(run_dir: &Path) -> Result<bool> {
-    Ok(!checkpoint::list(run_dir)?.is_empty() || run_dir.join(owner::FINAL).exists())
+/// True if the run has written something that another run would remove or mix with its own. What it has before the checkpoint from
+/// which it goes on was copied.
+fn has_results(run_dir: &Path, manifest: &OwnedFiles) -> Result<bool> {
+    let own = !checkpoint::list(run_dir)?.is_empty() && manifest.awaited(run_dir)?.is_none();
+    Ok(own || run_dir.join(owner::FINAL).exists())
 }
 
 fn is_checkpoint(from: &Path) -> bool {
@@ -119,8 +156,8 @@ fn is_checkpoint(from: &Path) -> bool {
 /// True if the run has a checkpoint to resume from. A run that stopped before its first checkpoint starts again.
 ///
 /// Errors: a finished run without checkpoints.
-fn resumable(run_dir: &Path) -> Result<bool> {
-    let any = !checkpoint::list(run_dir)?.is_empty();
+fn resumable(run_dir: &Path, manifest: &OwnedFiles) -> Result<bool> {
+    let any = !checkpoint::list(run_dir)?.is_empty() || manifest.awaited(run_dir)?.is_some();
     if !any && run_dir.join(owner::FINAL).exists() {
         return Err(Error::new("the run is finished and has no checkpoint to resume from")
             .at_path(run_dir)
@@ -159,7 +196,9 @@ pub fn open(
         made,
         written: false,
         begun: false,
+        from_before: None,
         kept: BTreeSet::new(),
+        taken: None,
         notes: Vec::new(),
     };
     let last = lock::last_process(run_dir);
@@ -192,14 +231,33 @@ pub fn open(
         }
         Some(from) => checkpoint::latest(from)?,
     };
+    let mut from = None;
     if let Some(checkpoint) = &resumed {
         same(checkpoint).map_err(|e| e.or_at(checkpoint.path.display()))?;
-        let aside = checkpoint::set_aside_later(run_dir, checkpoint.step)?;
-        out.note("later checkpoints were set aside", &aside);
+        if !is_within(&checkpoint.path, run_dir) {
+            out.taken = Some(checkpoint.path.clone());
+            from = Some(TakenCheckpoint::new(&checkpoint.path, checkpoint.step));
+        }
+        // Checkpoints that were added for another one do not belong to this run.
+        let awaited = out.manifest.awaited(run_dir)?;
+        let is_other = from.is_some() && awaited.is_some_and(|awaited| from.as_ref() != Some(awaited));
+        let last = if is_other { 0 } else { checkpoint.step };
+        let aside = checkpoint::set_aside_later(run_dir, last)?;
+        let what = if is_other {
+            "checkpoints from another run were set aside"
+        } else {
+            "later checkpoints were set aside"
+        };
+        out.note(what, &aside);
     } else if options.resume != Resume::No {
         out.notes
             .push("the run has no checkpoint yet: it starts from the beginning".into());
     } else if options.overwrite {
+        // First: if this process is killed meanwhile, the temporary names of what it removes have its id, and no `--resume` goes on
+        // from where the removed run does.
+        out.manifest.set_from(None);
+        out.manifest.join(run_dir)?;
+        out.written = true;
         let (removed, left) = out.manifest.remove(run_dir)?;
         let paths = |names: Vec<String>| names.into_iter().map(PathBuf::from).collect::<Vec<_>>();
         out.note("removed from the earlier run", &paths(removed));
@@ -208,8 +266,10 @@ pub fn open(
             &paths(left),
         );
     }
-    out.manifest.join(run_dir)?;
+    // Now, not in `begin`: after a kill in a new directory `--resume` goes on from there too.
+    out.from_before = out.manifest.set_from(from);
     out.written = true;
+    out.manifest.join(run_dir)?;
     Ok((out, resumed))
 }
 
@@ -225,7 +285,9 @@ impl RunDirectory {
             made: false,
             written: false,
             begun: true,
+            from_before: None,
             kept: BTreeSet::new(),
+            taken: None,
             notes: Vec::new(),
         }
     }
@@ -247,6 +309,11 @@ impl RunDirectory {
     /// Marks the run as started: the directory is kept.
     pub fn begin(&mut self) {
         self.begun = true;
+    }
+
+    /// The checkpoint of another run is in the directory: the run goes on from it there.
+    pub fn brought(&mut self) -> Result<()> {
+        self.manifest.brought(&self.path)
     }
 
     /// Warns once if another program has removed the lock, which is written again.
@@ -315,7 +382,14 @@ impl RunDirectory {
 
 impl Drop for RunDirectory {
     fn drop(&mut self) {
-        if self.begun || !self.new {
+        if self.begun {
+            return;
+        }
+        if !self.new {
+            let before = self.from_before.take();
+            if self.written && self.manifest.set_from(before.clone()) != before {
+                let _ = self.manifest.join(&self.path);
+            }
             return;
         }
         // A refused run leaves no trace in a new directory.
@@ -402,3 +476,6 @@ pub fn space_needed(recipe: &Recipe, spec: &Spec, checkpoint: &CheckpointSize, p
     };
     kept * checkpoint.total() + out + scratch + drawn
 }
+
+#[cfg(test)]
+mod tests;

@@ -73,7 +73,7 @@ impl TrainingRun<'_> {
     /// writes `final/` without training. Returns the error with this hint. Of several ranks, rank 0 sends to the others that
     /// it failed: they wait for that, and take part in the save.
     pub fn export_failed(&mut self, engine: &Engine, step: u64, e: Error) -> Error {
-        let can_save = !self.ranks.several() || self.ranks.is_root() && self.ranks.of_root(true).is_ok();
+        let can_save = !self.ranks.several() || self.ranks.is_root() && self.ranks.export_failed_at_root(true).is_ok();
         if !can_save {
             return self.ended(step, e);
         }

@@ -52,6 +52,11 @@ pub enum RecipePaths<'a> {
 ///
 /// Errors: the base model is not the one of the run; `out` cannot be written.
 pub fn write(dir: &Path, out: &Path, paths: RecipePaths) -> Result<CheckpointExport> {
+    write_or(dir, out, None, paths)
+}
+
+/// As `write`, but a whole model is written to `whole`, if that is given. An adapter with a base of its own names `out`.
+pub fn write_or(dir: &Path, out: &Path, whole: Option<&Path>, paths: RecipePaths) -> Result<CheckpointExport> {
     let loaded = checkpoint::load(dir)?;
     let fingerprint = state::fingerprint(&loaded);
     let written = recipe::again(&fingerprint.recipe).map_err(|e| e.within(dir.display()))?;
@@ -165,9 +170,11 @@ pub fn write(dir: &Path, out: &Path, paths: RecipePaths) -> Result<CheckpointExp
         adapter_set: &adapter_set,
         print: &base,
     };
-    finish::export(&trained, out, &mut |line| notes.push(line.to_string()))?;
+    let adapter = adapter_set.config.is_some();
+    let to = whole.filter(|_| !adapter).unwrap_or(out);
+    finish::export(&trained, to, &mut |line| notes.push(line.to_string()))?;
     Ok(CheckpointExport {
-        adapter: adapter_set.config.is_some(),
+        adapter,
         step: loaded.step,
         notes,
     })

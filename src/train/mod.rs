@@ -1,6 +1,7 @@
 //! `ft train`: the program, the stages that feed the engine, the start values of adapters, the training state, and the
 //! run directory.
 
+mod abort_message;
 mod best;
 mod budget;
 pub mod checkpoint_size;
@@ -14,6 +15,7 @@ pub mod inputs;
 pub mod learning;
 mod loftq;
 mod next;
+mod non_finite;
 mod owner;
 mod profile;
 mod program;

@@ -69,6 +69,33 @@ pub struct OwnedFiles {
     processes: Vec<u32>,
     /// Files of `final/` at the time of writing.
     finals: BTreeMap<String, StoredFile>,
+    /// Until the checkpoint of another run from which this one goes on is in its directory.
+    from: Option<TakenCheckpoint>,
+}
+
+/// A checkpoint of another run from which a run goes on.
+#[derive(Debug, Clone, PartialEq)]
+pub struct TakenCheckpoint {
+    /// An absolute path, if that is a text.
+    pub path: PathBuf,
+    step: u64,
+}
+
+impl TakenCheckpoint {
+    pub fn new(path: &Path, step: u64) -> Self {
+        let absolute = path.canonicalize().ok().filter(|absolute| absolute.to_str().is_some());
+        Self {
+            path: absolute.unwrap_or_else(|| path.to_path_buf()),
+            step,
+        }
+    }
+
+    fn read(value: &Value) -> Option<Self> {
+        Some(Self {
+            path: value["checkpoint"].as_str()?.into(),
+            step: value["step"].as_u64()?,
+        })
+    }
 }
 
 /// A file as it was written.
@@ -215,6 +242,7 @@ impl OwnedFiles {
                     Some((name.clone(), stored))
                 })
                 .collect(),
+            from: TakenCheckpoint::read(&value["from"]),
         }))
     }
 
@@ -223,21 +251,46 @@ impl OwnedFiles {
         let finals: Map<String, Value> = finals
             .map(|(name, file)| (name.clone(), json!([file.size, file.changed, file.hash])))
             .collect();
-        let value = json!({
+        let mut value = json!({
             "format": "ft run 1",
             "ft": env!("CARGO_PKG_VERSION"),
             "processes": self.processes,
             FINAL: finals,
         });
+        if let Some(from) = &self.from {
+            value["from"] = json!({"checkpoint": from.path.to_string_lossy(), "step": from.step});
+        }
         files::write_atomic(&run_dir.join(MANIFEST), format!("{value:#}\n").as_bytes())
     }
 
     /// Registers this process in the manifest.
     pub fn join(&mut self, run_dir: &Path) -> Result<()> {
-        self.processes.push(std::process::id());
+        let process = std::process::id();
+        if self.processes.last() != Some(&process) {
+            self.processes.push(process);
+        }
         let surplus = self.processes.len().saturating_sub(PROCESSES);
         self.processes.drain(..surplus);
         self.write(run_dir)
+    }
+
+    /// Sets the checkpoint of another run from which this one goes on; `None`: it goes on from one of its own, or begins. Returns the
+    /// one before.
+    pub fn set_from(&mut self, from: Option<TakenCheckpoint>) -> Option<TakenCheckpoint> {
+        std::mem::replace(&mut self.from, from)
+    }
+
+    /// The checkpoint from which the run goes on is in its directory.
+    pub fn brought(&mut self, run_dir: &Path) -> Result<()> {
+        self.from = None;
+        self.write(run_dir)
+    }
+
+    /// The checkpoint of another run from which this one goes on, if it is not in the directory yet: a process ended before it was there.
+    pub fn awaited(&self, run_dir: &Path) -> Result<Option<&TakenCheckpoint>> {
+        let Some(from) = &self.from else { return Ok(None) };
+        let is_here = checkpoint::list(run_dir)?.iter().any(|(step, _)| *step == from.step);
+        Ok((!is_here).then_some(from))
     }
 
     /// Removes unfinished files of earlier processes. `last`: the process that held the lock before this one.
@@ -271,7 +324,14 @@ impl OwnedFiles {
                 removed.push(name);
             }
         }
+        // A process was killed when the previous `final/` had a temporary name, before it was marked.
+        for (_, path) in self.temporaries(run_dir)? {
+            if self.is_final(&path) && staging::remove_unused(&path)? {
+                removed.push(name_of(&path));
+            }
+        }
         self.finals.clear();
+        self.from = None;
         Ok((removed, left))
     }
 
@@ -425,6 +485,28 @@ mod tests {
                 .to_string()
                 .contains("is a file")
         );
+    }
+
+    /// Row C1.
+    #[test]
+    fn a_run_knows_from_where_it_goes_on_until_that_checkpoint_is_there() {
+        let dir = tempfile::tempdir().unwrap();
+        let (d, other) = (dir.path().join("run"), dir.path().join("other/checkpoint-2"));
+        put(dir.path(), &["run/a", "other/checkpoint-2/a"]);
+        let mut manifest = OwnedFiles::default();
+        manifest.set_from(Some(TakenCheckpoint::new(&other, 2)));
+        manifest.join(&d).unwrap();
+        let mut next = OwnedFiles::read(&d).unwrap().unwrap();
+        assert_eq!(next, manifest);
+        let path = next.awaited(&d).unwrap().map(|from| from.path.clone());
+        assert_eq!(path, Some(other.canonicalize().unwrap()));
+        // The checkpoint of the best evaluation comes first.
+        put(&d, &["checkpoint-1/a"]);
+        assert!(next.awaited(&d).unwrap().is_some());
+        put(&d, &["checkpoint-2/a"]);
+        assert!(next.awaited(&d).unwrap().is_none());
+        next.brought(&d).unwrap();
+        assert_eq!(OwnedFiles::read(&d).unwrap().unwrap().from, None);
     }
 
     #[test]

@@ -7,11 +7,12 @@ mod inputs;
 mod results;
 mod steps;
 
-use crate::base::{Result, signal};
+use crate::base::{Result, aborted, signal};
 use crate::ops;
 use crate::plan::{Plan, memory_plan};
 use crate::recipe::{LoadedRecipe, Recipe};
 use crate::train::Resume;
+use crate::train::abort_message;
 use crate::train::best::BestModel;
 use crate::train::budget::Budget;
 use crate::train::learning::RateSweep;
@@ -102,8 +103,14 @@ fn due(step: u64, every: usize) -> bool {
 /// Errors: any invalid input (before the first step), a loss or gradient that is not finite, a full disk; a signal
 /// after the state was saved (exit code 128 + signal).
 pub fn train(loaded: &LoadedRecipe, options: &TrainOptions) -> Result<TrainOutcome> {
+    let run_dir = PathBuf::from(&loaded.recipe.train.output_dir);
+    // All ranks, before rank 0 changes the directory.
+    let resume = crate::train::directory::resume_of(&run_dir, &options.resume)?;
+    let options = &TrainOptions {
+        resume,
+        ..options.clone()
+    };
     let recipe = memory_plan::pin_resumed_choices(&loaded.recipe, &options.resume)?;
-    let run_dir = PathBuf::from(&recipe.train.output_dir);
     let ranks = &options.ranks;
     ranks.0.set_timeout(recipe.distributed.limit());
     if !options.dry_run && ranks.is_root() {
@@ -112,6 +119,7 @@ pub fn train(loaded: &LoadedRecipe, options: &TrainOptions) -> Result<TrainOutco
     let own = ranks.device(&recipe.model.device)?;
     signal::install()?;
     signal::quit("stopped before the first step");
+    abort_message::prepare(&run_dir, options)?;
 
     // All input errors are found before anything is written.
     let inputs = RunInputs::read(&recipe)?;
@@ -155,6 +163,7 @@ pub fn train(loaded: &LoadedRecipe, options: &TrainOptions) -> Result<TrainOutco
     };
     let opened = OpenedRun::new(&cx, &own, &adapters, &active_schedule, &strategy)?;
     let (start_step, scratch) = (opened.start_step(), opened.scratch.clone());
+    aborted::keep(start_step);
     let mut reporter = opened.reporter(&cx, &own, &adapters, &active_schedule, &stream)?;
     let budget = Budget::of(&recipe, &own.device);
     if let Some(warning) = budget.and_then(Budget::warning) {
@@ -183,7 +192,7 @@ pub fn train(loaded: &LoadedRecipe, options: &TrainOptions) -> Result<TrainOutco
     } = trainer;
     let mut best = BestModel::new(&recipe.train);
     if ranks.is_root() && start_step > 0 {
-        best.replay(&run_dir);
+        best.replay(&run_dir, start_step);
         // A full disk may have kept lines out of the metrics.
         resumed.iter().for_each(|from| best.add_saved(state::best(from)));
     }

@@ -1,7 +1,7 @@
 //! The ranks of a training run: their agreements, and the work of rank 0 alone. On one rank every agreement is its own
 //! answer. All ranks call the same methods in the same order.
 
-use crate::base::{Error, Result, files, signal, worker};
+use crate::base::{Error, Result, files, secrets, signal, worker};
 use crate::comm::{Collective, Patience, SingleRank};
 use crate::model::Spec;
 use crate::ops::CpuBackend;
@@ -109,6 +109,12 @@ impl RunRanks {
         Ok(self.from_root(vec![u8::from(own)])? == [1])
     }
 
+    /// Tells the other ranks if the export of rank 0 has failed: they wait for that, and take part in the save that follows.
+    /// Returns what rank 0 says; `own` of the other ranks is not used.
+    pub fn export_failed_at_root(&self, own: bool) -> Result<bool> {
+        self.of_root(own)
+    }
+
     /// The path of rank 0.
     pub fn path(&self, own: Option<&Path>) -> Result<Option<PathBuf>> {
         let text = own.map_or(String::new(), |path| path.to_string_lossy().into_owned());
@@ -123,7 +129,7 @@ impl RunRanks {
     }
 
     /// Waits until all ranks are here, without a time limit: after work that may take some ranks much longer than others, such as
-    /// reading a checkpoint.
+    /// reading a checkpoint or the weights of a model.
     pub fn meet_after_reading(&self) -> Result<()> {
         self.0.bytes(Vec::new(), Patience::Long).map(drop)
     }
@@ -350,12 +356,12 @@ fn differences(all: &[Vec<SharedFact>]) -> Vec<String> {
             ));
         }
         for ((key, value), (_, want)) in facts.iter().zip(first).filter(|(a, b)| a != b) {
-            out.push(format!(
-                "rank {}: {key}: {} instead of {}",
-                rank + 1,
-                short(value),
-                short(want)
-            ));
+            let (value, want) = (short(&secrets::mask(value)), short(&secrets::mask(want)));
+            out.push(if value == want && value.contains(secrets::MASK) {
+                format!("rank {}: {key}: a secret in it differs", rank + 1)
+            } else {
+                format!("rank {}: {key}: {value} instead of {want}", rank + 1)
+            });
         }
     }
     out
@@ -384,6 +390,11 @@ mod tests {
         assert_eq!(
             differences(&[facts("1"), facts("1")[..1].to_vec()]),
             ["rank 1: 1 facts instead of 2"]
+        );
+        let judged = |key: &str| vec![("rlhf.rewards".to_string(), format!("program:judge --api-key {key}"))];
+        assert_eq!(
+            differences(&[judged("one"), judged("two")]),
+            ["rank 1: rlhf.rewards: a secret in it differs"]
         );
     }
 

@@ -13,7 +13,8 @@ use crate::setup::active_schedule::ActiveSchedule;
 use crate::train::checkpoint_size::CheckpointSize;
 use crate::train::finish::{self, TrainedModel};
 use crate::train::owner::FINAL;
-use crate::train::state;
+use crate::train::running::TrainingRun;
+use crate::train::{samples, state};
 use serde_json::json;
 use std::path::Path;
 
@@ -68,5 +69,28 @@ pub fn of_evaluation(engine: &Engine, batches: &[Batch], reporter: &mut Reporter
         "rehearsal",
         json!({"evaluation_tokens": longest.ids.len(), "loss": loss}),
     );
+    Ok(())
+}
+
+/// Begins the answers that an evaluation and the end of the run need: to the longest of the sample prompts, of the questions of
+/// `eval_accuracy`, and of the held-out prompts of an RL stage. For a run that does not begin with an evaluation. They are greedy, so
+/// the random state stays as it is, and only `events.jsonl` gets their sizes. All ranks call it.
+pub fn of_answers(run: &mut TrainingRun, engine: &Engine) -> Result<()> {
+    let (recipe, model) = (run.recipe, run.model);
+    let begun = engine.by_root(|| {
+        let mut begun: Vec<usize> = Vec::new();
+        begun.extend(samples::begin_sample(recipe, model, engine)?);
+        if let Some(eval) = run.eval.filter(|_| recipe.train.predict_with_generate) {
+            begun.extend(samples::begin_question(recipe, model, engine, eval)?);
+        }
+        begun.extend(run.batches.begin_answer(engine)?);
+        Ok(begun)
+    });
+    // A signal ends them early; the first step sees it.
+    let begun = run.ranks.unless_root_stopped(begun.map(Option::unwrap_or_default));
+    let begun = begun.map_err(|e| e.after("before the first step an answer to the longest prompt was tried"))?;
+    for tokens in begun.unwrap_or_default() {
+        run.reporter.event("rehearsal", json!({"prompt_tokens": tokens}));
+    }
     Ok(())
 }

@@ -1,6 +1,6 @@
 //! Compares a run with the checkpoint from which it goes on: what must be equal, and what changed. Uses values and hashes only.
 
-use crate::base::{Error, Result, units};
+use crate::base::{Error, Result, secrets, units};
 use crate::checkpoint::LoadedState;
 use crate::optim::Schedule;
 use crate::recipe::table::{self, OnResume, PathContent};
@@ -41,10 +41,20 @@ pub fn allowed_changes(checkpoint: &LoadedState, new: &RunFingerprint) -> Option
     let changed = changed_keys(&old, new);
     let lines: Vec<String> = changed
         .iter()
-        .map(|(key, was, now)| format!("{key} {} -> {}", visible(was), visible(now)))
+        .map(|(key, was, now)| match masked(was, now) {
+            // In a line of the terminal and of `events.jsonl`.
+            Some((was, now)) => format!("{key} {} -> {}", visible(&was), visible(&now)),
+            None => format!("{key}: a secret in it differs"),
+        })
         .collect();
     let step = checkpoint.step;
     (!lines.is_empty()).then(|| format!("changed since checkpoint-{step}: {}", lines.join(", ")))
+}
+
+/// Two values without secrets. `None`: they differ in a secret only.
+fn masked(was: &str, now: &str) -> Option<(String, String)> {
+    let (was, now) = (secrets::mask(was), secrets::mask(now));
+    (was != now).then_some((was, now))
 }
 
 /// Number of steps whose rates are compared.
@@ -85,7 +95,12 @@ pub fn check_same(old: &RunFingerprint, new: &RunFingerprint) -> Result<()> {
     let mut differences = Vec::new();
     for (key, was, now) in changed_keys(old, new) {
         if !may_change(key, &was, now) && !side_inputs::is_same(&old.side_inputs, &new.side_inputs, key) {
-            differences.push(format!("{key}: {was} -> {now}"));
+            differences.push(match masked(&was, now) {
+                Some((was, now)) => format!("{key}: {was} -> {now}"),
+                None => {
+                    format!("{key}: a secret in it differs; give the value that `resolved.toml` of the run has")
+                }
+            });
         }
     }
     for (what, was, now, same) in [
@@ -215,6 +230,25 @@ mod tests {
         assert!(weight.to_string().contains("data.sources"), "{weight}");
         let rows = check_same(&old, &fingerprint(&source("moved/a.jsonl", "2.0"), "bb")).unwrap_err();
         assert!(rows.to_string().contains("2 differences"), "{rows}");
+    }
+
+    #[test]
+    fn a_secret_that_differs_is_named_and_not_shown() {
+        let with = |key: &str, seed: &str| RunFingerprint {
+            recipe: [(
+                "rlhf.rewards".to_string(),
+                format!("[\"program:judge --api-key {key} {seed}\"]"),
+            )]
+            .into(),
+            ..RunFingerprint::default()
+        };
+        let refused = |now: &RunFingerprint| check_same(&with("planted1", "7"), now).unwrap_err().to_string();
+        let e = refused(&with("planted2", "7"));
+        let wanted = "rlhf.rewards: a secret in it differs; give the value that `resolved.toml` of the run has";
+        assert!(e.contains(wanted) && !e.contains("planted"), "{e}");
+        let e = refused(&with("planted2", "8"));
+        let wanted = "--api-key <secret> 7\"] -> [\"program:judge --api-key <secret> 8\"]";
+        assert!(e.contains(wanted) && !e.contains("planted"), "{e}");
     }
 
     #[test]

@@ -379,15 +379,6 @@ impl TrainingRun<'_> {
         Ok(Some(numbers))
     }
 
-    /// Saves the state after `step` if its evaluation is the best one and the checkpoint will be needed.
-    pub fn keep_best(&mut self, engine: &Engine, step: u64) -> Result<()> {
-        let best = self.best.step() == Some(step) && self.pace.saved != step;
-        if self.ranks.of_root(best)? {
-            self.save(engine, step)?;
-        }
-        Ok(())
-    }
-
     /// True if the evaluations up to `step` did not get better for as long as the recipe allows.
     pub fn ends_early(&mut self, step: u64) -> Result<bool> {
         let over = self.ranks.of_root(self.best.is_over())?;
@@ -436,10 +427,10 @@ impl TrainingRun<'_> {
     }
 
     /// Evaluates after `step` unless `metrics.jsonl` has the result already: a run may have been stopped between a save
-    /// and the evaluation of the same step.
+    /// and the evaluation of the same step. False if it has.
     ///
     /// Errors: as `stop_if_asked`.
-    pub fn evaluate_if_missing(&mut self, engine: &mut Engine, step: u64) -> Result<()> {
+    pub fn evaluate_if_missing(&mut self, engine: &mut Engine, step: u64) -> Result<bool> {
         // The last line that `evaluate` writes.
         let last = if self.batches.eval()?.is_empty() {
             "eval_"
@@ -448,13 +439,14 @@ impl TrainingRun<'_> {
         };
         // Lines that wait for the disk are not in the file.
         self.reporter.sync();
-        let known = self.ranks.is_root() && report::has_evaluation(self.run_dir, step, last);
+        let known = self.ranks.is_root() && self.reporter.has_evaluation(step, last);
         if self.ranks.of_root(known)? {
-            return Ok(());
+            return Ok(false);
         }
         self.reporter.drop_evaluation(step);
         self.evaluate(engine, step)?;
-        self.stop_if_asked(engine, step)
+        self.stop_if_asked(engine, step)?;
+        Ok(true)
     }
 
     /// Shows answers to the sample prompts. A signal ends it early; the caller then saves and stops.
@@ -539,12 +531,13 @@ impl TrainingRun<'_> {
             )))
     }
 
-    /// Handles a failed step. Before its pass, or if gradients are kept, the weights are still those of the step before, which
-    /// are saved.
+    /// Handles a failed step. Before its pass, if gradients are kept, or if none was applied yet, the weights are still those of
+    /// the step before, which are saved.
     pub fn failed(&mut self, engine: &Engine, step: u64, trained_tokens: u64, e: Error, place: FailedStep) -> Error {
         self.fingerprint.trained_tokens = trained_tokens;
         let of_all = place == FailedStep::InThePass { of_all_ranks: true };
-        let kept = engine.strategy.gradients == GradientStorage::Keep && !self.schedule.corrects_at_once();
+        let kept = engine.strategy.gradients == GradientStorage::Keep || !engine.optimizer.has_updated(step);
+        let kept = kept && !self.schedule.corrects_at_once();
         // Of several ranks the others may be in the pass already.
         let whole = kept || place == FailedStep::BeforeThePass && !self.ranks.several();
         // After the error of one rank the others do not come to a save.
@@ -562,7 +555,8 @@ impl TrainingRun<'_> {
             self.reporter
                 .warn(&format!("the state before the failed step could not be saved: {save}"));
         }
-        self.reporter.event("stop", json!({"step": step, "reason": e.what()}));
+        let (event, e) = self.described(engine, step, e, place);
+        self.reporter.event("stop", event);
         self.reporter.finish();
         if ops::device::out_of_memory(&e) {
             self.explain_memory(engine, e)

@@ -1,6 +1,6 @@
 //! Answers of the current model: to show to the user, and to count exact matches.
 
-use crate::base::{Result, progress};
+use crate::base::{Error, Result, progress};
 use crate::data::Dataset;
 use crate::data::encode::Question;
 use crate::engine::Engine;
@@ -15,6 +15,8 @@ use serde_json::{Value, json};
 
 /// Rows per decoding batch.
 const ROWS: usize = 64;
+/// Added to the bytes of the longest answer, a limit of its tokens that cuts no correct answer: a token has at least one byte.
+const SPARE_TOKENS: usize = 4;
 
 fn settings(model: &ModelDir, max_new_tokens: usize) -> GenerateSettings {
     GenerateSettings {
@@ -34,16 +36,10 @@ pub struct SampledAnswer {
 /// Rows for evaluation in which the answers to sample prompts are looked up.
 const LOOKED_UP: usize = 2000;
 
-/// Greedy answers to `train.sample_prompts`, with the chat template if the model has one and `data.render` allows it.
-pub fn answers(
-    recipe: &Recipe,
-    model: &ModelDir,
-    engine: &Engine,
-    rows: Option<&Dataset>,
-) -> Result<Vec<SampledAnswer>> {
-    let prompts = &recipe.train.sample_prompts;
+/// `train.sample_prompts`, with the chat template if the model has one and `data.render` allows it.
+fn encoded(recipe: &Recipe, model: &ModelDir) -> Result<Vec<Vec<u32>>> {
     let mut encoded = Vec::new();
-    for prompt in prompts {
+    for prompt in &recipe.train.sample_prompts {
         encoded.push(match &model.template {
             Some(template) if recipe.data.render != Render::Plain => {
                 let system = recipe.data.system_prompt.as_ref();
@@ -57,6 +53,18 @@ pub fn answers(
             _ => model.tokenizer.encode(prompt, true)?,
         });
     }
+    Ok(encoded)
+}
+
+/// Greedy answers to `train.sample_prompts`.
+pub fn answers(
+    recipe: &Recipe,
+    model: &ModelDir,
+    engine: &Engine,
+    rows: Option<&Dataset>,
+) -> Result<Vec<SampledAnswer>> {
+    let prompts = &recipe.train.sample_prompts;
+    let encoded = encoded(recipe, model)?;
     let ids = generate(
         &engine.network,
         &encoded,
@@ -104,6 +112,50 @@ pub fn accuracy(recipe: &Recipe, model: &ModelDir, engine: &Engine, rows: &Datas
         exact,
         warning: skipped.or_else(|| exact.is_none().then(|| NO_QUESTIONS.to_string())),
     })
+}
+
+/// One after the pass over the prompt, one after a step of decoding.
+const TOKENS_OF_A_BEGUN_ANSWER: usize = 2;
+
+/// Begins a greedy answer to the longest of these prompts, with a KV cache for a whole answer. Returns the tokens of the prompt;
+/// `None`: there is no prompt.
+pub fn begin_answer<'p>(
+    network: &Network,
+    prompts: impl Iterator<Item = &'p Vec<u32>>,
+    settings: &GenerateSettings,
+) -> Result<Option<usize>> {
+    let Some(longest) = prompts.max_by_key(|prompt| prompt.len()) else {
+        return Ok(None);
+    };
+    let mut tokens = 0;
+    let begun = generate(network, std::slice::from_ref(longest), settings, &mut |_, _| {
+        tokens += 1;
+        // Ends the answer; the error is discarded below.
+        if tokens < TOKENS_OF_A_BEGUN_ANSWER {
+            Ok(())
+        } else {
+            Err(Error::new("enough tokens"))
+        }
+    });
+    if tokens < TOKENS_OF_A_BEGUN_ANSWER {
+        begun?;
+    }
+    Ok(Some(longest.len()))
+}
+
+/// As `begin_answer`, to the prompts of `answers`.
+pub fn begin_sample(recipe: &Recipe, model: &ModelDir, engine: &Engine) -> Result<Option<usize>> {
+    let prompts = encoded(recipe, model)?;
+    begin_answer(&engine.network, prompts.iter(), &settings(model, SAMPLE_TOKENS))
+}
+
+/// As `begin_answer`, to the questions of `accuracy`.
+pub fn begin_question(recipe: &Recipe, model: &ModelDir, engine: &Engine, rows: &Dataset) -> Result<Option<usize>> {
+    let mut questions = questions(recipe, model, rows, usize::MAX)?;
+    skip_long(&mut questions, model.spec.generated_positions());
+    let longest = questions.iter().map(|q| q.answer.len()).max().unwrap_or(0);
+    let prompts = questions.iter().map(|q| &q.prompt);
+    begin_answer(&engine.network, prompts, &settings(model, longest + SPARE_TOKENS))
 }
 
 /// Removes the questions that leave no room for an answer in a context of `most` tokens. Returns a warning if there are any.
@@ -154,8 +206,12 @@ pub fn exact_matches(model: &ModelDir, network: &Network, questions: &[Question]
     for chunk in questions.chunks(ROWS) {
         let longest = chunk.iter().map(|q| q.answer.len()).max().unwrap_or(0);
         let prompts: Vec<Vec<u32>> = chunk.iter().map(|q| q.prompt.clone()).collect();
-        // A token has at least one byte, so the limit never cuts a correct answer.
-        let ids = generate(network, &prompts, &settings(model, longest + 4), &mut |_, _| Ok(()))?;
+        let ids = generate(
+            network,
+            &prompts,
+            &settings(model, longest + SPARE_TOKENS),
+            &mut |_, _| Ok(()),
+        )?;
         for (question, ids) in chunk.iter().zip(ids) {
             right += usize::from(model.tokenizer.decode(&ids, true)?.trim() == question.answer.trim());
         }

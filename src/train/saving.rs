@@ -1,6 +1,6 @@
 //! Saves the state of a run between two steps: by rank 0, or in parts by all ranks.
 
-use crate::base::{Error, Result, progress};
+use crate::base::{Error, Result, aborted, progress};
 use crate::checkpoint;
 use crate::engine::Engine;
 use crate::recipe;
@@ -31,6 +31,22 @@ impl RefusedSave {
     fn pause(&self) -> Duration {
         RETRY.max(10 * self.time)
     }
+
+    /// True if the next try is due.
+    fn is_due(&self, now: Instant) -> bool {
+        now.duration_since(self.end) >= self.pause()
+    }
+}
+
+/// Why a state is saved between two steps.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SaveReason {
+    /// The recipe says so.
+    Due,
+    /// The disk had no room for an earlier one.
+    Again,
+    /// As `Due`, after the last step: only `final/` follows.
+    Last,
 }
 
 /// True if this error is the lack of space on a disk, which another user of the disk may end.
@@ -48,36 +64,59 @@ impl TrainingRun<'_> {
 
     /// True if a save for which the disk had no room should be tried again after this step.
     pub fn retries_save(&self) -> bool {
-        self.pace
-            .refused
-            .is_some_and(|refused| refused.end.elapsed() >= refused.pause())
+        self.pace.refused.is_some_and(|refused| refused.is_due(Instant::now()))
     }
 
-    /// As `save`, between two steps. On one rank a full disk is a warning: the run goes on, and a later save contains this step
-    /// too. `due`: this is no second try.
-    pub fn save_if_disk_has_room(&mut self, engine: &Engine, step: u64, due: bool) -> Result<()> {
-        let begun = Instant::now();
+    /// As `save`. On one rank a full disk is no error: returns what the system said, if the state is not saved.
+    fn save_unless_full(&mut self, engine: &Engine, step: u64) -> Result<Option<String>> {
         let e = match self.save(engine, step) {
             Err(e) if !self.ranks.several() && is_full(&e) => e,
-            saved => return saved,
+            saved => return saved.map(|()| None),
         };
         let e = recipe::in_program_terms(&e.to_string());
-        // With no space some file systems do not remove files. The next save tries it again.
-        if self.pace.saved == step {
-            self.reporter
-                .warn(&format!("an older checkpoint could not be removed: {e}"));
-            return Ok(());
+        if self.pace.saved != step {
+            return Ok(Some(e));
         }
+        // With no space some file systems do not remove files. The next save tries it again.
+        self.reporter
+            .warn(&format!("an older checkpoint could not be removed: {e}"));
+        Ok(None)
+    }
+
+    /// As `save`, after a step. On one rank a full disk is a warning: the run goes on, and a later save contains this step too; after
+    /// the last one `final/` is written.
+    pub fn save_if_disk_has_room(&mut self, engine: &Engine, step: u64, reason: SaveReason) -> Result<()> {
+        let begun = Instant::now();
+        let Some(e) = self.save_unless_full(engine, step)? else {
+            return Ok(());
+        };
         let is_first = self.pace.refused.is_none();
         self.pace.refused = Some(RefusedSave {
             end: Instant::now(),
             time: begun.elapsed(),
         });
-        // Tries between the saves that are due would say the same, minute after minute.
-        if due || is_first {
-            self.reporter.warn(&format!(
-                "the disk is full: the state after step {step} is not saved. The run goes on, and tries again later: {e}"
-            ));
+        let next = match reason {
+            SaveReason::Last => "It was the last one, and `final/` is written next",
+            // Tries between the saves that are due would give the same warning every minute.
+            SaveReason::Again if !is_first => return Ok(()),
+            SaveReason::Due | SaveReason::Again => "The run goes on, and tries again later",
+        };
+        self.reporter.warn(&format!(
+            "the disk is full: the state after step {step} is not saved. {next}: {e}"
+        ));
+        Ok(())
+    }
+
+    /// Saves the state after `step` if its evaluation is the best one and the checkpoint will be needed. On one rank a full disk is a
+    /// warning: the best evaluation before it, whose checkpoint stays, is again the one for `final/`.
+    pub fn keep_best(&mut self, engine: &Engine, step: u64) -> Result<()> {
+        let best = self.best.step() == Some(step) && self.pace.saved != step;
+        if !self.ranks.of_root(best)? {
+            return Ok(());
+        }
+        if let Some(e) = self.save_unless_full(engine, step)? {
+            let lost = self.best.lose(step);
+            self.reporter.warn(&format!("the disk is full: {lost}: {e}"));
         }
         Ok(())
     }
@@ -113,7 +152,7 @@ impl TrainingRun<'_> {
             step,
             engine,
             self.schedule,
-            (&self.fingerprint, self.best.saved()),
+            (&self.fingerprint, self.best.saved(step)),
             self.batches.state(step)?,
             self.writes_parts().then_some(&*self.ranks.0),
         )
@@ -133,6 +172,8 @@ impl TrainingRun<'_> {
             Err(e) => return Err(self.directory.check(&mut self.reporter).err().unwrap_or(e)),
         };
         self.pace.saved = step;
+        aborted::keep(step);
+        self.best.set_saved(step);
         if self.pace.refused.take().is_some() {
             self.reporter.note(&format!(
                 "the disk has room again: the state after step {step} is saved"
@@ -169,13 +210,21 @@ mod tests {
 
     #[test]
     fn a_refused_save_is_tried_again_after_a_minute_or_ten_times_its_duration() {
-        let pause = |seconds| {
+        let end = Instant::now();
+        for (took, pause) in [(0, 60), (6, 60), (7, 70), (60, 600)] {
             let refused = RefusedSave {
-                end: Instant::now(),
-                time: Duration::from_secs(seconds),
+                end,
+                time: Duration::from_secs(took),
             };
-            refused.pause().as_secs()
-        };
-        assert_eq!([pause(0), pause(6), pause(7), pause(60)], [60, 60, 70, 600]);
+            let due = end + Duration::from_secs(pause);
+            assert!(
+                !refused.is_due(end) && !refused.is_due(due - Duration::from_millis(1)),
+                "{took} s"
+            );
+            assert!(
+                refused.is_due(due) && refused.is_due(due + Duration::from_secs(3600)),
+                "{took} s"
+            );
+        }
     }
 }

@@ -5,6 +5,7 @@ use crate::base::{Error, Result, files};
 use crate::checkpoint;
 use crate::data::content;
 use crate::formats::adapter::{CONFIG, WEIGHTS};
+use crate::formats::index::stays_inside;
 use crate::formats::template::named;
 use crate::recipe::{
     Alignment, Correction, Data, DistillSection, LoraKeys, Method, ModelInit, Quality, Recipe, RlSection, Stage,
@@ -95,6 +96,7 @@ fn of_file(path: &Path) -> Result<String> {
 /// The hash of the weights and settings of a PEFT adapter, without the place of its base model: that may move too.
 fn adapter(dir: &Path) -> Result<String> {
     let config = dir.join(CONFIG);
+    stays_inside(&config)?;
     let bad = |e: serde_json::Error| Error::format("file is not valid JSON").at_path(&config).cause(e);
     let mut settings: Map<String, Value> = serde_json::from_str(&files::read_text(&config)?).map_err(bad)?;
     for key in ["base_model_name_or_path", "revision"] {

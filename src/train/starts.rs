@@ -308,9 +308,9 @@ fn corda(s: &mut AdapterInitContext, network: &mut Network, adapter_set: &mut hf
         &own
     };
     let key = cache::key(s.recipe, s.base, rows, network)?;
-    // All ranks or none: weights that are divided are collected by all ranks together.
+    // All ranks or none: weights that are divided are collected by all ranks together. Each reads its rows at its own speed.
     let cached = cache::read(s.cache, &key, network, s.note)?;
-    let missing = s.ranks.most(u64::from(cached.is_none()), Patience::Step)?;
+    let missing = s.ranks.most(u64::from(cached.is_none()), Patience::Long)?;
     if let Some(pairs) = cached.filter(|_| missing == 0) {
         (s.note)("corda: uses the components of an earlier run with the same model, rows and settings");
         return place(s.recipe, network, adapter_set, pairs);

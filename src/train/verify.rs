@@ -1,5 +1,6 @@
 //! Compares the checkpoints and the result of a run with the hashes that the run stored.
 
+use crate::base::paths::shell_word;
 use crate::base::{Error, Result};
 use crate::checkpoint;
 use crate::report;
@@ -47,6 +48,49 @@ pub fn verify(run_dir: &Path) -> Result<Vec<CheckedDirectory>> {
         FinalCheck::Unknown => {}
     }
     Ok(all)
+}
+
+/// The card of an adapter. A user may edit it before an upload.
+const CARD: &str = "README.md";
+
+/// If `dir` is the `final/` of a run, compares its files with the hashes that the run stored: before an upload, and before another
+/// directory is made of it. Files that were added, the card, and a result whose hashes are not recorded (yet) pass.
+///
+/// Errors: a file is missing, or is not as the run wrote it.
+pub fn check_result(dir: &Path) -> Result<()> {
+    let is_result = |path: &Path| path.file_name().is_some_and(|name| name == FINAL) && !path.is_symlink();
+    let dir = if is_result(dir) {
+        dir.to_path_buf()
+    } else {
+        dir.canonicalize().unwrap_or_default()
+    };
+    let Some(run_dir) = dir.parent().filter(|_| is_result(&dir)) else {
+        return Ok(());
+    };
+    let run_dir = if run_dir.as_os_str().is_empty() {
+        Path::new(".")
+    } else {
+        run_dir
+    };
+    // An error: the run of another version, whose records this one cannot read.
+    let Ok(FinalCheck::Compared(_, errors)) = OwnedFiles::verify_files(run_dir, &|name| name != CARD) else {
+        return Ok(());
+    };
+    let Some(first) = errors.into_iter().next() else {
+        return Ok(());
+    };
+    let shown = |path: &Path| shell_word(&path.display().to_string());
+    let newest = checkpoint::list(run_dir)
+        .ok()
+        .and_then(|all| all.into_iter().next_back());
+    let again = match newest {
+        Some((_, newest)) => format!("`ft export {} --out DIR` makes a new one", shown(&newest)),
+        None => "restore the file from a copy".to_string(),
+    };
+    Err(first.hint(format!(
+        "{again}, `ft runs verify {}` names all such files; if the change is yours, give a copy of the directory",
+        shown(run_dir)
+    )))
 }
 
 /// Checks one of the checkpoints that were listed. `None`: it was removed meanwhile.

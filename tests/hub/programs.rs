@@ -182,7 +182,15 @@ fn models_and_adapters_of_the_hub_are_used_by_their_ids() {
 fn a_run_starts_from_an_adapter_and_a_teacher_of_the_hub() {
     let world = World::new();
     let given = format!("tune.lora.adapter={ADAPTER}");
-    world.good(&["train", "r.toml", &given, "train.max_steps=0", "train.output_dir=again"]);
+    let said = |more: &[&str]| {
+        let out = world.ft(&[&["train", "r.toml", &given][..], more].concat());
+        let said = String::from_utf8_lossy(&out.stderr).into_owned();
+        assert!(out.status.success(), "{said}");
+        said
+    };
+    let fresh = format!("the weights of {ADAPTER}; optimizer and data start anew");
+    let told = said(&["train.max_steps=0", "train.output_dir=again"]);
+    assert!(told.contains(&fresh), "{told}");
     let tensors =
         |name: &str| std::fs::read(world.dir.path().join(name).join("final/adapter_model.safetensors")).unwrap();
     assert_eq!(tensors("again"), tensors("run"));
@@ -204,6 +212,14 @@ fn a_run_starts_from_an_adapter_and_a_teacher_of_the_hub() {
     let state = std::fs::read_to_string(world.dir.path().join("on/checkpoint-1/state.json")).unwrap();
     let state: Value = serde_json::from_str(&state).unwrap();
     assert!(state["optimizer_steps"].as_object().unwrap().values().all(|n| *n == 1));
+    // A resume continues with the moments and the rows of the checkpoint.
+    let told = said(&[
+        "train.max_steps=3",
+        "train.save_steps=1",
+        "train.output_dir=on",
+        "--resume",
+    ]);
+    assert!(!told.contains("start anew"), "{told}");
     let teacher = format!("distill.teacher={MODEL}@{COMMIT}");
     world.good(&[
         "train",

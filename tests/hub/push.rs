@@ -1,15 +1,20 @@
 //! `ft push` with a small local server that takes uploads as the hub does: questions, Git LFS with whole files and with
 //! parts at another address, commits. It checks every hash.
 
+#[path = "../run/patience.rs"]
+mod patience;
+
 use super::request::Request;
 use super::{HubSettings, oid, resolve_with, sha256};
+use patience::{ended, signal, until};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::path::Path;
-use std::process::Output;
+use std::process::{Command, Output, Stdio};
 use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
 
 const ID: &str = "tester/answers";
 const TOKEN: &str = "hf_secret_of_the_test";
@@ -35,6 +40,10 @@ struct State {
     token_left: bool,
     /// Number of the next uploads of whole files (not of parts) that break in the middle.
     breaks: usize,
+    /// The server for large files accepts a request, and then waits.
+    holds: bool,
+    /// Number of requests that wait.
+    held: usize,
 }
 
 struct Hub {
@@ -79,6 +88,10 @@ fn reply(mut stream: TcpStream, status: &str, extra: &str, body: &str) {
     let _ = stream.read(&mut [0; 16]);
 }
 
+fn is_held(state: &Mutex<State>) -> bool {
+    state.lock().unwrap().holds
+}
+
 /// The server for large files: the address is the permission.
 fn keep(stream: TcpStream, state: &Mutex<State>) {
     let Some(mut request) = Request::read(&stream) else {
@@ -86,6 +99,12 @@ fn keep(stream: TcpStream, state: &Mutex<State>) {
     };
     assert_eq!(request.method, "PUT");
     state.lock().unwrap().token_left |= request.headers.contains_key("authorization");
+    if is_held(state) {
+        state.lock().unwrap().held += 1;
+        while is_held(state) {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
     let breaks = {
         let mut state = state.lock().unwrap();
         let now = state.breaks > 0 && !request.path.starts_with("/part/");
@@ -245,7 +264,11 @@ fn serve(stream: TcpStream, state: &Mutex<State>, address: &str, store: &str) {
 }
 
 fn ft(dir: &Path, hub: &Hub, token: Option<&str>, arguments: &[&str]) -> Output {
-    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_ft"));
+    command(dir, hub, token, arguments).output().unwrap()
+}
+
+fn command(dir: &Path, hub: &Hub, token: Option<&str>, arguments: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_ft"));
     command
         .args(arguments)
         .current_dir(dir)
@@ -256,7 +279,7 @@ fn ft(dir: &Path, hub: &Hub, token: Option<&str>, arguments: &[&str]) -> Output 
     if let Some(token) = token {
         command.env("HF_TOKEN", token);
     }
-    command.output().unwrap()
+    command
 }
 
 fn said(out: &Output) -> String {
@@ -424,6 +447,33 @@ fn a_model_in_parts_arrives_whole_and_a_broken_upload_goes_on() {
     assert!(std::fs::read(cached.join("model.safetensors")).unwrap() == weights);
 }
 
+/// Row S3.
+#[test]
+fn a_signal_in_an_upload_ends_it_without_a_commit_and_the_next_one_goes_on() {
+    let (hub, place) = (Hub::start(), tempfile::tempdir().unwrap());
+    let dir = place.path();
+    let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/tiny");
+    let push = ["push", model.to_str().unwrap(), ID];
+    for (name, code) in [("-INT", 130), ("-TERM", 143)] {
+        hub.state().holds = true;
+        let mut command = command(dir, &hub, Some(TOKEN), &push);
+        let before = hub.state().held;
+        let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        until("no upload", || hub.state().held > before);
+        signal(&child, name);
+        let out = ended(child, Duration::from_secs(10), "an upload");
+        assert_eq!(out.status.code(), Some(code), "{}", said(&out));
+        assert!(out.stdout.is_empty() && !said(&out).contains(TOKEN), "{}", said(&out));
+        let state = hub.state();
+        assert!(state.commits == 0 && state.files.is_empty());
+    }
+    hub.state().holds = false;
+    let out = ft(dir, &hub, Some(TOKEN), &push);
+    assert!(out.status.success(), "{}", said(&out));
+    let weights = std::fs::read(model.join("model.safetensors")).unwrap();
+    assert!(hub.state().commits == 1 && hub.state().files["model.safetensors"] == weights);
+}
+
 #[test]
 fn what_cannot_be_pushed_is_refused_before_anything_is_sent() {
     let (hub, place) = (Hub::start(), tempfile::tempdir().unwrap());
@@ -466,7 +516,7 @@ fn the_stand_in_waits_for_another_client() {
     let hub = Hub::start();
     println!("{}", hub.address);
     while hub.state().commits == 0 {
-        std::thread::sleep(std::time::Duration::from_millis(100));
+        std::thread::sleep(Duration::from_millis(100));
     }
     for (name, bytes) in &hub.state().files {
         println!("{name} {}", sha256(bytes));

@@ -1,10 +1,12 @@
-//! Ranks that hang in a save, and disks that are slow. A library makes operations on the files of one checkpoint hang, on one rank.
+//! Ranks that hang in a save, and disks that are slow or hang. Libraries make operations on the files of one checkpoint, or of one model,
+//! slow or hang, on one rank.
 
-use crate::bench::{Bench, said};
+use crate::bench::{Bench, copy_all, goldens, said};
 use crate::disk::{self, Library};
 use crate::faults::{LONG, assert_once, go_on, until_saved};
 use crate::job::{self, ranks_of, signal, wait};
 use crate::parts::PARTS;
+use ft::formats::weights::Weights;
 use std::fs;
 use std::process::{Child, Output};
 use std::sync::OnceLock;
@@ -128,17 +130,44 @@ fn a_slow_save_is_no_hang() {
     }
 }
 
-/// Variables with which each read of a checkpoint of `out` takes `pause` milliseconds. `None`: no C compiler.
-fn slow_reads(bench: &Bench, checkpoint: &str, pause: u64) -> Option<Vec<String>> {
+/// Variables with which reads of the files in this directory are slow. `None`: no C compiler.
+fn slow_files(bench: &Bench, directory: &str, how: &[String]) -> Option<Vec<String>> {
     static BUILT: Library = OnceLock::new();
     let library = disk::compiled(&BUILT, "tests/ranks/slow.c")?;
-    let files = bench.dir.path().canonicalize().unwrap().join("out").join(checkpoint);
-    Some(vec![
+    let files = bench.dir.path().canonicalize().unwrap().join(directory);
+    let first = [
         "env".into(),
         format!("LD_PRELOAD={}", library.display()),
         format!("FT_SLOW_FILES={}/", files.display()),
-        format!("FT_SLOW_READ={pause}"),
-    ])
+    ];
+    Some([&first[..], how].concat())
+}
+
+/// Variables with which each read of a checkpoint of `out` takes `pause` milliseconds.
+fn slow_reads(bench: &Bench, checkpoint: &str, pause: u64) -> Option<Vec<String>> {
+    slow_files(bench, &format!("out/{checkpoint}"), &[format!("FT_SLOW_READ={pause}")])
+}
+
+/// Variables with which each read of weights of this model takes `pause` milliseconds, when they are loaded: the hash of the
+/// weights and their headers are read before the run directory is opened.
+fn slow_load(bench: &Bench, model: &str, pause: u64) -> Option<Vec<String>> {
+    let opened = bench.path("out/run.json");
+    let how = [
+        format!("FT_SLOW_PREAD={pause}"),
+        format!("FT_SLOW_WHEN={}", opened.display()),
+        format!("FT_SLOW_TIMES={}", bench.path(SLOW_TIMES).display()),
+    ];
+    slow_files(bench, model, &how)
+}
+
+/// When the slow reads of `slow_load` began.
+const SLOW_TIMES: &str = "times.txt";
+
+/// Seconds from the first slow read of `slow_load` to the last one.
+fn slowed(bench: &Bench) -> f64 {
+    let text = fs::read_to_string(bench.path(SLOW_TIMES)).expect("no read was slow");
+    let times: Vec<f64> = text.lines().map(|line| line.parse().unwrap()).collect();
+    times[times.len() - 1] - times[0]
 }
 
 /// Every rank verifies the checkpoint of a resumed run; one of them reads for longer than the limit.
@@ -195,4 +224,61 @@ fn a_slow_read_of_the_best_checkpoint_is_no_hang() {
     assert!(bench.path("other/checkpoint-2").exists());
     // Rank 1 waits for two seconds more than the limit.
     assert!(begun.elapsed() > Duration::from_secs(5), "{:?}", begun.elapsed());
+}
+
+/// One rank loads the model, or the teacher, for longer than the limit.
+#[test]
+fn a_slow_load_of_a_model_is_no_hang() {
+    let cases: [(&str, &[&str]); 2] = [
+        ("model", &[]),
+        ("teacher", &["train.stage=distill", "distill.teacher=teacher"]),
+    ];
+    for (model, settings) in cases {
+        let bench = Bench::new();
+        copy_all(&goldens().join("training/models/qwen3"), &bench.path("teacher"));
+        copy_all(&goldens().join("tokenizers/chat"), &bench.path("teacher"));
+        // Each tensor takes one read at least.
+        let tensors = Weights::open(&bench.path(model)).unwrap().len() as u64;
+        let Some(slow) = slow_load(&bench, model, 4000 / tensors + 1) else {
+            return;
+        };
+        let before: Vec<&str> = slow.iter().map(String::as_str).collect();
+        let short = [
+            "train.max_steps=1",
+            "train.save_steps=0",
+            "tune.method=full",
+            "distributed.timeout=2",
+        ];
+        let run = [&LONG[..], &short, settings].concat();
+        let out = wait(job::begin(job::mpirun_but(&bench, &vec![run; 2], 1, &before)));
+        assert!(out.status.success(), "{model}: {}", said(&out));
+        assert!(bench.path("out/final").exists());
+        let seconds = slowed(&bench);
+        assert!(seconds > 3.0, "{model}: {seconds} s");
+    }
+}
+
+/// A read that does not end is found, although the others wait for this rank without a limit.
+#[test]
+fn a_disk_that_hangs_while_a_model_is_loaded_ends_the_job() {
+    let bench = Bench::new();
+    let Some(slow) = slow_load(&bench, "model", 100_000) else {
+        return;
+    };
+    let before: Vec<&str> = slow.iter().map(String::as_str).collect();
+    let run = [&LONG[..], &[TIMEOUT]].concat();
+    let begun = Instant::now();
+    let out = wait(job::begin(job::mpirun_but(&bench, &vec![run; 2], 1, &before)));
+    let text = said(&out);
+    assert!(!out.status.success(), "{text}");
+    assert!(
+        begun.elapsed() < Duration::from_secs(30),
+        "{:?}: {text}",
+        begun.elapsed()
+    );
+    assert_once(&text, "the disk has not ended an operation in");
+    assert!(
+        text.contains("rank 1 (host ") && text.contains("model/model.safetensors"),
+        "{text}"
+    );
 }

@@ -1,6 +1,7 @@
 // A slow network and slow files, for LD_PRELOAD. What a process sends over TCP leaves at FT_SLOW_BYTES bytes per second; a connection that is
-// busy takes nothing, as one whose buffer is full. A read of a file whose path begins with FT_SLOW_FILES takes FT_SLOW_READ milliseconds.
-// Compiled by seconds.rs and hangs.rs.
+// busy takes nothing, as one whose buffer is full. A read of a file whose path begins with FT_SLOW_FILES takes FT_SLOW_READ milliseconds, a
+// read at a position FT_SLOW_PREAD; with FT_SLOW_WHEN only as soon as there is a file of this name. FT_SLOW_TIMES gets a line for each such
+// read: the seconds of a clock. Compiled by seconds.rs and hangs.rs.
 
 #define _GNU_SOURCE
 #include <errno.h>
@@ -22,13 +23,16 @@ static const double BURST = 0.02;
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static double rate, free_at;
-static const char *files;
-static long pause_ms;
+static const char *files, *when, *times_file;
+static long read_ms, pread_ms;
 
 __attribute__((constructor)) static void begin(void) {
     if (getenv("FT_SLOW_BYTES")) rate = atof(getenv("FT_SLOW_BYTES"));
-    if (getenv("FT_SLOW_READ")) pause_ms = atol(getenv("FT_SLOW_READ"));
+    if (getenv("FT_SLOW_READ")) read_ms = atol(getenv("FT_SLOW_READ"));
+    if (getenv("FT_SLOW_PREAD")) pread_ms = atol(getenv("FT_SLOW_PREAD"));
     files = getenv("FT_SLOW_FILES");
+    when = getenv("FT_SLOW_WHEN");
+    times_file = getenv("FT_SLOW_TIMES");
 }
 
 static double now(void) {
@@ -80,13 +84,37 @@ ssize_t send(int fd, const void *bytes, size_t size, int flags) {
     return is_slow(fd) ? sent(fd, &part, 1) : syscall(SYS_sendto, fd, bytes, size, flags, NULL, 0);
 }
 
-ssize_t read(int fd, void *bytes, size_t size) {
+static void note_time(void) {
+    char line[64];
+    int size = snprintf(line, sizeof line, "%.3f\n", now());
+    int out = times_file ? open(times_file, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644) : -1;
+    if (out < 0) return;
+    syscall(SYS_write, out, line, (size_t)size);
+    close(out);
+}
+
+static void pause_for(int fd, long ms) {
+    if (!files || ms <= 0 || (when && access(when, F_OK))) return;
     char link[64], path[PATH_MAX];
     snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
-    ssize_t n = files ? readlink(link, path, sizeof path - 1) : -1;
+    ssize_t n = readlink(link, path, sizeof path - 1);
     if (n > 0 && (size_t)n >= strlen(files) && !strncmp(path, files, strlen(files))) {
-        struct timespec left = {pause_ms / 1000, pause_ms % 1000 * 1000000L};
+        struct timespec left = {ms / 1000, ms % 1000 * 1000000L};
+        note_time();
         while (nanosleep(&left, &left)) {}
     }
+}
+
+ssize_t read(int fd, void *bytes, size_t size) {
+    pause_for(fd, read_ms);
     return syscall(SYS_read, fd, bytes, size);
 }
+
+ssize_t pread(int fd, void *bytes, size_t size, off_t at) {
+    pause_for(fd, pread_ms);
+    return syscall(SYS_pread64, fd, bytes, size, at);
+}
+#ifdef __GLIBC__
+// The name that Rust calls; elsewhere it is that above.
+ssize_t pread64(int fd, void *bytes, size_t size, off64_t at) { return pread(fd, bytes, size, at); }
+#endif

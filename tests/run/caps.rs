@@ -7,7 +7,7 @@ use crate::bench::{Bench, number, said};
 use crate::tiers::{curve, random_model, write_weights};
 use ft::recipe::Dtype;
 use serde_json::json;
-use std::os::unix::process::CommandExt;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::Output;
 use std::time::Instant;
 
@@ -80,6 +80,22 @@ fn a_model_larger_than_the_cap_trains_from_the_disk_to_the_same_bits() {
     assert_eq!(curve(&bench, "device"), curve(&bench, "layer"));
 }
 
+/// Asserts that the run was aborted for lack of memory, and that its message says how it goes on and what to set.
+fn assert_abort_message(ran: &Output, goes_on: &str) {
+    let text = said(ran);
+    assert_eq!(ran.status.signal(), Some(libc::SIGABRT), "{text}");
+    for part in [
+        "memory allocation of",
+        "error: out of memory: the system refused ",
+        goes_on,
+        "memory.budget=SIZE",
+        "train.batch_size",
+    ] {
+        assert!(text.contains(part), "`{part}` is not in {text}");
+    }
+}
+
+/// Row S5.
 #[test]
 fn the_same_run_from_memory_does_not_fit_under_the_cap() {
     let bench = wide();
@@ -94,14 +110,18 @@ fn the_same_run_from_memory_does_not_fit_under_the_cap() {
         assert!(text.contains(part), "`{part}` is not in {text}");
     }
     // A budget says that there is more than that: the cap holds all the same.
-    let ran = run(
-        "train.output_dir=stopped",
-        &[&EXACT[..], &["memory.budget=1GiB"]].concat(),
-    );
-    let text = said(&ran);
-    assert!(!ran.status.success());
-    assert!(text.contains("memory allocation of"), "{text}");
+    let budget = [&EXACT[..], &["memory.budget=1GiB", "train.save_steps=1"]].concat();
+    let out = "train.output_dir=stopped";
+    let ran = run(out, &budget);
+    assert_abort_message(&ran, "no state was saved: `--resume` starts the run again");
     assert!(bench.steps("stopped").is_empty());
+    // It does, with more memory; then the words name its checkpoint.
+    let first = [&budget[..], &["--resume", "train.max_steps=1"]].concat();
+    bench.train(&[&STEPS[..], &["memory.tier=device", out], &first].concat());
+    let ran = run(out, &[&budget[..], &["--resume"]].concat());
+    assert_abort_message(&ran, "`--resume` continues from checkpoint-1\n");
+    assert_eq!(bench.steps("stopped").len(), 1);
+    assert!(bench.ft(&["runs", "verify", "stopped"]).status.success());
 }
 
 /// The weights do not fit as they are, so the plan takes codes for those that are not trained.
@@ -195,11 +215,7 @@ fn a_mixture_trains_under_a_cap_from_the_experts_that_it_needs() {
     // The same from memory does not fit under the cap.
     let out = ["memory.tier=device", "memory.budget=1GiB", "train.output_dir=stopped"];
     let ran = capped(&bench, EXPERT_CAP, &[&base[..], methods[0].1, &out].concat());
-    assert!(
-        !ran.status.success() && said(&ran).contains("memory allocation of"),
-        "{}",
-        said(&ran)
-    );
+    assert_abort_message(&ran, "no state was saved");
 }
 
 /// Runs block steps of a built-in shape with a limit; with `compare` also from memory, and compares the losses.

@@ -334,3 +334,90 @@ fn a_flipped_bit_in_a_result_is_named() {
     let other = bench.ft(&["runs", "verify", "model"]);
     assert_eq!(other.status.code(), Some(2), "{}", said(&other));
 }
+
+/// Row C8.
+/// A command that uploads a result, or makes another directory of it, reads all of it, and names a file that is not as the run wrote it.
+#[test]
+fn a_damaged_result_is_not_uploaded_merged_or_exported() {
+    let (bench, _) = finished();
+    let whole: [&[&str]; 4] = [
+        &["push", "run", "a/b", "--dry-run"],
+        &["push", "run/final", "a/b", "--dry-run", "--keep-readme"],
+        &["merge", "--model", "model", "--adapter", "run", "--out", "out"],
+        &["export", "run", "--out", "out"],
+    ];
+    let done = |command: &[&str]| {
+        let out = bench.ft(command);
+        let written = bench.path("out").exists();
+        let _ = fs::remove_dir_all(bench.path("out"));
+        (out, written)
+    };
+    // A file that was added and an edited card are no damage.
+    restore(&bench);
+    fs::write(bench.path("run/final/notes.txt"), "mine").unwrap();
+    fs::write(bench.path("run/final/README.md"), "my card").unwrap();
+    for command in whole {
+        let (out, _) = done(command);
+        assert!(out.status.success(), "{command:?}\n{}", said(&out));
+    }
+    restore(&bench);
+    let names: Vec<String> = files(&bench.path("run/final")).into_iter().map(|file| file.0).collect();
+    let names: Vec<&str> = names.iter().map(String::as_str).filter(|n| *n != "README.md").collect();
+    assert!(
+        names.contains(&"adapter_model.safetensors") && names.contains(&"tokenizer.json"),
+        "{names:?}"
+    );
+    let weights = ["cut", "gone"].map(|how| ("adapter_model.safetensors", how));
+    for (name, how) in names.into_iter().map(|name| (name, "flipped")).chain(weights) {
+        restore(&bench);
+        damage(&bench.path("run/final").join(name), how);
+        for command in whole {
+            let (out, written) = done(command);
+            let text = said(&out);
+            assert_eq!(out.status.code(), Some(1), "{name} {how} {command:?}\n{text}");
+            assert!(!written, "{name} {how} {command:?}");
+            let place = format!("run/final/{name}");
+            let export = "ft export run/checkpoint-4 --out DIR";
+            for part in ["file of the result", place.as_str(), export, "ft runs verify run"] {
+                assert!(text.contains(part), "{name} {how} {command:?}: no {part:?}\n{text}");
+            }
+        }
+    }
+    // A whole model, and the other formats.
+    bench.train(&["tune.method=full", "train.max_steps=1", "train.output_dir=full"]);
+    damage(&bench.path("full/final/model.safetensors"), "flipped");
+    restore(&bench);
+    damage(&bench.path("run/final/adapter_model.safetensors"), "flipped");
+    let others: [&[&str]; 7] = [
+        &["export", "full", "--out", "out"],
+        &["export", "full", "--to", "gguf", "--out", "out"],
+        &["export", "full", "--to", "mlx", "--out", "out"],
+        &["export", "run", "--to", "gguf", "--out", "out"],
+        &["export", "run", "--to", "mlx", "--out", "out"],
+        &["quantize", "--model", "full/final", "--to", "int8", "--out", "out"],
+        &[
+            "convert",
+            "--model",
+            "full/final",
+            "--to",
+            "moe",
+            "--experts",
+            "4",
+            "--out",
+            "out",
+        ],
+    ];
+    for command in others {
+        let (out, written) = done(command);
+        let text = said(&out);
+        assert_eq!(out.status.code(), Some(1), "{command:?}\n{text}");
+        assert!(
+            !written && text.contains("file of the result is damaged"),
+            "{command:?}\n{text}"
+        );
+    }
+    // A copy with a change of its user is a model as any other.
+    fs::rename(bench.path("run/final"), bench.path("mine")).unwrap();
+    let (out, _) = done(&["export", "mine", "--out", "out"]);
+    assert!(out.status.success(), "{}", said(&out));
+}

@@ -9,6 +9,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::OnceLock;
+use std::time::SystemTime;
 
 /// A library that was compiled, and the directory that has it.
 pub type Library = OnceLock<Option<(tempfile::TempDir, PathBuf)>>;
@@ -106,6 +107,12 @@ pub fn ran_on_disk(bench: &Bench, command: &mut Command, fault: Fault, at: usize
     Some((out, recorded(bench)))
 }
 
+/// The system refuses to swap two names, as NFS and some FUSE file systems do. `None` without a C compiler.
+pub fn without_swaps(command: &mut Command) -> Option<()> {
+    command.env("LD_PRELOAD", library()?).env("FT_DISK_NO_SWAPS", "1");
+    Some(())
+}
+
 /// The clock that the program sees: begins at this second since 1970 and jumps by days.
 pub fn with_clock(command: &mut Command, seconds: i64) -> Option<()> {
     command
@@ -144,7 +151,7 @@ pub struct Operation {
     /// It failed and changed nothing.
     pub failed: bool,
     pub path: String,
-    /// The second name of a rename or an exchange; the target of a link.
+    /// The second name of a rename or an exchange; the target of a symbolic link; the first name of a hard link.
     pub other: String,
     pub offset: usize,
     bytes: Vec<u8>,
@@ -258,6 +265,8 @@ struct File {
     dirty: Vec<Range<usize>>,
     /// Written before a sync that failed: the system drops such data, and no later sync writes them.
     lost: Vec<Range<usize>>,
+    /// The time of its last change, if that was before the record.
+    changed: Option<SystemTime>,
 }
 
 impl File {
@@ -307,6 +316,43 @@ impl Disk {
         }
     }
 
+    /// Takes what is at these names below `root`, as durable.
+    pub fn import(&mut self, root: &Path, names: &[&str]) {
+        for name in names {
+            let path = root.join(name);
+            if path.symlink_metadata().is_ok() {
+                self.import_one(0, name.to_string(), &path);
+            }
+        }
+    }
+
+    fn import_one(&mut self, dir: usize, name: String, path: &Path) {
+        let kind = path.symlink_metadata().unwrap();
+        let entry = if kind.is_symlink() {
+            Entry::Link(fs::read_link(path).unwrap().to_string_lossy().into_owned())
+        } else if kind.is_file() {
+            let bytes = fs::read(path).unwrap();
+            self.files.push(File {
+                now: bytes.clone(),
+                synced: bytes,
+                changed: Some(kind.modified().unwrap()),
+                ..File::default()
+            });
+            Entry::File(self.files.len() - 1)
+        } else {
+            self.dirs.push(Dir::default());
+            let id = self.dirs.len() - 1;
+            for below in fs::read_dir(path).unwrap() {
+                let below = below.unwrap();
+                self.import_one(id, below.file_name().into_string().unwrap(), &below.path());
+            }
+            Entry::Dir(id)
+        };
+        let dir = &mut self.dirs[dir];
+        dir.now.insert(name.clone(), entry.clone());
+        dir.synced.insert(name, entry);
+    }
+
     /// The directory of a path, and the last name.
     fn place<'a>(&self, path: &'a str) -> (usize, &'a str) {
         let (parent, name) = path.rsplit_once('/').unwrap_or(("", path));
@@ -348,6 +394,7 @@ impl Disk {
                     panic!("{operation:?} of no file")
                 };
                 let (file, from) = (&mut self.files[id], operation.offset);
+                file.changed = None;
                 if *what == 't' {
                     file.renew(from, usize::MAX);
                     return file.now.resize(from, 0);
@@ -386,6 +433,14 @@ impl Disk {
                 };
                 self.names(dir, Change::Put(name.into(), entry));
             }
+            // A second name of the same file: durable with its directory, and its contents with the file.
+            'h' => {
+                let entry @ Entry::File(_) = self.entry(other) else {
+                    panic!("{operation:?} of no file")
+                };
+                let (dir, name) = self.place(path);
+                self.names(dir, Change::Put(name.into(), entry));
+            }
             'u' | 'd' => {
                 let (dir, name) = self.place(path);
                 self.names(dir, Change::Remove(name.into()));
@@ -419,7 +474,7 @@ impl Disk {
         }
     }
 
-    /// Writes what is left after a loss of power to `to`.
+    /// Writes what is left after a loss of power to `to`. Files that are there already stay as they are.
     pub fn leave(&self, loss: Loss, to: &Path) {
         let draws = match loss {
             Loss::Drawn(seed) | Loss::Reordered(seed) => Some(Rng::new(seed, Stream::Sampling, &[])),
@@ -455,6 +510,9 @@ impl Disk {
         fs::create_dir_all(to).unwrap();
         for (name, entry) in names {
             let path = to.join(name);
+            if path.is_file() {
+                continue;
+            }
             match entry {
                 Entry::Dir(id) => self.leave_dir(id, loss, &path, below),
                 Entry::Link(target) => std::os::unix::fs::symlink(target, path).unwrap(),
@@ -468,7 +526,11 @@ impl Disk {
                         Loss::Zeros => &zeros,
                         Loss::Drawn(_) | Loss::Reordered(_) => [synced, &zeros, &kept][below(3) as usize],
                     };
-                    fs::write(path, left).unwrap();
+                    fs::write(&path, left).unwrap();
+                    if let Some(changed) = file.changed {
+                        let written = fs::File::options().write(true).open(&path).unwrap();
+                        written.set_modified(changed).unwrap();
+                    }
                 }
             }
         }

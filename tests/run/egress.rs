@@ -1,9 +1,12 @@
-//! Nothing leaves the machine: no socket is opened and no name is looked up without a hub id, and secrets of the environment are
-//! in no file.
+//! Nothing leaves the machine: no socket is opened and no name is looked up without a hub id. Secrets of the environment are in no
+//! file, and those of a command in no record, output and card.
 
 use crate::bench::{Bench, files, said};
 use crate::disk::report_sockets;
 use std::fs;
+use std::path::Path;
+use std::process::Command;
+use tempfile::TempDir;
 
 const SECRETS: [&str; 3] = [
     "hf_planted0000000000000000000000",
@@ -228,6 +231,188 @@ fn the_base_that_an_adapter_names_is_requested_only_online_and_after_a_note() {
     }
     let said = run(&generate, None).unwrap();
     assert!(seen.exists() && said.contains("cannot reach the hub"), "{said}");
+}
+
+/// The environment of a command with secrets in a hub address, a proxy, other variables and a stored token.
+fn with_secrets(bench: &Bench, home: &Path, arguments: &[&str]) -> Command {
+    let mut command = bench.command(arguments);
+    for name in [
+        "HF_TOKEN",
+        "HF_TOKEN_PATH",
+        "HF_HUB_CACHE",
+        "ALL_PROXY",
+        "all_proxy",
+        "NO_PROXY",
+        "no_proxy",
+    ] {
+        command.env_remove(name);
+    }
+    command
+        .env("HF_HOME", home)
+        .env(
+            "HF_ENDPOINT",
+            "https://me:PLANTEDendpoint@mirror.example/?key=PLANTEDquery",
+        )
+        .env("HTTPS_PROXY", "http://me:PLANTEDproxy@127.0.0.1:9")
+        .env("DATABASE_URL", "postgres://me:PLANTEDdatabase@db/x")
+        .env("OPENAI_API_KEY_2", "PLANTEDkey");
+    command
+}
+
+/// Standard output and standard error, without a planted secret.
+fn without_secret(mut command: Command, succeeds: bool) -> String {
+    let out = command.output().unwrap();
+    let text = String::from_utf8_lossy(&[&out.stdout[..], &out.stderr].concat()).into_owned();
+    assert_eq!(out.status.success(), succeeds, "{command:?}\n{text}");
+    assert!(!text.contains("PLANTED"), "{command:?}\n{text}");
+    text
+}
+
+/// Rows W5, W8. Secrets in the command of a reward, in a comment of the recipe and in the environment.
+#[test]
+fn a_secret_of_a_command_is_in_no_record_no_output_and_no_card() {
+    let (bench, home) = (Bench::new(), TempDir::new().unwrap());
+    fs::write(home.path().join("token"), "hf_PLANTEDstored000000000000000000000\n").unwrap();
+    fs::write(
+        bench.path("judge.sh"),
+        "env >seen\nwhile read -r line; do echo 1; done\n",
+    )
+    .unwrap();
+    bench.recipe(
+        "# export JUDGE_KEY=PLANTEDcomment\n[rlhf]\nrewards = [\"program:sh judge.sh --api-key sk-PLANTEDrecipe0123456789\"]\n",
+    );
+    let ft =
+        |arguments: &[&str], succeeds: bool| without_secret(with_secrets(&bench, home.path(), arguments), succeeds);
+    let reward = "rlhf.rewards=[\"program:sh judge.sh --api-key sk-PLANTEDargument0123456789 --url https://me:PLANTEDurl@host/x\"]";
+    let settings = [
+        "train",
+        "--recipe",
+        "r.toml",
+        "train.output_dir=run",
+        "train.stage=grpo",
+        "tune.method=lora",
+        "tune.lora.r=4",
+        "train.max_steps=2",
+        "train.save_steps=1",
+        "rlhf.num_generations=4",
+        "rlhf.max_completion_length=4",
+    ];
+    let train = |more: &[&str], succeeds: bool| ft(&[&settings[..], more].concat(), succeeds);
+    let plan = train(&["--dry-run"], true);
+    let note = "values of the recipe that look like secrets are `<secret>` in this output";
+    assert!(
+        plan.contains("judge.sh --api-key <secret>") && plan.contains(note),
+        "{plan}"
+    );
+    let plan = train(&["--dry-run", "--json", reward], true);
+    assert!(plan.contains("\"masked\":true") && plan.contains(note), "{plan}");
+    train(&[reward], true);
+    let events = fs::read_to_string(bench.path("run/events.jsonl")).unwrap();
+    assert!(
+        events.contains("judge.sh --api-key <secret> --url https://<secret>@host/x"),
+        "{events}"
+    );
+
+    // A resume compares the values, so these files have them.
+    let own = |name: &str| {
+        ["recipe.toml", "resolved.toml", "state.json"]
+            .iter()
+            .any(|file| name.ends_with(file))
+    };
+    let has = |bytes: &[u8]| bytes.windows(7).any(|part| part == b"PLANTED");
+    let records = files(&bench.path("run"));
+    assert!(
+        records
+            .iter()
+            .any(|(name, bytes)| name == "resolved.toml" && has(bytes))
+    );
+    for (name, bytes) in records.iter().filter(|(name, _)| !own(name)) {
+        assert!(!has(bytes), "{name}");
+    }
+    let seen = fs::read(bench.path("seen")).unwrap();
+    assert!(!has(&seen) && !seen.is_empty(), "{}", String::from_utf8_lossy(&seen));
+
+    // ---- what shows and publishes a run
+    for arguments in [
+        &["runs", "show", "run"][..],
+        &["runs", "show", "run", "--json"],
+        &["runs", "list", "run", "--json"],
+        &["runs", "export", "run", "--to", "wandb", "--out", "logs"],
+    ] {
+        ft(arguments, true);
+    }
+    for (name, bytes) in files(&bench.path("logs")) {
+        assert!(!has(&bytes), "{name}");
+    }
+    let pushed = ft(&["push", "run", "me/x", "--dry-run"], true);
+    assert!(
+        pushed.contains("judge.sh --api-key <secret> --url https://<secret>@host/x")
+            && pushed.contains("# export JUDGE_KEY=<secret>")
+            && pushed.contains("look like secrets"),
+        "{pushed}"
+    );
+    let pushed = ft(&["push", "run", "me/x", "--dry-run", "--json"], true);
+    assert!(pushed.contains("\"https://mirror.example/me/x\""), "{pushed}");
+
+    // ---- errors
+    let other = "rlhf.rewards=[\"program:sh judge.sh --api-key sk-PLANTEDother0123456789\"]";
+    let refused = train(&[other, "train.max_steps=3", "--resume"], false);
+    assert!(refused.contains("rlhf.rewards: "), "{refused}");
+    for wrong in [
+        "model.hf_token=hf_PLANTEDtoken0000000000000000000000",
+        "train.stage=hf_PLANTEDvalue0000000000000000000000",
+        "rlhf.rewards=[\"program:sh 'judge.sh --api-key PLANTEDquote\"]",
+        "rlhf.rewards=[\"programm:sh judge.sh --api-key PLANTEDname\"]",
+        "data.train=https://me:PLANTEDrows@host/x.jsonl",
+        "model.path=https://me:PLANTEDmodel@host/x",
+    ] {
+        let text = train(&[wrong, "--overwrite"], false);
+        let key = wrong.split('=').next().unwrap();
+        assert!(text.contains(key) || text.contains("<secret>"), "{text}");
+    }
+    train(
+        &["model.hf_token=hf_PLANTEDtoken0000000000000000000000", "--json"],
+        false,
+    );
+}
+
+/// Row W5. A password in the address of a hub or of a proxy, and in the configuration of another tool.
+#[test]
+fn a_password_of_an_address_is_in_no_message_and_no_recipe() {
+    let (bench, home) = (Bench::new(), TempDir::new().unwrap());
+    fs::write(home.path().join("token"), "hf_PLANTEDstored000000000000000000000\n").unwrap();
+    let ft = |arguments: &[&str]| {
+        let mut command = with_secrets(&bench, home.path(), arguments);
+        command.env("HF_HUB_OFFLINE", "0").env_remove("TRANSFORMERS_OFFLINE");
+        command
+    };
+    let hub = ["plan", "--recipe", "r.toml", "model.path=none/such"];
+    let text = without_secret(ft(&hub), false);
+    assert!(
+        text.contains("the hub address cannot be used") && text.contains("mirror.example"),
+        "{text}"
+    );
+    // Through the proxy, which does not answer.
+    let mut command = ft(&["doctor"]);
+    command.env("HF_ENDPOINT", NAMED_HUB);
+    let text = without_secret(command, true);
+    assert!(text.contains("cannot be reached"), "{text}");
+
+    fs::write(
+        bench.path("axolotl.yml"),
+        "base_model: model\nadapter: lora\nlora_r: https://me:PLANTEDrank@host\nlr_scheduler: https://me:PLANTEDschedule@host\n\
+         output_dir: sk-europarl-newstest2021-train\n\
+         hub_token: hf_PLANTEDtoken0000000000000000000000\nwandb_api_key: PLANTEDwandb\ndatasets:\n  - path: https://user:PLANTEDrows@host/x.jsonl\n",
+    )
+    .unwrap();
+    let text = without_secret(ft(&["import", "axolotl.yml"]), true);
+    assert!(
+        text.contains("https://<secret>@host/x.jsonl")
+            && text.contains("in the place of a secret")
+            // The name of a directory is not taken for a token.
+            && text.contains("output_dir = \"sk-europarl-newstest2021-train\""),
+        "{text}"
+    );
 }
 
 fn has_secret(bytes: &[u8]) -> bool {

@@ -300,6 +300,65 @@ fn links_to_other_places_are_not_exported_merged_or_uploaded() {
     }
 }
 
+/// Row W6: not even a file that is valid is read behind such a link.
+#[test]
+fn links_to_other_places_are_not_read() {
+    let bench = Bench::new();
+    std::fs::create_dir(bench.path("elsewhere")).unwrap();
+    bench.train(&["tune.method=lora", "train.max_steps=1", "train.output_dir=run"]);
+    // In the run itself other files than those that it wrote are refused first.
+    crate::bench::copy_all(&bench.path("run/final"), &bench.path("adapter"));
+    let train = [
+        "train",
+        "--recipe",
+        "r.toml",
+        "train.max_steps=1",
+        "train.output_dir=out",
+    ];
+    let given = [&train[..], &["tune.method=lora", "tune.lora.adapter=adapter"]].concat();
+    let generate = |model: &'static str| ["generate", "--model", model, "--prompt", "a", "--max-new-tokens", "1"];
+    let (of_model, of_adapter) = (generate("model"), generate("adapter"));
+    let merge = ["merge", "--adapter", "adapter", "--out", "out"];
+    let all = [
+        &of_model[..],
+        &["plan", "--recipe", "r.toml"],
+        &["data", "--recipe", "r.toml"],
+        &train,
+    ];
+    let cases: [(&str, &[&[&str]]); 8] = [
+        ("model/config.json", &all),
+        ("model/tokenizer.json", &all),
+        ("model/tokenizer_config.json", &all),
+        ("model/generation_config.json", &all),
+        ("model/chat_template.jinja", &all),
+        ("model/model.safetensors", &[&of_model, &train]),
+        ("adapter/adapter_config.json", &[&of_adapter, &given, &merge]),
+        ("adapter/chat_template.jinja", &[&of_adapter, &merge]),
+    ];
+    for (name, commands) in cases {
+        let (file, real) = (bench.path(name), bench.path("elsewhere/file"));
+        std::fs::rename(&file, &real).unwrap();
+        std::os::unix::fs::symlink(&real, &file).unwrap();
+        for command in commands {
+            let out = bench.ft(command);
+            let text = said(&out);
+            assert_eq!(out.status.code(), Some(1), "{name} {command:?}\n{text}");
+            let words = ["a link to a path outside its directory", "elsewhere/file"];
+            assert!(
+                words.iter().all(|word| text.contains(word)),
+                "{name} {command:?}\n{text}"
+            );
+            assert!(!bench.path("out").exists(), "{name} {command:?}");
+        }
+        std::fs::remove_file(&file).unwrap();
+        std::fs::rename(&real, &file).unwrap();
+    }
+    for command in all.into_iter().chain([&of_adapter[..]]) {
+        let out = bench.ft(command);
+        assert!(out.status.success(), "{command:?}\n{}", said(&out));
+    }
+}
+
 /// An adapter with a base of its own names the one beside it, also in a copy.
 #[test]
 fn a_copied_adapter_names_its_own_base() {

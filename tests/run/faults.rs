@@ -14,25 +14,25 @@ const CRASHES: [Row; 14] = [
         "C1",
         "killed (SIGKILL) before numbered file operations or in the middle of a write, again during the resume; killed at random moments",
         "the resume continues from the newest complete checkpoint; metrics and result have the bits of an undisturbed run; leftovers are removed and named",
-        "tests/run/power.rs::kills_at_file_operations_lose_nothing tests/run/resume.rs::a_run_killed_at_random_points_resumes_to_the_same_bits tests/run/resumes.rs::kills_at_random_moments_of_every_pair_lose_nothing src/checkpoint/kill_tests.rs::a_process_killed_at_any_moment_leaves_a_state_that_loads crates/ft-base/src/staging/held.rs::cleaning_removes_what_a_killed_process_left_and_nothing_that_is_in_use src/train/teacher_cache/tests.rs::what_a_killed_process_left_is_removed_and_nothing_else tests/run/scratch.rs::a_model_written_from_a_checkpoint_leaves_the_run_directory_with_its_process tests/run/scratch.rs::stored_outputs_go_on_after_a_kill_and_are_not_written_by_two_processes crates/ft-base/src/staging/held.rs::a_scratch_directory_of_another_machine_stays_for_a_day crates/ft-base/src/staging/held.rs::a_removal_that_was_killed_leaves_nothing_that_stays_for_good",
+        "tests/run/power.rs::kills_at_file_operations_lose_nothing tests/run/resume.rs::a_run_killed_at_random_points_resumes_to_the_same_bits tests/run/resumes.rs::kills_at_random_moments_of_every_pair_lose_nothing src/checkpoint/kill_tests.rs::a_process_killed_at_any_moment_leaves_a_state_that_loads crates/ft-base/src/staging/held.rs::cleaning_removes_what_a_killed_process_left_and_nothing_that_is_in_use src/train/teacher_cache/tests.rs::what_a_killed_process_left_is_removed_and_nothing_else tests/run/scratch.rs::a_model_written_from_a_checkpoint_leaves_the_run_directory_with_its_process tests/run/scratch.rs::stored_outputs_go_on_after_a_kill_and_are_not_written_by_two_processes crates/ft-base/src/staging/held.rs::a_scratch_directory_of_another_machine_stays_for_a_day crates/ft-base/src/staging/held.rs::a_removal_that_was_killed_leaves_nothing_that_stays_for_good tests/run/power/goes_on.rs::a_run_that_was_killed_before_it_has_its_checkpoint_goes_on_from_where_that_is tests/run/power/goes_on.rs::a_fault_between_the_two_renames_of_a_replacement_loses_nothing tests/run/power/goes_on.rs::faults_in_a_run_that_goes_on_lose_nothing src/train/owner.rs::a_run_knows_from_where_it_goes_on_until_that_checkpoint_is_there src/train/directory/tests.rs::a_refused_resume_from_elsewhere_changes_no_later_resume src/train/directory/tests.rs::a_run_whose_removal_is_interrupted_does_not_go_on_from_elsewhere src/train/directory/tests.rs::a_checkpoint_that_was_brought_for_one_run_does_not_count_for_another",
     ),
     (
         "C2",
         "killed between two files of one checkpoint, or while the hashes of a new `final/` are computed",
         "the incomplete checkpoint is ignored; no mix of two states: the manifest names every file with size and hash. `final/` is not called damaged",
-        "tests/run/power.rs::kills_at_file_operations_lose_nothing src/checkpoint/tests.rs::a_save_cut_off_between_two_files_is_ignored_and_cleaned src/train/owner/results.rs::a_result_without_hashes_is_not_called_damaged_and_is_known_to_be_ours src/train/owner/results.rs::a_result_that_was_not_recorded_is_removed_when_the_new_one_has_its_bytes src/train/owner/results.rs::a_kill_before_the_hashes_leaves_no_result_that_is_called_damaged_or_stays_for_good src/train/owner/results.rs::a_new_result_that_is_not_recorded_yet_is_not_called_damaged",
+        "tests/run/power.rs::kills_at_file_operations_lose_nothing src/checkpoint/tests.rs::a_save_cut_off_between_two_files_is_ignored_and_cleaned src/train/owner/results.rs::a_result_without_hashes_is_not_called_damaged_and_is_known_to_be_ours src/train/owner/results.rs::a_result_that_was_not_recorded_is_removed_when_the_new_one_has_its_bytes src/train/owner/results.rs::a_kill_before_the_hashes_leaves_no_result_that_is_called_damaged_or_stays_for_good src/train/owner/results.rs::a_new_result_that_is_not_recorded_yet_is_not_called_damaged src/train/owner/results.rs::a_first_result_that_is_not_recorded_yet_is_not_called_one_of_an_earlier_version src/train/owner/results.rs::a_previous_result_that_was_moved_aside_before_a_kill_is_removed_later tests/run/power/goes_on.rs::a_fault_between_the_two_renames_of_a_replacement_loses_nothing",
     ),
     (
         "C3",
         "a write fails with \"no space\", a quota that is used up or an input/output error: this write alone, or all later ones too",
-        "error with the path (logs and caches: a warning), earlier checkpoints stay whole, the resume has the same bits; if `final/` fails, the last state is saved; a full disk in a save before the last step is a warning on one rank: the run goes on and saves later. The cache of the hub: an error with the path and `HF_HUB_CACHE`, and the next download goes on",
-        "tests/run/power.rs::a_result_that_cannot_be_written_is_not_lost tests/run/power.rs::writes_that_fail_are_told_and_lose_nothing tests/run/limits.rs::a_run_works_under_limits_or_is_refused src/checkpoint/tests.rs::a_failed_save_leaves_the_old_state_and_nothing_else tests/run/power.rs::a_failed_sync_and_a_loss_of_power_keep_the_last_saved_state tests/hub/cache.rs::a_file_in_the_place_of_the_cache_or_of_a_part_of_it_is_named_with_what_to_set tests/hub/cache.rs::a_read_only_cache_is_named_with_what_to_set_and_is_used_if_it_is_whole tests/hub/cache.rs::a_disk_that_is_full_in_a_download_loses_nothing_and_the_next_one_goes_on tests/run/power.rs::a_log_that_fails_once_has_all_lines_in_the_end tests/run/best.rs::a_run_ends_early_with_the_best_model_and_a_resumed_one_too tests/run/rehearsal.rs::a_full_disk_in_a_save_does_not_end_the_run",
+        "error with the path (logs and caches: a warning), earlier checkpoints stay whole, the resume has the same bits; if `final/` fails, the last state is saved; a full disk in a save is a warning on one rank: the run goes on and saves later; without the checkpoint of the best evaluation the best saved one stays; without that of the last step `final/` is written. The cache of the hub: an error with the path and `HF_HUB_CACHE`, and the next download goes on",
+        "tests/run/power.rs::a_result_that_cannot_be_written_is_not_lost tests/run/power.rs::writes_that_fail_are_told_and_lose_nothing tests/run/limits.rs::a_run_works_under_limits_or_is_refused src/checkpoint/tests.rs::a_failed_save_leaves_the_old_state_and_nothing_else tests/run/power.rs::a_failed_sync_and_a_loss_of_power_keep_the_last_saved_state tests/hub/cache.rs::a_file_in_the_place_of_the_cache_or_of_a_part_of_it_is_named_with_what_to_set tests/hub/cache.rs::a_read_only_cache_is_named_with_what_to_set_and_is_used_if_it_is_whole tests/hub/cache.rs::a_disk_that_is_full_in_a_download_loses_nothing_and_the_next_one_goes_on tests/run/power.rs::a_log_that_fails_once_has_all_lines_in_the_end tests/run/best.rs::a_run_ends_early_with_the_best_model_and_a_resumed_one_too tests/run/rehearsal.rs::a_full_disk_in_a_save_does_not_end_the_run src/report/log/tests.rs::a_removal_after_a_failed_sync_leaves_no_line_twice_and_none_torn src/report/log/tests.rs::lines_that_cannot_be_removed_go_before_the_next_line_is_written src/report/log/tests.rs::a_removal_that_fails_and_then_finds_nothing_keeps_the_lines src/report/log/tests.rs::a_repeated_evaluation_is_written_once_if_its_lines_wait src/report/log/tests.rs::lines_that_can_never_be_removed_do_not_cost_the_others src/report/log/tests.rs::lines_of_an_earlier_run_that_stay_at_first_are_gone_later src/report/log/tests.rs::an_event_file_that_cannot_be_created_has_all_lines_later src/report/log/tests.rs::an_event_file_has_no_evaluation_that_is_removed_late tests/run/full.rs::a_full_disk_at_the_best_evaluation_does_not_end_the_run tests/run/full.rs::without_room_for_any_evaluation_the_model_of_the_last_step_is_the_result tests/run/full.rs::a_full_disk_at_the_save_of_the_last_step_leaves_the_result tests/run/full.rs::a_disk_that_stays_full_after_the_last_step_ends_the_run_with_an_error tests/run/power/goes_on.rs::faults_in_a_run_that_goes_on_lose_nothing src/report/log/tests.rs::a_line_after_a_torn_one_is_whole_also_if_those_between_were_too_many src/report/log/tests.rs::an_evaluation_of_an_earlier_run_whose_lines_stay_is_not_one_of_this_run src/report/log/tests.rs::an_event_file_is_kept_if_an_earlier_one_cannot_be_emptied src/train/best.rs::a_run_that_goes_on_has_no_evaluation_after_its_checkpoint",
     ),
     (
         "C4",
         "too little disk space at the start",
         "`ft plan` and `ft train` say how much is needed and free; `ft train` refuses",
-        "tests/run/plans.rs::a_plan_says_whether_it_fits_and_what_the_disk_has_to_hold src/checkpoint/tests.rs::room_is_counted_before_anything_is_written",
+        "tests/run/plans.rs::a_plan_says_whether_it_fits_and_what_the_disk_has_to_hold src/checkpoint/tests.rs::room_is_counted_before_anything_is_written src/checkpoint/tests.rs::checkpoints_that_cannot_be_linked_are_copied_only_if_the_disk_has_room",
     ),
     (
         "C5",
@@ -44,7 +44,7 @@ const CRASHES: [Row; 14] = [
         "C6",
         "loss of power after numbered file operations. The test drops the bytes that were not synced, sets them to zero, or chooses at random what the disk kept. It also keeps later changes of the names in a directory and drops earlier ones",
         "the last checkpoint that was saved survives, and the resume has the same bits. An incomplete directory stays, and is named, if its mark was lost and other names in it were not",
-        "tests/run/power.rs::a_loss_of_power_keeps_the_last_saved_state tests/run/power.rs::a_failed_sync_and_a_loss_of_power_keep_the_last_saved_state",
+        "tests/run/power.rs::a_loss_of_power_keeps_the_last_saved_state tests/run/power.rs::a_failed_sync_and_a_loss_of_power_keep_the_last_saved_state tests/run/power/goes_on.rs::a_fault_between_the_two_renames_of_a_replacement_loses_nothing tests/run/power/goes_on.rs::faults_in_a_run_that_goes_on_lose_nothing",
     ),
     (
         "C7",
@@ -55,8 +55,8 @@ const CRASHES: [Row; 14] = [
     (
         "C8",
         "a bit flipped, the end cut off, a file removed: each file of a checkpoint, of `final/`, a cache, a run directory",
-        "the file is named; `--resume --allow-older` continues from the newest whole checkpoint and says so; a cache is computed again, stored outputs of a teacher are an error with the command that repairs them; `ft runs verify` compares checkpoints and `final/` with their hashes; `ft runs list` shows a damaged run with its reason beside the others, and `compare`, `plot` and `export` of a folder leave it out with a warning",
-        "tests/run/decay.rs::damage_in_a_checkpoint_is_named_and_an_older_one_is_used_only_if_allowed tests/run/decay.rs::damage_beside_the_checkpoints_changes_no_result tests/run/decay.rs::damage_in_a_result_is_named tests/run/decay.rs::a_flipped_bit_in_a_result_is_named src/checkpoint/tests.rs::every_flipped_bit_of_every_file_is_noticed_and_named tests/run/directory.rs::a_stored_start_that_was_damaged_is_computed_again tests/run/distill.rs::stored_outputs_teach_like_the_teacher crates/ft-data/src/tokens/tests.rs::a_damaged_file_is_found_and_written_again_with_one_note crates/ft-data/src/tokens/tests.rs::a_flipped_bit_in_each_file_of_the_cache_is_found crates/ft-data/src/tokens/tests.rs::damage_in_each_file_of_the_cache_changes_no_row_and_no_fingerprint crates/ft-data/src/tokens/tests.rs::a_flipped_bit_in_a_made_result_makes_it_again_with_a_note src/train/teacher_cache/tests.rs::a_flipped_bit_in_any_byte_is_an_error_or_changes_nothing src/train/teacher_cache/tests.rs::a_changed_value_in_the_manifest_is_named src/train/teacher_cache/tests.rs::only_damaged_files_of_the_same_outputs_are_stored_again src/checkpoint/tests.rs::damage_in_files_that_only_some_runs_have_is_named tests/run/decay.rs::damage_in_the_averages_and_in_the_state_of_a_stage_is_named tests/run/decay.rs::a_damaged_token_cache_is_written_again_and_the_run_resumes tests/run/decay.rs::damage_in_stored_outputs_is_named_and_the_same_command_repairs_it tests/cli/unreadable.rs::damaged_runs_are_rows_with_a_reason_and_do_not_hide_the_others tests/cli/unreadable.rs::the_page_and_the_completions_have_the_runs_beside_a_damaged_one tests/cli/unreadable.rs::commands_over_a_folder_leave_damaged_runs_out_with_a_warning tests/cli/unreadable.rs::verify_goes_on_after_a_run_that_cannot_be_read",
+        "the file is named; `--resume --allow-older` continues from the newest whole checkpoint and says so; a cache is computed again, stored outputs of a teacher are an error with the command that repairs them; `ft runs verify` compares checkpoints and `final/` with their hashes; `ft push`, `merge`, `export`, `quantize` and `convert` refuse a damaged `final/`; `ft runs list` shows a damaged run with its reason beside the others, and `compare`, `plot` and `export` of a folder leave it out with a warning",
+        "tests/run/decay.rs::damage_in_a_checkpoint_is_named_and_an_older_one_is_used_only_if_allowed tests/run/decay.rs::damage_beside_the_checkpoints_changes_no_result tests/run/decay.rs::damage_in_a_result_is_named tests/run/decay.rs::a_flipped_bit_in_a_result_is_named src/checkpoint/tests.rs::every_flipped_bit_of_every_file_is_noticed_and_named tests/run/directory.rs::a_stored_start_that_was_damaged_is_computed_again tests/run/distill.rs::stored_outputs_teach_like_the_teacher crates/ft-data/src/tokens/tests.rs::a_damaged_file_is_found_and_written_again_with_one_note crates/ft-data/src/tokens/tests.rs::a_flipped_bit_in_each_file_of_the_cache_is_found crates/ft-data/src/tokens/tests.rs::damage_in_each_file_of_the_cache_changes_no_row_and_no_fingerprint crates/ft-data/src/tokens/tests.rs::a_flipped_bit_in_a_made_result_makes_it_again_with_a_note src/train/teacher_cache/tests.rs::a_flipped_bit_in_any_byte_is_an_error_or_changes_nothing src/train/teacher_cache/tests.rs::a_changed_value_in_the_manifest_is_named src/train/teacher_cache/tests.rs::only_damaged_files_of_the_same_outputs_are_stored_again src/checkpoint/tests.rs::damage_in_files_that_only_some_runs_have_is_named tests/run/decay.rs::damage_in_the_averages_and_in_the_state_of_a_stage_is_named tests/run/decay.rs::a_damaged_token_cache_is_written_again_and_the_run_resumes tests/run/decay.rs::damage_in_stored_outputs_is_named_and_the_same_command_repairs_it tests/cli/unreadable.rs::damaged_runs_are_rows_with_a_reason_and_do_not_hide_the_others tests/cli/unreadable.rs::the_page_and_the_completions_have_the_runs_beside_a_damaged_one tests/cli/unreadable.rs::commands_over_a_folder_leave_damaged_runs_out_with_a_warning tests/cli/unreadable.rs::verify_goes_on_after_a_run_that_cannot_be_read tests/run/decay.rs::a_damaged_result_is_not_uploaded_merged_or_exported",
     ),
     (
         "C9",
@@ -79,8 +79,8 @@ const CRASHES: [Row; 14] = [
     (
         "C12",
         "a reason to fail that is there from the beginning: no permission, read-only, no inode, no quota, too little space, a limit on the size of files, an export that cannot be written",
-        "error before the first step: a save and the export are tried, with the space that they need, and an evaluation: a new run begins with one, a resume tries the longest held-out batch. Memory is forecast (S4, S5)",
-        "tests/run/rehearsal.rs::a_resume_tries_an_evaluation_first tests/run/rehearsal.rs::what_would_fail_after_hours_fails_before_the_first_step tests/run/rehearsal.rs::a_rehearsal_that_fails_once_leaves_nothing tests/run/rehearsal.rs::the_rehearsal_reserves_what_a_save_and_the_export_write tests/run/rehearsal.rs::a_file_of_moments_above_the_limit_is_refused_before_the_first_step crates/ft-base/src/rehearse.rs::what_would_fail_later_fails_now_and_leaves_nothing tests/run/mounts.rs::any_number_of_inodes_or_bytes_works_or_is_refused_before_the_first_step tests/run/limits.rs::a_run_works_under_limits_or_is_refused",
+        "error before the first step: a save and the export are tried, with the space that they need, and an evaluation: a new run begins with one, a resume tries the longest held-out batch, and begins an answer to the longest prompt. Memory is forecast (S4, S5)",
+        "tests/run/rehearsal.rs::a_resume_tries_an_evaluation_first tests/run/rehearsal.rs::what_would_fail_after_hours_fails_before_the_first_step tests/run/rehearsal.rs::a_rehearsal_that_fails_once_leaves_nothing tests/run/rehearsal.rs::the_rehearsal_reserves_what_a_save_and_the_export_write tests/run/rehearsal.rs::a_file_of_moments_above_the_limit_is_refused_before_the_first_step crates/ft-base/src/rehearse.rs::what_would_fail_later_fails_now_and_leaves_nothing tests/run/mounts.rs::any_number_of_inodes_or_bytes_works_or_is_refused_before_the_first_step tests/run/limits.rs::a_run_works_under_limits_or_is_refused tests/run/rehearsal.rs::a_resume_begins_an_answer_to_the_longest_prompt_and_has_the_same_bits tests/run/rehearsal.rs::a_sample_prompt_that_cannot_be_answered_fails_a_resume_before_its_first_step",
     ),
     (
         "C13",
@@ -90,9 +90,9 @@ const CRASHES: [Row; 14] = [
     ),
     (
         "C14",
-        "`ft export` killed at numbered file operations, or one of them fails",
-        "error with the path; the directory is whole or not there; a second export writes it",
-        "tests/run/power.rs::a_broken_export_is_whole_or_not_there",
+        "a command that writes a model (`ft export`, `merge`, `quantize`, `convert`, `adapter combine`) killed at numbered file operations, or one of them fails",
+        "error with the path; the directory is whole or not there; the same command writes it the second time",
+        "tests/run/power.rs::a_broken_export_is_whole_or_not_there tests/run/power/exports.rs::every_command_that_writes_a_model_writes_it_whole_or_not_at_all",
     ),
 ];
 
@@ -117,15 +117,15 @@ const FORMATS: [Row; 11] = [
     ),
     (
         "F4",
-        "NaN or infinity in base weights or an adapter",
+        "NaN or infinity in base weights or an adapter, also in scales and codes of quantized weights",
         "error that names the tensor, before the first step",
-        "tests/run/directory.rs::a_moved_model_is_known_by_its_weights_and_a_changed_number_is_not crates/ft-core/src/hf/adapter_tests.rs::numbers_that_are_not_finite_and_missing_files_are_refused",
+        "tests/run/directory.rs::a_moved_model_is_known_by_its_weights_and_a_changed_number_is_not crates/ft-core/src/hf/adapter_tests.rs::numbers_that_are_not_finite_and_missing_files_are_refused crates/ft-core/src/source/stored/finite.rs::numbers_that_are_not_finite_are_found_in_the_files_of_every_tool crates/ft-core/src/source/stored/finite.rs::numbers_that_are_not_finite_are_found_in_files_of_ft tests/run/quantodd.rs::a_number_that_is_not_finite_in_a_quantized_base_is_named_before_the_first_step",
     ),
     (
         "F5",
         "an index with `../x`, absolute names, links out of the directory, missing, extra or doubled shards; a pipe as a shard",
         "refused; nothing outside of the directory is opened",
-        "crates/ft-formats/src/weights/tests.rs::names_that_leave_the_directory crates/ft-formats/src/weights/tests.rs::a_link_out_of_the_directory crates/ft-formats/src/weights/tests.rs::missing_shard crates/ft-formats/src/weights/tests.rs::extra_shard_beside_the_index crates/ft-formats/src/weights/tests.rs::tensor_in_two_shards tests/run/directory.rs::a_pipe_in_the_place_of_a_file_is_an_error_at_once",
+        "crates/ft-formats/src/weights/tests.rs::names_that_leave_the_directory crates/ft-formats/src/weights/tests.rs::a_link_out_of_the_directory crates/ft-formats/src/weights/tests.rs::missing_shard crates/ft-formats/src/weights/tests.rs::extra_shard_beside_the_index crates/ft-formats/src/weights/tests.rs::tensor_in_two_shards tests/run/directory.rs::a_pipe_in_the_place_of_a_file_is_an_error_at_once tests/run/pipes.rs::a_pipe_or_a_device_in_the_place_of_a_file_of_the_model_is_an_error tests/run/pipes.rs::a_pipe_or_a_device_in_the_place_of_rows_is_an_error tests/run/pipes.rs::a_pipe_or_a_device_in_the_place_of_a_file_of_a_run_is_an_error_or_replaced",
     ),
     (
         "F6",
@@ -225,7 +225,7 @@ const RECIPES: [Row; 9] = [
 const DATA: [Row; 10] = [
     (
         "D1",
-        "broken rows: no JSON, wrong fields, null, no UTF-8, byte order mark, CRLF",
+        "broken rows: no JSON, wrong fields, null, no UTF-8, byte order mark, CRLF, a line of 100 MB",
         "file, line and field of each, with counts",
         "tests/run/hostile.rs::rows_that_are_broken crates/ft-data/src/read/tests.rs::bytes_that_are_not_utf8_are_named_with_their_column crates/ft-data/src/layout/tests.rs::all_bad_rows_are_counted crates/ft-data/src/tests.rs::a_fault_in_a_late_row_names_that_row",
     ),
@@ -328,8 +328,8 @@ const RUNNING: [Row; 11] = [
     (
         "S1",
         "a loss or a gradient that is not finite",
-        "the run stops before the update; nothing of it is saved",
-        "tests/run/hostile.rs::numbers_that_are_not_finite_stop_the_run_and_save_nothing crates/ft-formats/src/writer/tests.rs::a_number_that_is_not_finite_never_reaches_a_file",
+        "the run stops, and the state of the step before is saved, except right after a block switch; the error names the step, its rows and the first tensor. If gradients are applied at once (`train.max_grad_norm = 0` with one micro-batch, or to save memory) and some were applied, it is not saved: the steps after the last checkpoint are lost. Nothing that is not finite is saved",
+        "tests/run/hostile.rs::numbers_that_are_not_finite_stop_the_run_and_save_nothing crates/ft-formats/src/writer/tests.rs::a_number_that_is_not_finite_never_reaches_a_file tests/run/hostile.rs::a_gradient_that_is_not_finite_names_its_tensor_and_the_rows_of_the_step tests/run/hostile.rs::a_loss_that_is_not_finite_names_the_row",
     ),
     (
         "S2",
@@ -339,9 +339,9 @@ const RUNNING: [Row; 11] = [
     ),
     (
         "S3",
-        "SIGINT once and twice, SIGTERM, SIGHUP, SIGUSR1, in steps, evaluations, rollouts; SIGINT in answers; a terminal that is closed",
-        "the state is saved; exit 128 + signal, 131 after the second Ctrl-C",
-        "tests/run/resume.rs::a_run_stopped_within_steps_resumes_to_the_same_bits tests/terminal.rs::a_run_whose_terminal_is_closed_saves_its_state tests/run/resume.rs::signals_save_the_state_and_exit_with_their_code tests/terminal.rs::a_second_interrupt_says_what_is_lost tests/run/chat.rs::a_signal_stops_an_answer tests/run/resume.rs::a_signal_in_the_last_evaluation_leaves_it_to_the_resume tests/run/scratch.rs::a_model_written_from_a_checkpoint_leaves_the_run_directory_with_its_process",
+        "SIGINT once and twice, SIGTERM, SIGHUP, SIGUSR1, in steps, evaluations, rollouts, saves, while rows are prepared, in commands that write a model, in an upload; SIGINT in answers; a terminal that is closed",
+        "the state is saved, a result is whole or not there; exit 128 + signal, 131 after the second Ctrl-C",
+        "tests/run/resume.rs::a_run_stopped_within_steps_resumes_to_the_same_bits tests/terminal.rs::a_run_whose_terminal_is_closed_saves_its_state tests/run/resume.rs::signals_save_the_state_and_exit_with_their_code tests/terminal.rs::a_second_interrupt_says_what_is_lost tests/run/chat.rs::a_signal_stops_an_answer tests/run/resume.rs::a_signal_in_the_last_evaluation_leaves_it_to_the_resume tests/run/scratch.rs::a_model_written_from_a_checkpoint_leaves_the_run_directory_with_its_process tests/run/stopped.rs::a_signal_in_a_save_ends_the_run_with_that_checkpoint tests/run/stopped.rs::a_signal_while_rows_are_prepared_ends_the_program_and_leaves_nothing tests/run/stopped.rs::a_signal_in_a_command_that_writes_a_model_leaves_nothing tests/run/stopped.rs::a_signal_while_outputs_of_a_teacher_are_stored_leaves_whole_files tests/hub/push.rs::a_signal_in_an_upload_ends_it_without_a_commit_and_the_next_one_goes_on",
     ),
     (
         "S4",
@@ -352,8 +352,8 @@ const RUNNING: [Row; 11] = [
     (
         "S5",
         "more memory than the budget during a run; a hard limit on memory",
-        "the state is saved and the run stops; under a hard limit the plan is one whose forecast is below it",
-        "tests/memory/stages.rs::a_run_that_passes_its_budget_stops_and_saves_its_state tests/run/caps.rs::a_model_larger_than_the_cap_trains_from_the_disk_to_the_same_bits",
+        "the state is saved and the run stops; under a hard limit the plan is one whose forecast is below it. If the system has no more memory, the message of the abort names the checkpoint from which the run goes on",
+        "tests/memory/stages.rs::a_run_that_passes_its_budget_stops_and_saves_its_state tests/run/caps.rs::a_model_larger_than_the_cap_trains_from_the_disk_to_the_same_bits tests/run/caps.rs::the_same_run_from_memory_does_not_fit_under_the_cap",
     ),
     (
         "S6",
@@ -365,7 +365,7 @@ const RUNNING: [Row; 11] = [
         "S7",
         "a clock that is in 1970 or 2100 and jumps, no HOME, no `/dev/shm`, `/sys` or `/proc`, few open files, little memory and stack, one processor, no huge pages, umask 0777, an unwritable cache, no terminal, closed or broken output",
         "the run has the same bits, or is refused at the start",
-        "tests/run/limits.rs::a_clock_that_jumps_changes_nothing tests/run/limits.rs::a_run_without_huge_pages_has_the_same_bits tests/run/limits.rs::any_number_of_open_files_works_or_is_refused_before_the_first_step tests/run/limits.rs::a_run_works_under_limits_or_is_refused tests/run/mounts.rs::missing_and_locked_places_are_no_obstacle_or_refused tests/run/resume.rs::a_run_goes_on_if_nobody_reads_its_messages tests/cli.rs::a_reader_that_goes_away_is_no_failure",
+        "tests/run/limits.rs::a_clock_that_jumps_changes_nothing tests/run/limits.rs::a_run_without_huge_pages_has_the_same_bits tests/run/limits.rs::any_number_of_open_files_works_or_is_refused_before_the_first_step tests/run/limits.rs::a_run_works_under_limits_or_is_refused tests/run/mounts.rs::missing_and_locked_places_are_no_obstacle_or_refused tests/run/resume.rs::a_run_goes_on_if_nobody_reads_its_messages tests/cli.rs::a_reader_that_goes_away_is_no_failure tests/run/readers.rs::a_reader_that_goes_away_is_no_failure_of_any_command tests/run/limits.rs::a_scratch_directory_that_looks_old_stays_while_it_is_used",
     ),
     (
         "S8",
@@ -422,13 +422,13 @@ const SURFACE: [Row; 8] = [
         "W5",
         "a hub that lies about names, hashes, sizes and redirects; a stolen token",
         "nothing is written outside of the cache, wrong contents are thrown away, the token goes to the hub alone",
-        "tests/hub/lies.rs::a_lying_hub_writes_and_removes_nothing_outside_the_cache tests/hub/lies.rs::a_redirect_to_another_host_gets_no_token tests/hub.rs::damaged_content_never_gets_into_the_cache tests/run/egress.rs::no_program_opens_a_socket_and_no_secret_is_kept tests/hub/programs.rs::a_run_from_the_hub_with_a_token_keeps_no_token tests/hub/lies.rs::a_file_list_that_leads_in_a_circle_or_to_another_host_is_refused",
+        "tests/hub/lies.rs::a_lying_hub_writes_and_removes_nothing_outside_the_cache tests/hub/lies.rs::a_redirect_to_another_host_gets_no_token tests/hub.rs::damaged_content_never_gets_into_the_cache tests/run/egress.rs::no_program_opens_a_socket_and_no_secret_is_kept tests/hub/programs.rs::a_run_from_the_hub_with_a_token_keeps_no_token tests/hub/lies.rs::a_file_list_that_leads_in_a_circle_or_to_another_host_is_refused tests/run/egress.rs::a_secret_of_a_command_is_in_no_record_no_output_and_no_card tests/run/egress.rs::a_password_of_an_address_is_in_no_message_and_no_recipe",
     ),
     (
         "W6",
         "names with `../`, spaces, quotes, line breaks, escapes, and bytes that are not UTF-8; text of adapters, runs and configurations, and answers of a model, with escapes",
         "used as they are, or refused; no control sequence in them reaches the terminal, not even a color, and none adds a key to a recipe",
-        "tests/terminal.rs::an_answer_with_escapes_is_shown_as_text tests/terminal.rs::text_of_files_is_shown_and_acts_on_no_terminal src/recipe/import/tests.rs::what_the_file_says_adds_no_keys_to_the_recipe tests/run/limits.rs::odd_names_work_or_are_refused tests/run/hostile.rs::nothing_from_a_file_acts_on_the_terminal src/report/layout.rs::nothing_from_a_file_acts_on_the_terminal tests/run/export.rs::links_to_other_places_are_not_exported_merged_or_uploaded",
+        "tests/terminal.rs::an_answer_with_escapes_is_shown_as_text tests/terminal.rs::text_of_files_is_shown_and_acts_on_no_terminal src/recipe/import/tests.rs::what_the_file_says_adds_no_keys_to_the_recipe tests/run/limits.rs::odd_names_work_or_are_refused tests/run/hostile.rs::nothing_from_a_file_acts_on_the_terminal src/report/layout.rs::nothing_from_a_file_acts_on_the_terminal tests/run/export.rs::links_to_other_places_are_not_exported_merged_or_uploaded crates/ft-formats/src/lib.rs::a_link_is_read_inside_the_directory_and_in_a_hub_cache_only tests/run/export.rs::links_to_other_places_are_not_read tests/terminal.rs::names_of_files_in_refused_arguments_act_on_no_terminal crates/ft-formats/src/lib.rs::a_hub_cache_may_have_its_blobs_on_another_disk",
     ),
     (
         "W7",
@@ -440,7 +440,7 @@ const SURFACE: [Row; 8] = [
         "W8",
         "a reward program that opens sockets, reads secrets of the environment, takes all memory, or goes on when ft ends",
         "the system refuses its sockets, the secrets are not there, its memory is limited; `rlhf.reward_network` and `rlhf.reward_memory` change that. It ends with ft",
-        "crates/ft-base/src/worker.rs::a_program_without_rights_opens_no_socket_sees_no_secret_and_has_a_limit tests/run/rl.rs::a_reward_program_has_no_network_and_no_secrets crates/ft-base/src/worker.rs::a_program_and_its_children_are_one_group_and_end_together crates/ft-base/src/worker/start.rs::a_program_ends_with_ft_also_if_a_signal_ends_it tests/run/rl.rs::a_reward_program_does_not_outlive_ft crates/ft-base/src/signal/groups.rs::a_look_at_a_program_that_ended_does_not_free_its_id src/setup/rewards/program.rs::the_group_of_a_program_that_ended_is_killed_before_its_id_is_free",
+        "crates/ft-base/src/worker.rs::a_program_without_rights_opens_no_socket_sees_no_secret_and_has_a_limit tests/run/rl.rs::a_reward_program_has_no_network_and_no_secrets crates/ft-base/src/worker.rs::a_program_and_its_children_are_one_group_and_end_together crates/ft-base/src/worker/start.rs::a_program_ends_with_ft_also_if_a_signal_ends_it tests/run/rl.rs::a_reward_program_does_not_outlive_ft crates/ft-base/src/signal/groups.rs::a_look_at_a_program_that_ended_does_not_free_its_id src/setup/rewards/program.rs::the_group_of_a_program_that_ended_is_killed_before_its_id_is_free tests/run/egress.rs::a_secret_of_a_command_is_in_no_record_no_output_and_no_card crates/ft-base/src/signal/groups.rs::a_program_that_starts_while_a_signal_ends_ft_is_killed_too crates/ft-base/src/syscalls.rs::the_filter_refuses_sockets_and_access_to_other_processes crates/ft-base/src/worker/hidden.rs::secrets_move_to_other_memory_and_the_old_one_is_overwritten crates/ft-base/src/worker/hidden.rs::a_program_without_network_does_not_open_the_memory_of_ft tests/run/rl.rs::a_reward_program_finds_no_secret_in_what_the_system_shows_of_ft tests/run/rl.rs::a_reward_program_is_named_before_it_starts_and_only_a_run_starts_it",
     ),
 ];
 

@@ -124,6 +124,37 @@ fn seeds(name: &str) -> Vec<Vec<u8>> {
         )],
         "parquet" => vec![golden("parquet/plain.parquet"), golden("parquet/zstd.parquet")],
         "gguf" => vec![gguf_file()],
+        "run" => vec![text(&format!(
+            "{{\"format\": \"ft run 1\", \"ft\": \"0.1.0\", \"processes\": [7, 8], \"final\": {{\"config.json\": [2, 5, \"{}\"]}}}}\n",
+            blake3::hash(b"{}").to_hex()
+        ))],
+        "lock" => vec![
+            text("process 1 since 2026-01-01 00:00:00 UTC\n"),
+            text("process 4000000 since unix time 1767225600 on other.example (process namespace 4026531836)\n"),
+        ],
+        "token_cache" => vec![text(
+            "{\"format\":\"ft token cache 3\",\"fingerprint\":\"aa\",\"stats\":{\"rows\":2},\"readings\":[{\"file\":0,\"columns\":[\"text\"],\
+             \"skipped\":[]}],\"chunks\":[{\"read\":2,\"rows\":2,\"tokens\":9,\"hash\":\"00\",\"stats\":{},\"sources\":[[2,0]]}],\"screened\":null}",
+        )],
+        "teacher_cache" => vec![text(
+            "{\"format\": \"ft teacher outputs 1\", \"key\": \"00\", \"common\": 8, \"k\": 4, \"temperature\": 1.5, \"data\": \"aa\", \
+             \"teacher\": \"b:c\", \"shards\": 0, \"documents\": 0, \"tokens\": 0}\n",
+        )],
+        "hub" => {
+            let (git, sha) = ("1".repeat(40), "2".repeat(64));
+            vec![text(&format!(
+                "[{{\"type\": \"file\", \"path\": \"data/train-0.jsonl\", \"oid\": \"{git}\", \"size\": 3}}, {{\"type\": \"file\", \
+                 \"path\": \"m.safetensors\", \"oid\": \"{git}\", \"size\": 9, \"lfs\": {{\"oid\": \"{sha}\", \"size\": 9}}}}]"
+            ))]
+        }
+        "request" => vec![text(
+            "GET /token/live?runs=0:5 HTTP/1.1\r\nHost:  127.0.0.1:8000 \r\nAccept: */*",
+        )],
+        "score" => vec![
+            text("0.5"),
+            text("{\"score\": -1e-3, \"why\": \"short\"}"),
+            text("null"),
+        ],
         other => panic!("{other} has no seed"),
     }
 }

@@ -2,9 +2,10 @@
 
 use crate::bench::{Bench, files, said};
 use std::fs;
+use std::io::{Seek, SeekFrom, Write};
 
-/// Asserts that `ft train` fails with `code`, that the message has all `words`, and that no run directory appears.
-fn refused(bench: &Bench, more: &[&str], code: i32, words: &[&str]) {
+/// Asserts that `ft train` fails with `code`, that the message has all `words`, and that no run directory appears. Returns the message.
+fn refused(bench: &Bench, more: &[&str], code: i32, words: &[&str]) -> String {
     let mut arguments = vec!["train", "--recipe", "r.toml", "train.output_dir=out"];
     arguments.extend(more);
     let out = bench.ft(&arguments);
@@ -18,6 +19,7 @@ fn refused(bench: &Bench, more: &[&str], code: i32, words: &[&str]) {
         !bench.path("out/final").exists() && !bench.path("out/metrics.jsonl").exists(),
         "{said}"
     );
+    said
 }
 
 fn weights(bench: &Bench) -> std::path::PathBuf {
@@ -205,6 +207,20 @@ fn rows_that_are_broken() {
     fs::write(bench.path("rows.jsonl"), "").unwrap();
     refused(&bench, &[], 1, &["rows.jsonl", "no rows"]);
 
+    // A line of 100 MB, most of it a hole of the file: ft names the line and shows its begin.
+    let mut file = fs::File::create(bench.path("rows.jsonl")).unwrap();
+    file.write_all(b"{\"text\": \"one\"}\n{\"text\": \"two").unwrap();
+    file.seek(SeekFrom::Current(100 << 20)).unwrap();
+    file.write_all(b"\"}\n{\"text\": \"three\"}\n").unwrap();
+    let words = [
+        "the row is too long",
+        "rows.jsonl:2",
+        "in one line: {\"text\": \"two",
+        "hint:",
+    ];
+    let said = refused(&bench, &[], 1, &words);
+    assert!(said.len() < 1000, "{} bytes: {said}", said.len());
+
     let bench = Bench::new();
     refused(&bench, &["data.max_length=4"], 1, &["nothing", "max_length"]);
     refused(&bench, &["data.train=none.jsonl"], 1, &["none.jsonl"]);
@@ -279,6 +295,107 @@ fn numbers_that_are_not_finite_stop_the_run_and_save_nothing() {
     {
         let values = floats(bytes);
         assert!(!values.is_empty() && values.iter().all(|x| x.is_finite()), "{name}");
+    }
+}
+
+/// Runs into `out`, which must fail. Returns what it says, the last event, and whether the state after step `step` is saved.
+fn fails(bench: &Bench, settings: &[&str], step: u64) -> (String, serde_json::Value, bool) {
+    let common = [
+        "train",
+        "--recipe",
+        "r.toml",
+        "--overwrite",
+        "train.output_dir=out",
+        "train.max_steps=4",
+        "train.save_steps=10",
+        "tune.method=full",
+    ];
+    let out = bench.ft(&[&common[..], settings].concat());
+    let said = said(&out);
+    assert_eq!(out.status.code(), Some(1), "{said}");
+    let names = fs::read_dir(bench.path("out")).unwrap();
+    let names = names.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    let saved: Vec<String> = names.filter(|name| name.starts_with("checkpoint-")).collect();
+    let there = saved == [format!("checkpoint-{step}")];
+    assert!(there || saved.is_empty(), "{saved:?}");
+    assert!(!there || bench.ft(&["runs", "verify", "out"]).status.success());
+    (said, bench.lines("out/events.jsonl").pop().unwrap(), there)
+}
+
+/// Row S1: the loss is finite, and the backward pass overflows below the last layer.
+#[test]
+fn a_gradient_that_is_not_finite_names_its_tensor_and_the_rows_of_the_step() {
+    let bench = Bench::new();
+    let large = [
+        "optimizer.learning_rate=2e8",
+        "schedule.name=constant",
+        "train.batch_size=10",
+        "train.gradient_accumulation_steps=1",
+    ];
+    for (norm, place, left) in [
+        ("1.0", "step 2: rows.jsonl:", "the state after step 1 is saved"),
+        // The gradients of the output projection and of the last norm were applied.
+        (
+            "0",
+            "step 2, micro-batch 1: rows.jsonl:",
+            "no state is saved, because this run applies gradients as soon as they are computed",
+        ),
+    ] {
+        let norm = format!("train.max_grad_norm={norm}");
+        let (said, event, saved) = fails(&bench, &[&large[..], &[norm.as_str()]].concat(), 1);
+        for word in [
+            "a gradient is not finite",
+            place,
+            " and 2 more (model.layers.3.mlp.down_proj.weight)",
+            left,
+        ] {
+            assert!(said.contains(word), "{norm}: `{word}` is not in:\n{said}");
+        }
+        assert_eq!(saved, norm.ends_with("1.0"), "{said}");
+        assert!(event["event"] == "stop" && event["step"] == 2, "{event}");
+        let rows = event["rows"].as_array().unwrap();
+        let is_row = |row: &serde_json::Value| row.as_str().unwrap().starts_with("rows.jsonl:");
+        assert!(
+            rows.len() == 10 && event["row_count"] == 10 && rows.iter().all(is_row),
+            "{event}"
+        );
+    }
+}
+
+/// Row S1: one row has a margin that is infinite in f32.
+#[test]
+fn a_loss_that_is_not_finite_names_the_row() {
+    let bench = Bench::new();
+    let text = fs::read_to_string(bench.path("pairs.jsonl")).unwrap();
+    let margin = |at: usize| if at == 2 { "1e39" } else { "0.5" };
+    let lines = text.lines().enumerate();
+    let lines = lines.map(|(at, line)| line.replacen('{', &format!("{{\"margin\": {}, ", margin(at)), 1));
+    fs::write(bench.path("pairs.jsonl"), lines.collect::<Vec<_>>().join("\n")).unwrap();
+    let reward = ["train.stage=reward", "data.train=pairs.jsonl", "train.batch_size=1"];
+    for (more, step, place) in [
+        // The only step of an epoch, in any order.
+        (&["train.gradient_accumulation_steps=4"][..], 1, "step 1, micro-batch "),
+        // Gradients are applied at once, but the loss comes before them.
+        (
+            &[
+                "train.gradient_accumulation_steps=1",
+                "train.max_grad_norm=0",
+                "data.shuffle=false",
+            ],
+            3,
+            "step 3, micro-batch 1: ",
+        ),
+    ] {
+        let (said, event, saved) = fails(&bench, &[&reward[..], more].concat(), step - 1);
+        assert!(
+            said.contains("the loss is not finite") && said.contains(place),
+            "{said}"
+        );
+        let named: Vec<_> = said.match_indices("pairs.jsonl:").collect();
+        assert!(named.len() == 1 && said.contains(": pairs.jsonl:3\n"), "{said}");
+        assert_eq!(event["rows"], serde_json::json!(["pairs.jsonl:3"]));
+        assert_eq!(saved, step == 3, "{said}");
+        assert_eq!(said.contains("the state after step 2 is saved"), step == 3, "{said}");
     }
 }
 

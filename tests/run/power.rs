@@ -2,17 +2,21 @@
 //! switches, rotation, evaluations, the export, and resumes. The tests of `cargo test` take some of the operations of
 //! some methods, and fewer of another method in turn; the ignored ones take all.
 
-mod lost;
 mod expected;
+mod exports;
+mod goes_on;
+mod lost;
+mod round;
 
 use crate::bench::{Bench, files, said};
-use crate::disk::{Disk, Fault, Loss, Operation, counted, on_disk, ran_on_disk, recorded};
+use crate::disk::{Fault, Loss, Operation, counted, on_disk, ran_on_disk, recorded};
 use crate::same::{METHODS, assert_same, assert_same_final, assert_same_lines};
 use crate::turn::{in_turn, turn};
 use ft::base::rng::{Rng, Stream};
 use ft::base::staging;
+use round::{Cases, Round, Start};
 use std::fs;
-use std::process::{Command, Output};
+use std::process::Command;
 
 const EIO: i32 = 5;
 const ENOSPC: i32 = 28;
@@ -24,137 +28,6 @@ const NAMED: [&str; 4] = [
     "not enough disk space",
     "quota exceeded",
 ];
-
-/// Five steps, three saves, two kept, with LoRA one; the methods of `same` and GRPO.
-fn settings(method: &str) -> Vec<&'static str> {
-    let grpo: &[&str] = &[
-        "train.stage=grpo",
-        "tune.method=lora",
-        "tune.lora.r=4",
-        "rlhf.rewards=[\"regex:[aeiou]\", \"length:4\"]",
-        "rlhf.num_generations=4",
-        "rlhf.max_completion_length=8",
-        "rlhf.num_iterations=2",
-    ];
-    let own = METHODS.iter().find(|m| m.0 == method).map_or(grpo, |m| m.1);
-    let base = ["train.max_steps=5", "train.save_steps=2", "train.save_total_limit=2"];
-    // The last value of a key counts.
-    let more: &[&str] = match method {
-        "adalora" => &["train.max_steps=10"],
-        "kto" => &["train.batch_size=2"],
-        // Rotation leaves one checkpoint only; texts of SFT are generated too.
-        "lora" => &[
-            "train.save_total_limit=1",
-            "train.sample_prompts=[\"Is it raining?\", \"Add 17 and 25.\"]",
-        ],
-        _ => &[],
-    };
-    [&base[..], own, more].concat()
-}
-
-struct Round {
-    bench: Bench,
-    settings: Vec<&'static str>,
-    /// Number of file operations of an undisturbed run.
-    operations: usize,
-}
-
-impl Round {
-    /// The undisturbed run is in `whole`. `None` without a C compiler.
-    fn new(method: &str) -> Option<Self> {
-        let mut out = Self {
-            bench: Bench::new(),
-            settings: settings(method),
-            operations: 0,
-        };
-        let mut command = out.command("whole", &[]);
-        on_disk(&out.bench, &mut command, Fault::Count, 0)?;
-        let ran = command.output().unwrap();
-        assert!(ran.status.success(), "{}", said(&ran));
-        out.operations = counted(&out.bench);
-        Some(out)
-    }
-
-    fn last_step(&self) -> u64 {
-        let mut settings = self.settings.iter().rev();
-        let steps = settings.find_map(|setting| setting.strip_prefix("train.max_steps="));
-        steps.unwrap().parse().unwrap()
-    }
-
-    fn command(&self, run: &str, flags: &[&str]) -> Command {
-        let out = format!("train.output_dir={run}");
-        self.bench
-            .command(&[&["train", "--recipe", "r.toml", &out][..], &self.settings, flags].concat())
-    }
-
-    /// Starts or resumes `run` with a fault.
-    fn start(&self, fault: Option<(Fault, usize)>) -> Output {
-        let go = |flags: &[&str]| {
-            let mut command = self.command("run", flags);
-            if let Some((fault, at)) = fault {
-                on_disk(&self.bench, &mut command, fault, at).unwrap();
-            }
-            command.output().unwrap()
-        };
-        if self.bench.path("run").exists() {
-            let out = go(&["--resume"]);
-            if !said(&out).contains("no run to resume") {
-                return out;
-            }
-        }
-        go(&[])
-    }
-
-    /// Starts `run` with a fault; its file operations too, also those that failed.
-    fn failing(&self, fault: Fault, at: usize) -> (Output, Vec<Operation>) {
-        ran_on_disk(&self.bench, &mut self.command("run", &[]), fault, at).unwrap()
-    }
-
-    /// Resumes `run` without a fault to its end. Nothing incomplete stays.
-    fn finish(&self, what: &str) {
-        self.finish_but(what, &|_, _| false);
-    }
-
-    /// As `finish`; `may_stay`: the name of what is incomplete, and what ft said.
-    fn finish_but(&self, what: &str, may_stay: &dyn Fn(&str, &str) -> bool) {
-        let out = self.start(None);
-        let text = said(&out);
-        assert!(out.status.success(), "{what}\n{text}");
-        let left = fs::read_dir(self.bench.path("run")).unwrap();
-        for name in left.map(|e| e.unwrap().file_name().into_string().unwrap()) {
-            let whole = !name.contains(".tmp-") && !name.contains(".old-");
-            assert!(whole || may_stay(&name, &text), "{what}: {name} stays\n{text}");
-        }
-    }
-
-    /// Back to the state before the run.
-    fn clear(&self) {
-        for entry in fs::read_dir(self.bench.dir.path()).unwrap() {
-            let path = entry.unwrap().path();
-            let name = path.file_name().unwrap().to_string_lossy().into_owned();
-            if path.is_dir() && !["model", "whole"].contains(&name.as_str()) {
-                fs::remove_dir_all(path).unwrap();
-            }
-        }
-    }
-}
-
-/// All failures of the cases of a test, not the first alone.
-#[derive(Default)]
-struct Cases(Vec<String>);
-
-impl Cases {
-    fn check(&mut self, what: &str, case: impl FnOnce()) {
-        if let Err(panic) = std::panic::catch_unwind(std::panic::AssertUnwindSafe(case)) {
-            let text = panic.downcast_ref::<String>().cloned().unwrap_or_default();
-            self.0.push(format!("{what}\n{text}"));
-        }
-    }
-
-    fn assert_none(self) {
-        assert!(self.0.is_empty(), "{} cases fail:\n{}", self.0.len(), self.0.join("\n"));
-    }
-}
 
 /// Calls `test` with the method of this turn, and with other distances of the operations in the next round of turns.
 fn method_in_turn(least: usize, test: impl Fn(&str, usize) -> usize) {
@@ -181,9 +54,16 @@ fn by_hand(methods: &[&'static str]) -> Vec<String> {
 fn kills(method: &str, every: usize) -> usize {
     let Some(round) = Round::new(method) else { return 0 };
     let rng = Rng::new(every as u64, Stream::Sampling, &[]);
+    kills_of(&round, 1 + rng.below(0, every as u64) as usize, every)
+}
+
+/// As `kills`, of any run, from the operation `first` on.
+fn kills_of(round: &Round, first: usize, every: usize) -> usize {
+    let name = &round.name;
+    let rng = Rng::new(every as u64, Stream::Sampling, &[]);
     let (mut kills, mut cases) = (0, Cases::default());
-    for at in (1 + rng.below(0, every as u64) as usize..=round.operations).step_by(every) {
-        round.clear();
+    for at in (first..=round.operations).step_by(every) {
+        round.prepare();
         // A resume has fewer operations.
         let again = 1 + rng.below(at as u64, 60) as usize;
         let fault = if (at / every).is_multiple_of(2) {
@@ -191,17 +71,12 @@ fn kills(method: &str, every: usize) -> usize {
         } else {
             Fault::Half
         };
-        for at in [at, again] {
-            let out = round.start(Some((fault, at)));
+        let what = format!("{name}: kills at {at} and {again}");
+        for out in [round.first(Some((fault, at))), round.next(Some((fault, again)))] {
             let killed = std::os::unix::process::ExitStatusExt::signal(&out.status) == Some(9);
-            assert!(
-                killed || out.status.success(),
-                "{method}, {at}, {again}\n{}",
-                said(&out)
-            );
+            assert!(killed || out.status.success(), "{what}\n{}", said(&out));
             kills += usize::from(killed);
         }
-        let what = format!("{method}: kills at {at} and {again}");
         cases.check(&what, || {
             round.finish("after the kills");
             assert_same(&round.bench, "whole", "run");
@@ -209,7 +84,7 @@ fn kills(method: &str, every: usize) -> usize {
         });
     }
     cases.assert_none();
-    println!("{method}: {kills} kills, {} operations", round.operations);
+    println!("{name}: {kills} kills, {} operations", round.operations);
     kills
 }
 
@@ -256,8 +131,14 @@ fn kills_at_every_file_operation_lose_nothing() {
 /// Errors at every `every`-th operation, once or from there on: `expected` says what each path requires.
 fn errors(method: &str, every: usize) -> usize {
     let Some(round) = Round::new(method) else { return 0 };
-    let (mut faults, mut failed, mut n, mut cases) = (0, 0, 0, Cases::default());
     let first = 1 + Rng::new(3, Stream::Sampling, &[]).below(0, every as u64) as usize;
+    errors_of(&round, (first, 0), every)
+}
+
+/// As `errors`, of any run, from the operation `first` on, with the kind `n`.
+fn errors_of(round: &Round, (first, mut n): (usize, usize), every: usize) -> usize {
+    let name = &round.name;
+    let (mut faults, mut failed, mut cases) = (0, 0, Cases::default());
     for at in (first..=round.operations).step_by(every) {
         let kinds = [
             Fault::Once(ENOSPC),
@@ -270,14 +151,14 @@ fn errors(method: &str, every: usize) -> usize {
         let kinds = if every == 1 { &kinds[..] } else { &kinds[n % 6..][..1] };
         n += 1;
         for fault in kinds {
-            round.clear();
+            round.prepare();
             let is_full = matches!(fault, Fault::Once(ENOSPC | EDQUOT) | Fault::From(ENOSPC | EDQUOT));
-            let last = is_full.then(|| round.last_step());
-            let what = format!("{method}: {fault:?} at {at} of {}", round.operations);
+            let saves = is_full.then(|| round.saves());
+            let what = format!("{name}: {fault:?} at {at} of {}", round.operations);
             cases.check(&what.clone(), || {
                 let (out, done) = round.failing(*fault, at);
                 let text = said(&out);
-                failed += usize::from(expected::assert_expected(&done, &out, last) > 0);
+                failed += usize::from(expected::assert_expected(&done, &out, saves) > 0);
                 if out.status.success() {
                     // Only logs, caches and marks may fail, with an equal result.
                     assert_same_final(&round.bench, "whole", "run");
@@ -286,8 +167,8 @@ fn errors(method: &str, every: usize) -> usize {
                     round.finish(&what);
                     assert_same_final(&round.bench, "whole", "run");
                 }
-                // A log that failed once has all lines in the end.
-                if matches!(fault, Fault::Once(_)) {
+                // A log that failed once has all lines in the end, but for those of another run.
+                if matches!(fault, Fault::Once(_)) && !text.contains("cannot be copied") {
                     assert_same_lines(&round.bench, "whole", "run");
                 }
             });
@@ -298,9 +179,9 @@ fn errors(method: &str, every: usize) -> usize {
     // The curves are drawn less often on a slow machine: the last numbers may have no operation.
     assert!(
         2 * failed > faults,
-        "{method}: {failed} of {faults} faults met an operation"
+        "{name}: {failed} of {faults} faults met an operation"
     );
-    println!("{method}: {faults} faults, {} operations", round.operations);
+    println!("{name}: {faults} faults, {} operations", round.operations);
     faults
 }
 
@@ -372,7 +253,7 @@ fn a_result_that_cannot_be_written_is_not_lost() {
         .filter(|(_, o)| o.what == 'w' && o.path.starts_with("run/final.tmp-"));
     for (at, _) in writes {
         round.clear();
-        let out = round.start(Some((Fault::Once(ENOSPC), at)));
+        let out = round.first(Some((Fault::Once(ENOSPC), at)));
         let text = said(&out);
         assert_eq!(out.status.code(), Some(1), "{at}\n{text}");
         assert!(
@@ -413,17 +294,22 @@ fn acknowledged(done: &[Operation]) -> u64 {
 
 /// Loses the power after every `every`-th operation.
 fn losses(method: &str, every: usize) -> usize {
-    let Some(round) = Round::new(method) else { return 0 };
-    let mut command = round.command("run", &[]);
-    on_disk(&round.bench, &mut command, Fault::Record, 0).unwrap();
-    let ran = command.output().unwrap();
+    Round::new(method).map_or(0, |round| losses_of(&round, (every / 2, 0), every))
+}
+
+/// As `losses`, of any run, first after `first` operations and one more, with the kind `n`.
+fn losses_of(round: &Round, (first, mut n): (usize, usize), every: usize) -> usize {
+    let name = &round.name;
+    if round.start != Start::New {
+        round.prepare();
+    }
+    let mut disk = round.disk();
+    let (ran, all) = round.failing(Fault::Record, 0);
     assert!(ran.status.success(), "{}", said(&ran));
-    let all = recorded(&round.bench);
-    let mut disk = Disk::new();
-    let (mut states, mut n, mut cases) = (0, 0, Cases::default());
+    let (mut states, mut cases) = (0, Cases::default());
     for (done, operation) in all.iter().enumerate() {
         disk.apply(operation);
-        if done % every != every / 2 {
+        if done % every != first % every {
             continue;
         }
         let kinds = [
@@ -437,7 +323,7 @@ fn losses(method: &str, every: usize) -> usize {
         for loss in kinds {
             round.clear();
             disk.leave(*loss, round.bench.dir.path());
-            let what = format!("{method}: {loss:?} after {} ({operation})", done + 1);
+            let what = format!("{name}: {loss:?} after {} ({operation})", done + 1);
             // The mark of a directory may be lost, and the names in it not: then it stays, and ft says so.
             let entries = fs::read_dir(round.bench.path("run")).into_iter().flatten().flatten();
             let unmarked: Vec<String> = entries
@@ -453,22 +339,17 @@ fn losses(method: &str, every: usize) -> usize {
             cases.check(&what, || {
                 round.finish_but(&what, &named);
                 assert_same(&round.bench, "whole", "run");
-                let events = round.bench.lines("run/events.jsonl");
-                let resumed = events
-                    .iter()
-                    .rfind(|e| e["event"] == "resume")
-                    .map(|e| e["step"].as_u64().unwrap());
-                let saved = acknowledged(&all[..=done]);
+                let (resumed, saved) = (round.went_on_from(), acknowledged(&all[..=done]));
                 assert!(
-                    resumed.unwrap_or(0) >= saved,
-                    "{what}: step {saved} was saved, resumed from {resumed:?}"
+                    resumed >= saved,
+                    "{what}: step {saved} was saved, resumed from {resumed}"
                 );
             });
             states += 1;
         }
     }
     cases.assert_none();
-    println!("{method}: {states} losses of power, {} operations", all.len());
+    println!("{name}: {states} losses of power, {} operations", all.len());
     states
 }
 

@@ -148,9 +148,9 @@ fn fp8(values: &[f32], (o, i): (usize, usize)) -> Parts {
     ]
 }
 
-type Writer = fn(&[f32], (usize, usize)) -> Parts;
+pub type Writer = fn(&[f32], (usize, usize)) -> Parts;
 
-fn models() -> Vec<(&'static str, Value, Writer)> {
+pub fn models() -> Vec<(&'static str, Value, Writer)> {
     vec![
         (
             "gptq",

@@ -1,10 +1,11 @@
 //! LoRA on rarer layouts of quantized files (GPTQ of 2 and 3 bits, AWQ without zero points, large blocks of bitsandbytes): losses and
 //! adapters of three steps are those of the dequantized weights, from memory and from the disk.
 
-use crate::bench::{Bench, number};
-use crate::quantfiles::{Parts, bench, bytes_of, f16s, quantize};
+use crate::bench::{Bench, number, said};
+use crate::quantfiles::{self, Parts, Writer, bench, bytes_of, f16s, quantize};
 use ft::formats::{StoredDtype, Weights};
 use serde_json::{Value, json};
+use std::fs;
 
 /// Pseudo-random numbers below 1, from a seed.
 struct Random(u64);
@@ -151,8 +152,6 @@ fn blocks(values: &[f32], (o, i): (usize, usize), kind: &str, block: usize) -> P
     parts
 }
 
-type Writer = fn(&[f32], (usize, usize)) -> Parts;
-
 fn models() -> Vec<(&'static str, Value, Writer)> {
     let gptq_config = |bits: u32, order: bool| json!({"quant_method": "gptq", "bits": bits, "group_size": 32, "desc_act": order, "sym": false, "checkpoint_format": "gptq"});
     let four_bit = |kind: &str| json!({"quant_method": "bitsandbytes", "load_in_4bit": true, "bnb_4bit_quant_type": kind, "bnb_4bit_use_double_quant": false});
@@ -221,5 +220,53 @@ fn adapters_on_rarer_layouts_are_those_of_the_dequantized_weights() {
                 assert!(parameter == other && got == want, "{name} {tier}: {parameter} differs");
             }
         }
+    }
+}
+
+/// Row F4. In the last layer, so that it would be read last.
+#[test]
+fn a_number_that_is_not_finite_in_a_quantized_base_is_named_before_the_first_step() {
+    let bench = bench();
+    for (name, suffix) in [
+        ("gptq", ".scales"),
+        ("int8", ".SCB"),
+        ("fp8", ".weight_scale_inv"),
+        // A code.
+        ("fp8", "proj.weight"),
+        ("nf4-128", ".absmax"),
+    ] {
+        let mut all = quantfiles::models().into_iter().chain(models());
+        let (_, quantization, writer) = all.find(|model| model.0 == name).unwrap();
+        let model = bench.path(name);
+        if !model.exists() {
+            quantize(&bench, name, &quantization, writer);
+        }
+        let file = model.join("model.safetensors");
+        let whole = fs::read(&file).unwrap();
+        let weights = Weights::open(&model).unwrap();
+        let tensor = weights
+            .names()
+            .filter(|tensor| tensor.ends_with(suffix))
+            .last()
+            .unwrap();
+        assert!(tensor.contains("layers.3."), "{tensor}");
+        let info = weights.info(tensor).unwrap();
+        let end = (info.offset + info.bytes) as usize;
+        // All bits: NaN in each of these types.
+        let mut bytes = whole.clone();
+        bytes[end - info.dtype.size()..end].fill(0xff);
+        fs::write(&file, bytes).unwrap();
+        let path = format!("model.path={name}");
+        for tier in ["memory.tier=device", "memory.tier=disk"] {
+            let own = ["tune.method=lora", "train.output_dir=out"];
+            let refused = bench.ft(&[&["train", "--recipe", "r.toml", path.as_str(), tier], &own[..]].concat());
+            let text = said(&refused);
+            assert_eq!(refused.status.code(), Some(1), "{text}");
+            let expected = format!("tensor `{tensor}` has a value that is not finite");
+            let place = format!("{name}/model.safetensors");
+            assert!(text.contains(&expected) && text.contains(&place), "{text}");
+            assert!(!bench.path("out").exists(), "{name} {tier}");
+        }
+        fs::write(&file, whole).unwrap();
     }
 }

@@ -177,8 +177,74 @@ fn a_resume_tries_an_evaluation_first() {
             "{tried:?}, all {mean}"
         );
     }
-    // An evaluation that is due at the checkpoint itself was made, or is made up for.
-    assert!(run(&["train.eval_steps=3", "train.max_steps=4", "--resume"]).is_empty());
+    // An evaluation that is due at the checkpoint itself was made by another process.
+    let made = run(&["train.eval_steps=3", "train.max_steps=4", "--resume"]);
+    assert_eq!(made.len(), 1);
+}
+
+/// Row C12: a resume also begins an answer to the longest sample prompt, the longest question of `eval_accuracy` and the longest
+/// held-out prompt of GRPO. The run has the bits of one that was not stopped.
+#[test]
+fn a_resume_begins_an_answer_to_the_longest_prompt_and_has_the_same_bits() {
+    let sft = [
+        "train.predict_with_generate=true",
+        "train.sample_prompts=[\"Is it raining?\", \"Add 17 and 25, and then 8 more, please.\"]",
+    ];
+    let dpo = [
+        "train.stage=dpo",
+        "data.train=pairs.jsonl",
+        "tune.method=lora",
+        "train.sample_prompts=[\"Is it raining?\"]",
+    ];
+    let grpo = [
+        "train.stage=grpo",
+        "rlhf.rewards=[\"regex:[aeiou]\", \"length:4\"]",
+        "rlhf.num_generations=2",
+        "rlhf.max_completion_length=6",
+        "rlhf.num_iterations=2",
+        "train.batch_size=4",
+    ];
+    for (settings, answers) in [(&sft[..], 2), (&dpo[..], 1), (&grpo[..], 1)] {
+        let bench = Bench::new();
+        let command = [&RUN[..], settings].concat();
+        let mut whole = bench.command(&command);
+        let Some(()) = on_disk(&bench, &mut whole, Fault::Record, 0) else {
+            return;
+        };
+        let out = whole.output().unwrap();
+        assert!(out.status.success(), "{}", said(&out));
+        let all = recorded(&bench);
+        fs::rename(bench.path("run"), bench.path("whole")).unwrap();
+        // Saved and evaluated after step 2.
+        let third = |o: &Operation| o.what == 'w' && o.path == "run/metrics.jsonl" && o.text().contains("\"step\":3");
+        let at = 1 + all.iter().position(third).unwrap();
+        assert!(!faulty(&bench, Fault::Kill, at, settings).status.success());
+        let out = bench.ft(&[&command[..], &["--resume"]].concat());
+        assert!(out.status.success(), "{}", said(&out));
+        let events = bench.lines("run/events.jsonl");
+        let last = events.iter().rposition(|e| e["event"] == "resume").unwrap();
+        assert_eq!(events[last]["step"], 2);
+        let tried = events[last..].iter().filter_map(|e| e["prompt_tokens"].as_u64());
+        let tried: Vec<u64> = tried.collect();
+        assert!(tried.len() == answers && tried.iter().all(|n| *n > 4), "{tried:?}");
+        assert_same(&bench, "whole", "run");
+    }
+}
+
+/// Row C12: a prompt beyond the context length would end the run after its last step.
+#[test]
+fn a_sample_prompt_that_cannot_be_answered_fails_a_resume_before_its_first_step() {
+    let bench = Bench::new();
+    bench.train(&[&RUN[3..], &["train.save_steps=1", "train.max_steps=1"]].concat());
+    let long = format!("train.sample_prompts=[\"{}\"]", "raining ".repeat(600));
+    let out = bench.ft(&[&RUN[..], &[long.as_str(), "--resume"]].concat());
+    let text = said(&out);
+    assert_eq!(out.status.code(), Some(1), "{text}");
+    assert!(
+        text.contains("before the first step an answer") && text.contains("longer than the context length"),
+        "{text}"
+    );
+    assert_eq!(bench.steps("run").len(), 1);
 }
 
 fn is_memory(dir: &Path) -> bool {

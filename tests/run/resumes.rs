@@ -1,5 +1,5 @@
-//! The matrix of resumes: stages, methods, accumulation, packing, tiers, storage, and the moment of the stop. Each run is
-//! killed at a file operation that marks the moment, goes on, and has the bits of an undisturbed run.
+//! The matrix of resumes: stages, methods, accumulation, packing, tiers, storage, the moment of the stop, and steps between
+//! saves. Each run is killed at a file operation that marks the moment, goes on, and has the bits of an undisturbed run.
 
 use crate::bench::{Bench, said};
 use crate::disk::{Fault, Operation, on_disk, recorded};
@@ -20,9 +20,11 @@ const PACKING: [&str; 2] = ["false", "true"];
 const PLACES: [&str; 2] = ["device", "disk"];
 const STORAGE: [&str; 3] = ["f32", "bf16", "nf4"];
 const STOPS: [&str; 6] = ["step 1", "middle", "epoch", "switch", "evaluation", "rollout"];
+/// With 3 the run goes on after step 3: up to two complete steps are computed again.
+const SAVES: [&str; 2] = ["1", "3"];
 
 /// An index into each of the lists above.
-type Case = [usize; 7];
+type Case = [usize; 8];
 
 fn sizes() -> Case {
     [
@@ -33,10 +35,12 @@ fn sizes() -> Case {
         PLACES.len(),
         STORAGE.len(),
         STOPS.len(),
+        SAVES.len(),
     ]
 }
 
-/// The combination exists: rows are packed in two stages, blocks switch in one method, two stages have rollouts.
+/// The combination exists: rows are packed in two stages, blocks switch in one method, two stages have rollouts, and a run that
+/// is stopped in step 1 was not saved after step 3.
 fn exists(case: &Case) -> bool {
     let (stage, method) = (STAGES[case[0]], METHODS[case[1]]);
     let packs = matches!(stage, "sft" | "pretrain");
@@ -44,10 +48,11 @@ fn exists(case: &Case) -> bool {
     (packs || PACKING[case[3]] == "false")
         && (STOPS[case[6]] != "switch" || method == "block")
         && (STOPS[case[6]] != "rollout" || rolls)
+        && (STOPS[case[6]] != "step 1" || SAVES[case[7]] == "1")
 }
 
 fn all() -> Vec<Case> {
-    let mut out = vec![[0; 7]];
+    let mut out = vec![[0; 8]];
     for (axis, size) in sizes().into_iter().enumerate() {
         let with = |case: Case| {
             (0..size).map(move |value| {
@@ -64,7 +69,7 @@ fn all() -> Vec<Case> {
 
 /// Pairs of values of two axes in a case.
 fn pairs(case: &Case) -> impl Iterator<Item = (usize, usize, usize, usize)> + '_ {
-    (0..7).flat_map(move |a| (a + 1..7).map(move |b| (a, case[a], b, case[b])))
+    (0..8).flat_map(move |a| (a + 1..8).map(move |b| (a, case[a], b, case[b])))
 }
 
 /// Cases of `all` that together have every pair of values that exists there; each takes the most pairs that are left.
@@ -85,14 +90,13 @@ fn covering(all: &[Case]) -> Vec<Case> {
 
 fn settings(case: &Case) -> Vec<String> {
     let averages = case.iter().sum::<usize>() % 2 == 0;
-    let [stage, method, window, packing, place, storage, _] = *case;
+    let [stage, method, window, packing, place, storage, _, saves] = *case;
     let (stage, method) = (STAGES[stage], METHODS[method]);
     let rolls = matches!(stage, "grpo" | "ppo");
     let mut out: Vec<String> = [
         "data.eval_fraction=0.3",
         "train.eval_steps=2",
         "train.max_steps=5",
-        "train.save_steps=1",
         "train.save_total_limit=2",
         "data.max_length=256",
     ]
@@ -107,6 +111,7 @@ fn settings(case: &Case) -> Vec<String> {
     if averages {
         add("train.ema_decay=0.7");
     }
+    add(&format!("train.save_steps={}", SAVES[saves]));
     add(&format!("train.stage={stage}"));
     add(&format!("tune.method={method}"));
     add(&format!("train.gradient_accumulation_steps={}", WINDOWS[window]));
@@ -168,6 +173,28 @@ fn moment(bench: &Bench, case: &Case, all: &[Operation]) -> usize {
     let line = |file: &'static str, text: &'static str| {
         move |o: &Operation| o.what == 'w' && o.path == file && o.text().contains(text)
     };
+    let evaluated = |step: u64| {
+        move |o: &Operation| {
+            let (text, of) = (o.text(), format!("\"step\":{step}"));
+            o.what == 'w' && o.path == "run/metrics.jsonl" && text.contains("eval_") && text.contains(&of)
+        }
+    };
+    let switched = |step: u64| {
+        let of_step = format!("\"switch\",\"step\":{step}");
+        move |o: &Operation| o.what == 'w' && o.path == "run/events.jsonl" && o.text().contains(&of_step)
+    };
+    let rolled = line("run/samples.jsonl", "completion");
+    if SAVES[case[7]] == "3" {
+        // A block switch, an evaluation and a rollout lie in the steps 4 and 5, and the end of an epoch of so few rows.
+        let last = line("run/metrics.jsonl", "\"step\":5");
+        return match STOPS[case[6]] {
+            "epoch" => at(&last, "step 5"),
+            "switch" => after(&switched(5), "switch before step 5"),
+            "evaluation" => at(&evaluated(4), "evaluation after step 4"),
+            "rollout" => 1 + all.iter().rposition(rolled).unwrap(),
+            _ => after(&last, "step 5"),
+        };
+    }
     match STOPS[case[6]] {
         "step 1" => at(&renamed(1), "first save"),
         "middle" => after(&renamed(3), "save of step 3"),
@@ -182,17 +209,10 @@ fn moment(bench: &Bench, case: &Case, all: &[Operation]) -> usize {
                 "save at the end of an epoch",
             )
         }
-        "switch" => after(&line("run/events.jsonl", "\"switch\""), "switch"),
-        "evaluation" => at(
-            &|o| {
-                o.what == 'w'
-                    && o.path == "run/metrics.jsonl"
-                    && o.text().contains("eval_")
-                    && o.text().contains("\"step\":2")
-            },
-            "evaluation",
-        ),
-        _ => at(&line("run/samples.jsonl", "completion"), "rollout"),
+        // The first block begins before anything is saved.
+        "switch" => after(&switched(3), "switch before step 3"),
+        "evaluation" => at(&evaluated(2), "evaluation"),
+        _ => at(&rolled, "rollout"),
     }
 }
 
@@ -228,9 +248,15 @@ fn case(case: &Case) -> Result<bool, String> {
     if killed.status.success() {
         return Err(format!("not killed at {at}"));
     }
+    let done = bench.steps("run").len();
     let resumed = run("run", &["--resume"]).output().unwrap();
     if !resumed.status.success() {
         return Err(said(&resumed));
+    }
+    let from = newest_and_resumes(&bench).1.pop();
+    // The line of step 5 may be the operation at which the run is killed.
+    if SAVES[case[7]] == "3" && (from != Some(3) || done < 4 || STOPS[case[6]] == "middle" && done < 5) {
+        return Err(format!("{done} steps were done, and it goes on after {from:?}"));
     }
     let same = std::panic::AssertUnwindSafe(|| assert_same(&bench, "whole", "run"));
     std::panic::catch_unwind(same).map_err(|panic| panic.downcast_ref::<String>().cloned().unwrap_or_default())?;
@@ -251,6 +277,7 @@ fn run(cases: &[Case]) {
             PLACES[c[4]],
             STORAGE[c[5]],
             STOPS[c[6]],
+            SAVES[c[7]],
         ]
         .join(", ")
     };
@@ -290,8 +317,8 @@ fn every_pair_of_the_matrix_resumes_to_the_same_bits() {
 /// Found by the matrix: the block of the last step was requantized before the evaluation that was made up for.
 #[test]
 fn an_evaluation_made_up_for_sees_the_block_before_its_switch() {
-    // sft, block, window of 2, no packing, device, nf4, evaluation
-    run(&[[0, 1, 1, 0, 0, 2, 4]]);
+    // sft, block, window of 2, no packing, device, nf4, evaluation, saved after each step
+    run(&[[0, 1, 1, 0, 0, 2, 4, 0]]);
 }
 
 /// A few cases of the whole matrix, others in each turn.
@@ -307,7 +334,7 @@ fn cases_in_turn_resume_to_the_same_bits() {
 
 /// `FT_TEST_PART=3/8` takes every eighth case from the third on.
 #[test]
-#[ignore = "by hand: half an hour"]
+#[ignore = "by hand: an hour"]
 fn every_resume_has_the_same_bits() {
     let part = std::env::var("FT_TEST_PART").unwrap_or("0/1".into());
     let (first, step) = part.split_once('/').unwrap();
@@ -338,11 +365,26 @@ fn newest_and_resumes(bench: &Bench) -> (u64, Vec<u64>) {
     (saved.max().unwrap_or(0), resumes.collect())
 }
 
+/// The settings of case number `n`, with values in turn that the matrix does not have. The last value of a key counts.
+fn varied(case: &Case, n: usize) -> Vec<String> {
+    let mut out = settings(case);
+    let mut add = |more: &str| out.push(more.to_string());
+    if PLACES[case[4]] == "device" && n.is_multiple_of(2) {
+        add("memory.tier=host");
+    }
+    if STORAGE[case[5]] == "nf4" && n % 3 < 2 {
+        add("memory.frozen_weights=int8");
+    }
+    if n % 4 < 2 {
+        add("train.report_to=tensorboard");
+    }
+    out
+}
+
 /// Kills a run and its resumes at random moments of an undisturbed run, `most` times; then it goes on to its end. The number of kills.
-fn killed_at_random(case: &Case, seed: u64, most: usize) -> Result<usize, String> {
+fn killed_at_random(own: &[String], seed: u64, most: usize) -> Result<usize, String> {
     let bench = few_rows();
-    let own = settings(case);
-    let run = |out: &str, flag: &[&str]| command(&bench, &own, out, flag);
+    let run = |out: &str, flag: &[&str]| command(&bench, own, out, flag);
     let began = Instant::now();
     let whole = run("whole", &[]).output().unwrap();
     let took = began.elapsed();
@@ -411,11 +453,12 @@ fn kills_at_random_moments_of_pairs_in_turn_lose_nothing() {
     let in_turn = (0..cases.len()).map(|i| (3 * turn + i) % cases.len());
     let mut done = 0;
     for n in in_turn {
-        match killed_at_random(&cases[n], n as u64, 2) {
+        let own = varied(&cases[n], n);
+        match killed_at_random(&own, n as u64, 2) {
             // Refused: the next one.
             Ok(0) => continue,
             Ok(_) => done += 1,
-            Err(e) => panic!("{:?}: {e}", settings(&cases[n])),
+            Err(e) => panic!("{own:?}: {e}"),
         }
         if done == 3 {
             return;
@@ -433,7 +476,7 @@ fn killed_cases() -> Vec<Case> {
     cases
 }
 
-/// Row C1: the cases of `covering` together have all stages, methods, tiers and storages in every pair. `FT_TEST_KILLS=15` kills each so often.
+/// Row C1: the cases of `covering` together have all stages, methods, tiers and storages in every pair, and those of `varied`. `FT_TEST_KILLS=15` kills each so often.
 #[test]
 #[ignore = "by hand: minutes"]
 fn kills_at_random_moments_of_every_pair_lose_nothing() {
@@ -441,10 +484,11 @@ fn kills_at_random_moments_of_every_pair_lose_nothing() {
     let cases = killed_cases();
     let (mut kills, mut refused, mut wrong) = (0, 0, Vec::new());
     for (n, case) in cases.iter().enumerate() {
-        match killed_at_random(case, n as u64, most) {
+        let own = varied(case, n);
+        match killed_at_random(&own, n as u64, most) {
             Ok(0) => refused += 1,
             Ok(n) => kills += n,
-            Err(e) => wrong.push(format!("{:?}: {e}", settings(case))),
+            Err(e) => wrong.push(format!("{own:?}: {e}")),
         }
     }
     println!(

@@ -368,6 +368,110 @@ fn a_reward_program_has_no_network_and_no_secrets() {
     );
 }
 
+#[cfg(target_os = "linux")]
+/// Row W8. What Linux shows of ft to other programs of the user, also to root.
+#[test]
+fn a_reward_program_finds_no_secret_in_what_the_system_shows_of_ft() {
+    use std::process::Stdio;
+    let bench = Bench::new();
+    // With Landlock the program can open the file only for a privileged user, so the test reads it too, while the program waits.
+    let script = "if cat /proc/$PPID/environ >part; then mv part seen; fi\ntouch waits\nwhile [ ! -e go ]; do sleep 0.01; done\n\
+                  while read -r line; do echo 1; done\n";
+    fs::write(bench.path("judge.sh"), script).unwrap();
+    let way = [
+        "rlhf.rewards=program:sh judge.sh",
+        "rlhf.reward_weights=[]",
+        "train.max_steps=1",
+    ];
+    let all = settings(&way, &["train.output_dir=run"]);
+    let mut command = bench.command(&[&["train", "--recipe", "r.toml"][..], &all].concat());
+    let secrets = [("HF_TOKEN", "planted-1"), ("A_URL", "http://me:planted-2@x")];
+    command.envs(secrets).env("PLAIN", "yes");
+    command.stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut child = command.spawn().unwrap();
+    let start = Instant::now();
+    let waits = || bench.path("waits").exists();
+    while !waits() && child.try_wait().unwrap().is_none() && start.elapsed() < Duration::from_secs(120) {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let shown = fs::read(format!("/proc/{}/environ", child.id()));
+    fs::write(bench.path("go"), "").unwrap();
+    let out = child.wait_with_output().unwrap();
+    assert!(out.status.success() && waits(), "{}", said(&out));
+    for seen in [Some(shown.unwrap()), fs::read(bench.path("seen")).ok()]
+        .into_iter()
+        .flatten()
+    {
+        let seen = String::from_utf8_lossy(&seen);
+        assert!(seen.contains("HF_TOKEN=\0") && seen.contains("PLAIN=yes\0"), "{seen}");
+        assert!(!seen.contains("planted"), "{seen}");
+    }
+}
+
+/// Row W8. The recipe may come from somebody else.
+#[test]
+fn a_reward_program_is_named_before_it_starts_and_only_a_run_starts_it() {
+    let bench = Bench::new();
+    fs::write(
+        bench.path("judge.sh"),
+        "touch started\nwhile read -r line; do echo 1; done\n",
+    )
+    .unwrap();
+    let way = |program: &'static str| {
+        [
+            program,
+            "rlhf.reward_weights=[]",
+            "train.max_steps=1",
+            "rlhf.reward_memory=1GiB",
+        ]
+    };
+    let run = |command: &[&str], program: &'static str, network: &str| {
+        let all = settings(&way(program), &["train.output_dir=run", "--overwrite", network]);
+        let all = all
+            .into_iter()
+            .filter(|word| command[0] == "train" || *word != "--overwrite");
+        bench.ft(&command
+            .iter()
+            .copied()
+            .chain(["--recipe", "r.toml"])
+            .chain(all)
+            .collect::<Vec<_>>())
+    };
+    let (program, own) = (
+        "rlhf.rewards=program:sh judge.sh --password planted",
+        "rlhf.reward_network=false",
+    );
+    for command in [&["plan"][..], &["data"], &["train", "--dry-run"]] {
+        let out = run(command, program, own);
+        assert!(out.status.success(), "{command:?}\n{}", said(&out));
+        assert!(!bench.path("started").exists(), "{command:?}");
+    }
+    let others = "rlhf.reward_network=true";
+    for (network, rights) in [
+        (own, "without network, without variables that hold secrets"),
+        (others, "with network and all variables of the environment"),
+    ] {
+        // The second run has to start it too.
+        let _ = fs::remove_file(bench.path("started"));
+        let out = run(&["train"], program, network);
+        let text = said(&out);
+        assert!(out.status.success() && bench.path("started").exists(), "{text}");
+        let rights = format!("{rights}, with at most 1.0 GiB of memory; it can read and write your files");
+        let line = format!("starts `sh judge.sh --password <secret>` {rights}");
+        assert!(text.contains(&line), "{text}");
+        let events = bench.lines("run/events.jsonl");
+        let event = events.iter().rfind(|event| event["event"] == "reward_program").unwrap();
+        assert_eq!(event["program"], "sh judge.sh --password <secret>");
+        assert_eq!(event["rights"], rights);
+    }
+    let text = said(&run(&["train"], "rlhf.rewards=program:no-such-program x", own));
+    let at = |words: &str| {
+        text.find(words)
+            .unwrap_or_else(|| panic!("`{words}` is not in:\n{text}"))
+    };
+    assert!(at("starts `no-such-program x`") < at("cannot be started"), "{text}");
+}
+
 /// Row W8. After a second Ctrl-C no `Drop` runs in ft, and after SIGKILL nothing at all; then the children of the program stay.
 #[test]
 fn a_reward_program_does_not_outlive_ft() {

@@ -1,6 +1,8 @@
 //! Ways to train, and the comparison of two runs, bit for bit.
 
 use crate::bench::{Bench, files};
+use ft::history;
+use std::fs;
 
 /// Settings by method or stage.
 pub const METHODS: [(&str, &[&str]); 13] = [
@@ -39,6 +41,7 @@ pub const METHODS: [(&str, &[&str]); 13] = [
             "train.eval_steps=3",
         ],
     ),
+    // With an event file of TensorBoard beside the metrics.
     (
         "lora",
         &[
@@ -48,6 +51,7 @@ pub const METHODS: [(&str, &[&str]); 13] = [
             "train.neftune_noise_alpha=5",
             "data.eval_fraction=0.3",
             "train.eval_steps=1",
+            "train.report_to=tensorboard",
         ],
     ),
     // An initialization that is subtracted from the base, with a separate rank for each linear.
@@ -150,7 +154,7 @@ pub fn assert_same(bench: &Bench, whole: &str, broken: &str) {
     assert_same_final(bench, whole, broken);
 }
 
-/// Asserts bit-equal lines of metrics and evaluations, and the same samples.
+/// Asserts bit-equal lines of metrics and evaluations, the same samples, and event files with the numbers of the metrics.
 pub fn assert_same_lines(bench: &Bench, whole: &str, broken: &str) {
     let lines = |run: &str, name: &str| {
         if bench.path(run).join(name).exists() {
@@ -170,6 +174,64 @@ pub fn assert_same_lines(bench: &Bench, whole: &str, broken: &str) {
             }
         }
     }
+    let has_events = !event_files(bench, whole).is_empty();
+    for run in [whole, broken] {
+        assert_eq!(
+            assert_event_file(bench, run),
+            has_events,
+            "{run}: there is an event file, or none"
+        );
+    }
+}
+
+/// The event files of a run with their names, in the order in which TensorBoard reads them.
+fn event_files(bench: &Bench, run: &str) -> Vec<(String, Vec<u8>)> {
+    let entries = fs::read_dir(bench.path(run)).unwrap().map(|e| e.unwrap().path());
+    let named = entries.map(|path| (path.file_name().unwrap().to_string_lossy().into_owned(), path));
+    let mut found: Vec<_> = named
+        .filter(|(name, _)| history::is_event_file(name))
+        .map(|(name, path)| (name, fs::read(path).unwrap()))
+        .collect();
+    found.sort();
+    found
+}
+
+/// The records of an event file: each a length of 8 bytes, a checksum, the event, a checksum.
+fn event_records(name: &str, bytes: &[u8]) -> Vec<Vec<u8>> {
+    let (mut rest, mut out) = (bytes, Vec::new());
+    while !rest.is_empty() {
+        let length = rest.first_chunk().map(|length| u64::from_le_bytes(*length) as usize);
+        let end = length.and_then(|length| length.checked_add(16));
+        let end = end.filter(|end| *end <= rest.len());
+        let end = end.unwrap_or_else(|| panic!("{name}: a record is cut off at {}", bytes.len() - rest.len()));
+        out.push(rest[..end].to_vec());
+        rest = &rest[end..];
+    }
+    out
+}
+
+/// Asserts that the last event file has the numbers of each line of the metrics once, and those before it have none. False if
+/// there is no such file.
+fn assert_event_file(bench: &Bench, run: &str) -> bool {
+    let mut all = event_files(bench, run);
+    let Some((last, bytes)) = all.pop() else { return false };
+    // A process that goes on writes another file.
+    for (name, bytes) in &all {
+        let records = event_records(name, bytes).len();
+        assert_eq!(records, 1, "{run}: {name} has more than its header beside {last}");
+    }
+    let records = event_records(&last, &bytes);
+    let lines = bench.lines(&format!("{run}/metrics.jsonl"));
+    let numbers = lines.iter().map(|line| history::event(line.as_object().unwrap()));
+    let numbers: Vec<Vec<u8>> = numbers.collect();
+    // Behind a header and the start of the run.
+    assert!(
+        records.len() == numbers.len() + 2 && records[2..] == numbers,
+        "{run}: {last} has {} records, and not the numbers of the {} lines of metrics.jsonl",
+        records.len(),
+        numbers.len()
+    );
+    true
 }
 
 /// Asserts the same files in `final/`.

@@ -353,6 +353,63 @@ fn a_resumed_run_has_the_same_rows() {
     }
 }
 
+/// The vocabulary is in the part of the language model, and its tensors have other names in the files.
+#[test]
+fn multimodal_models_with_new_tokens_are_loaded_again() {
+    for family in ["gemma3", "mistral3", "qwen2_5_vl"] {
+        let bench = Bench::of_family(family);
+        let row = "{\"text\": \"the mill<tool> grinds rye<tool> in spring\"}\n";
+        fs::write(bench.path("tokens.jsonl"), row.repeat(4)).unwrap();
+        let run = |name: &str, more: &[&str]| {
+            let usual = [
+                "data.new_special_tokens=[\"<tool>\"]",
+                "data.train=tokens.jsonl",
+                "data.max_length=64",
+                "train.max_steps=2",
+                "train.batch_size=2",
+                "train.gradient_accumulation_steps=1",
+            ];
+            let out = format!("train.output_dir={name}");
+            bench.train(&[&usual[..], more, &[&out]].concat());
+        };
+        let vocab = |dir: &str| {
+            let config = json(&bench.path(dir).join("config.json"));
+            assert_eq!(config.get("vocab_size"), None, "{family} {dir}");
+            config["text_config"]["vocab_size"].as_u64().unwrap()
+        };
+        // Nothing is trained: the new row is the mean of the rows of its text.
+        run("full", &["tune.method=full", "train.max_steps=0"]);
+        assert_eq!(vocab("full/final"), 256, "{family}");
+        let pieces = Tokenizer::load(&bench.path("model")).unwrap();
+        let pieces = pieces.encode("<tool>", false).unwrap();
+        let [before, after] = ["model", "full/final"].map(|dir| {
+            let weights = Weights::open(&bench.path(dir)).unwrap();
+            weights.read_f32("model.embed_tokens.weight").unwrap()
+        });
+        assert_eq!((before.len(), after.len()), (128 * 32, 256 * 32), "{family}");
+        assert!(before == after[..128 * 32], "{family}");
+        for column in 0..32 {
+            let sum: f64 = pieces
+                .iter()
+                .map(|id| f64::from(before[*id as usize * 32 + column]))
+                .sum();
+            let (got, wanted) = (f64::from(after[128 * 32 + column]), sum / pieces.len() as f64);
+            // The files of some of these models are bf16.
+            assert!(
+                (got - wanted).abs() <= 4e-3 * wanted.abs() + 1e-6,
+                "{family}: {got}, {wanted}"
+            );
+        }
+        assert!(eval(&bench, "full/final").is_finite(), "{family}");
+
+        run("lora", &["tune.method=lora", "tune.lora.r=2"]);
+        let out = bench.ft(&["merge", "--adapter", "lora/final", "--out", "merged", "--dtype", "f32"]);
+        assert!(out.status.success(), "{family}: {}", said(&out));
+        assert_eq!(vocab("merged"), 129, "{family}");
+        near(eval(&bench, "merged"), eval(&bench, "lora/final"), 2e-5, family);
+    }
+}
+
 /// Row D4.
 #[test]
 fn tokens_without_a_row_get_one_when_asked() {

@@ -1,5 +1,5 @@
 //! Errors with hints, caught panics of libraries, atomic files, locks, counter-based random numbers, units, signals,
-//! the last words of a process that is aborted, the allocator, a simulated allocator, memory readings, progress, means for metrics, speed of the machine, confined processes, ends of connections, disks that hang, suggestions for missing paths.
+//! the message of a process that is aborted, the allocator, a simulated allocator, memory readings, progress, means for metrics, speed of the machine, confined processes, ends of connections, masks for secrets, disks that hang, suggestions for missing paths.
 //! Independent of models and recipes. The only module that writes files.
 
 #![warn(missing_docs, unreachable_pub)]
@@ -34,6 +34,7 @@ pub mod paths;
 pub mod progress;
 pub mod rehearse;
 pub mod rng;
+pub mod secrets;
 pub mod signal;
 pub mod sockets;
 pub mod speed;

@@ -1,6 +1,6 @@
 //! Suggestions for a path that does not exist.
 
-use super::Error;
+use super::{Error, secrets};
 use std::path::{Component, Path, PathBuf};
 
 /// The usual folders of models and of runs.
@@ -23,9 +23,11 @@ pub fn is_meant(text: &str) -> bool {
 /// The error for a path that does not exist; `kind` is the expected kind: `directory`, `file`.
 pub fn missing(kind: &str, path: &Path) -> Error {
     let here = std::env::current_dir().ok().filter(|_| path.is_relative());
+    // It may be a URL with a password.
+    let shown = secrets::mask_known(&path.display().to_string());
     let error = match &here {
-        Some(here) => Error::not_found(format!("no {kind} `{}` here", path.display())).at_path(here),
-        None => Error::not_found(format!("no {kind} `{}`", path.display())),
+        Some(here) => Error::not_found(format!("no {kind} `{shown}` here")).at_path(here),
+        None => Error::not_found(format!("no {kind} `{shown}`")),
     };
     match hint(path) {
         Some(hint) => error.hint(hint),

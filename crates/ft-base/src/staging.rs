@@ -11,7 +11,9 @@ use held::Use;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-const REPLACED: &str = ".old-";
+/// As [`files::TEMPORARY`], in the name that a directory has for a short time before another one takes its name, where the system cannot
+/// swap two names.
+pub const REPLACED: &str = ".old-";
 /// The file that marks a directory whose contents ft may remove.
 const MARKER: &str = ".ft-temporary";
 const MARK: &str = "Temporary files of ft: ft removes this directory when it needs it no more.\n";
@@ -59,19 +61,20 @@ impl Staging {
         &self.temporary
     }
 
-    /// Brings in a file of another directory under its own name: as a hard link where the file systems allow it, else as a copy.
-    /// The file must never be changed in place.
+    /// Adds a file of another directory under its own name, as a hard link. The file must never be changed in place. Returns
+    /// false if the file systems do not allow it, or if there is no such file: see `copy`.
+    pub fn link(&self, from: &Path) -> bool {
+        let to = self.temporary.join(from.file_name().unwrap_or_default());
+        // Not a link, not on another file system, and not a file of another user.
+        from.symlink_metadata().is_ok_and(|m| m.is_file()) && files::hard_link(from, &to).is_ok()
+    }
+
+    /// As `link`, as a copy.
     ///
     /// # Errors
     /// The file does not exist; it cannot be copied.
-    pub fn bring(&self, from: &Path) -> Result<()> {
-        let to = self.temporary.join(from.file_name().unwrap_or_default());
-        // Not a link, not on another file system, and not a file of another user.
-        let is_file = from.symlink_metadata().is_ok_and(|m| m.is_file());
-        if !is_file || files::hard_link(from, &to).is_err() {
-            files::copy_atomic(from, &to)?;
-        }
-        Ok(())
+    pub fn copy(&self, from: &Path) -> Result<()> {
+        files::copy_atomic(from, &self.temporary.join(from.file_name().unwrap_or_default()))
     }
 
     /// Gives the directory its final name, durably. An existing nonempty directory is kept as `<name>.left`.

@@ -41,7 +41,7 @@ impl Watched {
         Self(state)
     }
 
-    /// An operation that moves at most so many bytes to the disk.
+    /// An operation that moves at most this many bytes to the disk, or from it.
     pub(crate) fn run<T>(&self, bytes: u64, operation: impl FnOnce() -> T) -> T {
         self.0.bytes.store(bytes, SeqCst);
         self.0.since.store(now(), SeqCst);
@@ -60,6 +60,11 @@ impl Drop for Watched {
 /// One operation on a path.
 pub(crate) fn watched<T>(path: &Path, operation: impl FnOnce() -> T) -> T {
     Watched::new(path).run(0, operation)
+}
+
+/// One read of at most this many bytes of a file.
+pub fn reading<T>(path: &Path, bytes: usize, operation: impl FnOnce() -> T) -> T {
+    Watched::new(path).run(bytes as u64, operation)
 }
 
 /// A file or directory on which an operation has taken longer than `limit`, and a second for each 10 MB that it moves; with its
@@ -97,6 +102,11 @@ mod tests {
         });
         assert_eq!(found, None, "a second more");
         drop(file);
+        let found = reading(path, 1, || {
+            pause();
+            of_this()
+        });
+        assert!(found.is_some());
         assert!(!all().iter().any(|state| state.path == path));
     }
 }

@@ -4,11 +4,13 @@
 //! Limits: address space, CPU time, stack, no new files, no core dump, no new privileges; on Linux also a seccomp
 //! filter, if the kernel supports it.
 
+mod hidden;
 mod start;
 
+pub use hidden::hide_secrets;
 pub use start::start_reduced;
 
-use crate::{Error, Result};
+use crate::{Error, Result, secrets};
 use std::ffi::OsString;
 use std::fmt;
 use std::io::{Read, Write};
@@ -27,7 +29,7 @@ const STACK: u64 = 8 << 20;
 /// CPU time for one task, seconds.
 const SECONDS: u64 = 20;
 /// Longest time without an answer of a busy worker.
-const SILENCE: Duration = Duration::from_secs(60);
+pub const SILENCE: Duration = Duration::from_secs(60);
 
 /// Command that starts a worker.
 #[derive(Debug)]
@@ -36,6 +38,8 @@ pub struct WorkerCommand {
     pub path: PathBuf,
     /// The complete environment of a worker.
     pub variables: Vec<(OsString, OsString)>,
+    /// A worker that is silent for this time is killed: `SILENCE`, or less in a test.
+    pub silence: Duration,
 }
 
 static PROGRAM: OnceLock<WorkerCommand> = OnceLock::new();
@@ -90,6 +94,7 @@ pub struct Worker {
     child: Child,
     input: ChildStdin,
     output: ChildStdout,
+    silence: Duration,
 }
 
 impl Worker {
@@ -121,7 +126,12 @@ impl Worker {
             .spawn()
             .map_err(|e| failed().cause(e))?;
         match (child.stdin.take(), child.stdout.take()) {
-            (Some(input), Some(output)) => Ok(Self { child, input, output }),
+            (Some(input), Some(output)) => Ok(Self {
+                child,
+                input,
+                output,
+                silence: program.silence,
+            }),
             _ => Err(failed()),
         }
     }
@@ -162,7 +172,7 @@ impl Worker {
     fn wait(&self) -> bool {
         let start = Instant::now();
         loop {
-            let left = SILENCE.saturating_sub(start.elapsed());
+            let left = self.silence.saturating_sub(start.elapsed());
             let mut poll = libc::pollfd {
                 fd: self.output.as_raw_fd(),
                 events: libc::POLLIN,
@@ -267,22 +277,27 @@ pub fn confine() -> std::io::Result<()> {
 /// Rights of another program that ft starts.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct ProcessRights {
-    /// False: it can open no sockets but local ones (Linux on x86-64 and aarch64).
+    /// False: it can open no sockets and not look into other processes (Linux on x86-64 and aarch64).
     pub network: bool,
     /// Most bytes of its own memory (`RLIMIT_DATA`); `None` is no limit.
     pub memory: Option<u64>,
 }
 
 /// Reduces what `command` and its children may do: a process group of its own, no core dumps, no new privileges without
-/// network; without network also no variable whose name says that it is a secret.
+/// network, not the secret of the job; without network also no variable with a secret (`secrets::is_variable`).
 pub fn reduce(command: &mut Command, rights: ProcessRights) {
     command.process_group(0);
+    // With it a program could pretend to be a rank.
+    command.env_remove(secrets::JOB);
     if !rights.network {
-        let own = std::env::vars_os().map(|(name, _)| name);
-        let set = command.get_envs().map(|(name, _)| name.to_os_string());
+        let own = std::env::vars_os();
+        let set = command
+            .get_envs()
+            .filter_map(|(name, value)| Some((name.to_os_string(), value?.to_os_string())));
         let secret: Vec<OsString> = own
             .chain(set)
-            .filter(|name| is_secret(&name.to_string_lossy()))
+            .filter(|(name, value)| secrets::is_variable(&name.to_string_lossy(), &value.to_string_lossy()))
+            .map(|(name, _)| name)
             .collect();
         for name in &secret {
             command.env_remove(name);
@@ -323,13 +338,6 @@ pub fn can_take_network() -> bool {
     }
 }
 
-/// True for names of variables that hold secrets, such as `HF_TOKEN` and `SERVICE_API_KEY`.
-fn is_secret(name: &str) -> bool {
-    let name = name.to_ascii_uppercase();
-    let words = ["TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "APIKEY"];
-    words.iter().any(|word| name.contains(word)) || name.ends_with("_KEY")
-}
-
 /// Sets the CPU time limit for the next task.
 pub fn limit_time() {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
@@ -359,8 +367,12 @@ mod tests {
     /// A worker that runs this shell script.
     fn script(lines: &str) -> (tempfile::TempDir, Worker) {
         let (dir, path) = script_file(lines);
-        let variables = vec![("GIVEN".into(), "yes".into())];
-        let worker = Worker::of(&WorkerCommand { path, variables }).unwrap();
+        let command = WorkerCommand {
+            path,
+            variables: vec![("GIVEN".into(), "yes".into())],
+            silence: SILENCE,
+        };
+        let worker = Worker::of(&command).unwrap();
         (dir, worker)
     }
 
@@ -386,15 +398,56 @@ mod tests {
     }
 
     #[test]
+    fn a_worker_that_is_silent_for_too_long_is_killed() {
+        let (_dir, mut worker) = script("echo begun; exec sleep 600");
+        let mut begun = [0u8; 6];
+        worker.receive(&mut begun).unwrap();
+        assert_eq!(&begun, b"begun\n");
+        assert!(worker.child.try_wait().unwrap().is_none());
+        worker.silence = Duration::from_millis(200);
+        let start = Instant::now();
+        assert_eq!(worker.receive(&mut [0]), Err(WorkerEnd::Silence));
+        let waited = start.elapsed();
+        assert!(
+            waited >= worker.silence / 2 && waited < Duration::from_secs(30),
+            "{waited:?}"
+        );
+        let ended = worker.child.try_wait().unwrap().unwrap();
+        assert_eq!(ended.signal(), Some(libc::SIGKILL));
+    }
+
+    /// Variables for a program, and whether it gets them without network.
+    const PLANTED: [(&str, &str, bool); 12] = [
+        ("FT_TEST_TOKEN", "x", false),
+        ("OPENAI_API_KEY_2", "x", false),
+        ("PGPASSWORD", "x", false),
+        ("SSH_AUTH_SOCK", "/tmp/agent", false),
+        ("DBUS_SESSION_BUS_ADDRESS", "unix:path=/tmp/bus", false),
+        ("DOCKER_HOST", "unix:///tmp/docker", false),
+        ("DATABASE_URL", "postgres://me:pw@db/x", false),
+        ("HTTPS_PROXY", "http://me:pw@proxy:3128", false),
+        ("HTTP_PROXY", "http://proxy:3128", true),
+        ("TOKENIZERS_PARALLELISM", "false", true),
+        ("XAUTHORITY", "/tmp/x", true),
+        ("KEYBOARD", "us", true),
+    ];
+
+    #[test]
     #[ignore = "runs only as the child of the test below"]
     fn tries_sockets() {
         use std::net::{TcpStream, UdpSocket};
         let denied = |e: Option<std::io::Error>| e.is_some_and(|e| e.raw_os_error() == Some(libc::EPERM));
+        #[cfg(target_os = "linux")]
+        let others = crate::syscalls::tests::all_are_refused();
+        #[cfg(not(target_os = "linux"))]
+        let others = false;
         println!(
-            "{} {} {} {} {:?}",
+            "{} {} {} {} {} {} {:?}",
             denied(TcpStream::connect("127.0.0.1:9").err()),
             denied(UdpSocket::bind("[::1]:0").err()),
-            std::os::unix::net::UnixDatagram::unbound().is_ok(),
+            denied(std::os::unix::net::UnixDatagram::unbound().err()),
+            others,
+            std::os::unix::net::UnixStream::pair().is_ok(),
             std::env::var("FT_TEST_TOKEN").is_ok(),
             std::panic::catch_unwind(|| {
                 let mut big: Vec<u8> = Vec::new();
@@ -402,6 +455,9 @@ mod tests {
             })
             .ok(),
         );
+        let names = PLANTED.iter().map(|(name, ..)| *name).chain([secrets::JOB]);
+        let seen = names.filter(|name| std::env::var(name).is_ok());
+        println!("variables: {}.", seen.collect::<Vec<_>>().join(" "));
     }
 
     /// Row W8.
@@ -410,7 +466,8 @@ mod tests {
         let said = |rights: ProcessRights| {
             let mut command = Command::new(std::env::current_exe().unwrap());
             command.args(["worker::tests::tries_sockets", "--exact", "--ignored", "--nocapture"]);
-            command.env("FT_TEST_TOKEN", "x");
+            command.envs(PLANTED.iter().map(|(name, value, _)| (*name, *value)));
+            command.env(secrets::JOB, "x");
             reduce(&mut command, rights);
             let out = command.output().unwrap();
             assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
@@ -426,17 +483,24 @@ mod tests {
         };
         assert!(can_take_network(), "this system has no seccomp filters");
         assert!(
-            said(none).contains("true true true false Some(false)"),
+            said(none).contains("true true true true true false Some(false)"),
             "{}",
             said(none)
         );
-        assert!(said(all).contains("false false true true Some(true)"), "{}", said(all));
         assert!(
-            ["HF_TOKEN", "aws_secret_access_key", "SERVICE_API_KEY"]
-                .iter()
-                .all(|n| is_secret(n))
+            said(all).contains("false false false false true true Some(true)"),
+            "{}",
+            said(all)
         );
-        assert!(!["PATH", "HOME", "KEYBOARD", "PYTHONPATH"].iter().any(|n| is_secret(n)));
+        let variables = |without_network: bool| {
+            let seen = PLANTED.iter().filter(|(.., stays)| *stays || !without_network);
+            format!(
+                "variables: {}.",
+                seen.map(|(name, ..)| *name).collect::<Vec<_>>().join(" ")
+            )
+        };
+        assert!(said(none).contains(&variables(true)), "{}", said(none));
+        assert!(said(all).contains(&variables(false)), "{}", said(all));
     }
 
     /// Row W8. ft ends a reward program by its group. Without a group of its own its children would stay, and Ctrl-C in the

@@ -7,7 +7,7 @@ use super::load::{CHUNK_BYTES, CHUNK_ROWS, text_bytes};
 use super::mapping::{MappedRow, Mapper, Mapping};
 use super::mixture::SourceShare;
 pub use super::read::is_data_file;
-use super::read::{self, Row, TextUnit};
+use super::read::{self, Row, RowPosition, TextUnit};
 use super::reading::ReadingReport;
 use super::screen::Screen;
 use super::screen::waiting::{WaitingRow, screened};
@@ -53,6 +53,15 @@ impl Source {
 pub(crate) fn file(sources: &[Source], index: u32) -> &str {
     let mut files = sources.iter().flat_map(|source| &source.files);
     files.nth(index as usize).map_or("", String::as_str)
+}
+
+/// The place of a row of these sources.
+pub fn position(sources: &[Source], origin: RowOrigin) -> RowPosition {
+    RowPosition {
+        file: file(sources, origin.file).into(),
+        number: origin.number,
+        is_line: origin.is_line,
+    }
 }
 
 /// The sources with the shares of their rows.

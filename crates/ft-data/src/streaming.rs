@@ -70,13 +70,18 @@ pub struct RowStream<'a> {
     /// The position after the current window.
     next: Position,
     /// Units of the window that are not used yet.
-    units: VecDeque<Vec<Example>>,
+    units: VecDeque<Unit>,
     /// Origins of the examples of the window, in the order of the files.
     origins: Vec<RowOrigin>,
     /// Positions before the steps that were requested last.
     before: VecDeque<(u64, Position)>,
+    /// The rows of the micro-batches of these steps.
+    used: VecDeque<(u64, Vec<Vec<RowOrigin>>)>,
     counts: DatasetStats,
 }
+
+/// Examples and their rows.
+type Unit = Vec<(Example, RowOrigin)>;
 
 impl<'a> RowStream<'a> {
     /// The stream of these files, with `window` rows in a window. `order.length` must be a number of steps.
@@ -127,6 +132,7 @@ impl<'a> RowStream<'a> {
             units: VecDeque::new(),
             origins: Vec::new(),
             before: VecDeque::new(),
+            used: VecDeque::new(),
             counts: DatasetStats::default(),
         })
     }
@@ -141,14 +147,26 @@ impl<'a> RowStream<'a> {
             self.before.pop_front();
         }
         let mut out = Vec::with_capacity(self.order.accumulation);
+        let mut used = Vec::with_capacity(self.order.accumulation);
         for _ in 0..self.order.accumulation {
             let mut rows = Vec::new();
             for _ in 0..self.order.batch_size {
                 rows.extend(self.unit()?);
             }
-            out.push(Batch::from_examples(&rows));
+            out.push(Batch::from_examples(rows.iter().map(|(example, _)| example)));
+            used.push(rows.iter().map(|(_, origin)| *origin).collect());
+        }
+        self.used.push_back((step, used));
+        if self.used.len() > POSITIONS {
+            self.used.pop_front();
         }
         Ok(out)
+    }
+
+    /// The rows of the micro-batches of step `step`, from 0, if it is one of those that were requested last.
+    pub fn used(&self, step: u64) -> Option<&[Vec<RowOrigin>]> {
+        let used = self.used.iter().rev().find(|(of, _)| *of == step);
+        used.map(|(_, rows)| rows.as_slice())
     }
 
     /// Complete passes over the files; with weights over those of the source that has the fewest.
@@ -190,6 +208,7 @@ impl<'a> RowStream<'a> {
             );
         }
         self.before.clear();
+        self.used.clear();
         self.units.clear();
         let window = Position {
             unit: 0,
@@ -247,7 +266,7 @@ impl<'a> RowStream<'a> {
         std::mem::take(&mut self.counts)
     }
 
-    fn unit(&mut self) -> Result<Vec<Example>> {
+    fn unit(&mut self) -> Result<Unit> {
         loop {
             if let Some(unit) = self.units.pop_front() {
                 self.position.unit += 1;
@@ -379,7 +398,8 @@ impl<'a> RowStream<'a> {
         } else {
             (0..n as u32).collect()
         };
-        let unit = |rows: &[u32]| rows.iter().map(|&i| found.examples[i as usize].clone()).collect();
+        let of = |i: usize| (found.examples[i].clone(), self.origins[i]);
+        let unit = |rows: &[u32]| rows.iter().map(|&i| of(i as usize)).collect();
         self.units = if self.order.packing {
             let lengths: Vec<u32> = found.examples.iter().map(|e| e.ids.len() as u32).collect();
             pack(&order, &lengths, self.order.max_length).iter().map(unit).collect()
@@ -481,7 +501,8 @@ impl Dataset {
             screen.restore(own.report());
         }
         template.iter().for_each(|t| t.rest());
-        let examples: Vec<Example> = stream.units.drain(..).flatten().collect();
+        let units = stream.units.drain(..).flatten();
+        let examples: Vec<Example> = units.map(|(example, _)| example).collect();
         if examples.is_empty() {
             return Err(Error::format("nothing in the first rows of the data would be trained")
                 .at(names(spec.sources))

@@ -154,11 +154,15 @@ fn check_name(name: &str) -> std::result::Result<(), &'static str> {
     }
 }
 
-/// Refuses a link to a place outside the file's directory, except into the `blobs` of a hub cache.
+/// Refuses a link to a place outside the file's directory, except into the `blobs` of a hub cache. All readers of a model or an adapter
+/// call it: a directory of somebody else must not name other files of the user. For what is no link it does nothing.
 ///
 /// # Errors
-/// `file` is such a link (`Format`), or does not exist (`Io`).
+/// `file` is such a link (`Format`), or a link to nothing (`Io`).
 pub fn stays_inside(file: &Path) -> Result<()> {
+    if !file.is_symlink() {
+        return Ok(());
+    }
     let cannot = |e: std::io::Error| Error::io("cannot open the file").at_path(file).cause(e);
     let parent = match file.parent() {
         Some(p) if !p.as_os_str().is_empty() => p,
@@ -166,21 +170,47 @@ pub fn stays_inside(file: &Path) -> Result<()> {
     };
     let directory = parent.canonicalize().map_err(cannot)?;
     let target = file.canonicalize().map_err(cannot)?;
-    if target.starts_with(&directory) || hub_blobs(&directory).is_some_and(|blobs| target.starts_with(blobs)) {
+    let snapshots = directory
+        .ancestors()
+        .skip(1)
+        .find(|d| d.file_name().is_some_and(|name| name == "snapshots"));
+    if target.starts_with(&directory) || snapshots.is_some_and(|dir| is_blob(file, &target, &directory, dir)) {
         return Ok(());
     }
+    let hint = match snapshots {
+        None => "copy the file into the directory, or give the directory that contains it",
+        Some(_) => {
+            "in a hub cache only links such as `../../blobs/HASH` are followed: download the model again, or copy the directory \
+             with the contents of its links (`cp -rL`)"
+        }
+    };
     Err(Error::format("file is a link to a path outside its directory")
         .at_path(file)
         .found(format!("a link to {}", target.display()))
-        .hint("copy the file into the directory, or give the directory that contains it"))
+        .hint(hint))
 }
 
-/// `<repo>/blobs` for a directory at or under `<repo>/snapshots/<revision>`.
-fn hub_blobs(directory: &Path) -> Option<PathBuf> {
-    let snapshot = directory
-        .ancestors()
-        .find(|d| d.parent().and_then(Path::file_name).is_some_and(|n| n == "snapshots"))?;
-    Some(snapshot.parent()?.parent()?.join("blobs"))
+/// True if `target`, to which the link `file` leads, is in the `blobs` beside `snapshots`. `directory` is that of the link.
+fn is_blob(file: &Path, target: &Path, directory: &Path, snapshots: &Path) -> bool {
+    let Some(blobs) = snapshots.parent().map(|repository| repository.join("blobs")) else {
+        return false;
+    };
+    if target.starts_with(&blobs) {
+        return true;
+    }
+    // `blobs` may be a link to a larger disk. It must not bring other files of the user into a model: only a link of the form that
+    // the hub cache has is followed, to a file that has a hash as its name.
+    let named = |name: &str| {
+        let levels = directory
+            .strip_prefix(snapshots)
+            .map_or(0, |below| below.components().count());
+        let form = PathBuf::from("../".repeat(levels + 1)).join("blobs").join(name);
+        // Not as components: they are equal for `a//b` and `a/./b` too.
+        file.read_link().is_ok_and(|link| link.as_os_str() == form.as_os_str())
+    };
+    let is_hash = |name: &&str| [40, 64].contains(&name.len()) && name.bytes().all(|b| b.is_ascii_hexdigit());
+    let name = target.file_name().and_then(|name| name.to_str()).filter(is_hash);
+    name.is_some_and(named) && blobs.canonicalize().is_ok_and(|blobs| target.parent() == Some(&*blobs))
 }
 
 fn is_pickle(path: &Path) -> bool {

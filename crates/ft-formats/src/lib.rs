@@ -49,11 +49,13 @@ use std::path::Path;
 /// Size limit of JSON files: those of a model directory are small.
 const JSON_LIMIT: u64 = 256 << 20;
 
-/// Reads a file with one JSON object. A number that JSON does not have (`NaN`, `Infinity`, `-Infinity`) becomes a string.
+/// Reads a file of a model or an adapter with one JSON object. A number that JSON does not have (`NaN`, `Infinity`, `-Infinity`) becomes
+/// a string.
 ///
 /// # Errors
-/// The file cannot be read, or is no JSON object (`Format`); line and column are named.
+/// The file cannot be read, is a link out of its directory, or is no JSON object (`Format`); line and column are named.
 pub fn read_json_object(path: &Path) -> Result<Map<String, Value>> {
+    index::stays_inside(path)?;
     let bytes = files::size(path)?;
     if bytes > JSON_LIMIT {
         return Err(Error::format("JSON file is too large")
@@ -180,6 +182,85 @@ mod tests {
                 .to_string()
                 .contains("none.json")
         );
+    }
+
+    /// Row W6.
+    #[test]
+    fn a_link_is_read_inside_the_directory_and_in_a_hub_cache_only() {
+        use std::os::unix::fs::symlink;
+        let dir = tempfile::tempdir().unwrap();
+        let [blobs, snapshot, model] = ["m/blobs", "m/snapshots/abc/sub", "model"].map(|name| dir.path().join(name));
+        for path in [&blobs, &snapshot, &model] {
+            std::fs::create_dir_all(path).unwrap();
+        }
+        for path in [
+            &blobs.join("1"),
+            &model.join("real.json"),
+            &dir.path().join("other.json"),
+        ] {
+            std::fs::write(path, "{\"a\": 1}").unwrap();
+        }
+        let read = |at: &Path, target: &str| {
+            let link = at.join("config.json");
+            let _ = std::fs::remove_file(&link);
+            symlink(target, &link).unwrap();
+            read_json_object(&link).map_err(|e| e.to_string())
+        };
+        assert_eq!(read(&snapshot, "../../../blobs/1").unwrap().len(), 1);
+        assert_eq!(read(snapshot.parent().unwrap(), "../../blobs/1").unwrap().len(), 1);
+        assert_eq!(read(&model, "real.json").unwrap().len(), 1);
+        // A directory that is a link itself is what the user named.
+        symlink(&model, dir.path().join("named")).unwrap();
+        assert!(read_json_object(&dir.path().join("named/config.json")).is_ok());
+        for (at, target) in [
+            (&model, "../other.json"),
+            (&model, "../m/blobs/1"),
+            (&snapshot, "../../../../other.json"),
+        ] {
+            let e = read(at, target).unwrap_err();
+            assert!(e.contains("a link to a path outside its directory"), "{target}: {e}");
+        }
+        assert!(read(&model, "none.json").unwrap_err().contains("cannot open the file"));
+    }
+
+    /// Row W6. `blobs` on another disk is a link, and brings no other files of the user into a model.
+    #[test]
+    fn a_hub_cache_may_have_its_blobs_on_another_disk() {
+        use std::os::unix::fs::symlink;
+        let dir = tempfile::tempdir().unwrap();
+        let (snapshot, disk) = (dir.path().join("m/snapshots/abc/sub"), dir.path().join("disk/blobs"));
+        std::fs::create_dir_all(&snapshot).unwrap();
+        std::fs::create_dir_all(&disk).unwrap();
+        symlink(&disk, dir.path().join("m/blobs")).unwrap();
+        let hash = "0123456789abcdef0123456789abcdef01234567";
+        for name in [hash, "id.json"] {
+            std::fs::write(disk.join(name), "{\"a\": 1}").unwrap();
+        }
+        let read = |at: &Path, target: &str| {
+            let link = at.join("config.json");
+            let _ = std::fs::remove_file(&link);
+            symlink(target, &link).unwrap();
+            read_json_object(&link).map_err(|e| e.to_string())
+        };
+        let parent = snapshot.parent().unwrap();
+        assert_eq!(read(parent, &format!("../../blobs/{hash}")).unwrap().len(), 1);
+        assert_eq!(read(&snapshot, &format!("../../../blobs/{hash}")).unwrap().len(), 1);
+        let absolute = disk.join(hash).display().to_string();
+        for target in [
+            "../../../blobs/id.json",
+            &format!("../../../../disk/blobs/{hash}"),
+            &absolute,
+            // A link to the link.
+            "../config.json",
+        ] {
+            let e = read(&snapshot, target).unwrap_err();
+            assert!(e.contains("a link to a path outside its directory"), "{target}: {e}");
+            assert!(e.contains("only links such as `../../blobs/HASH`"), "{target}: {e}");
+        }
+        // A file of another place with a hash as its name.
+        std::fs::rename(disk.join(hash), dir.path().join("other")).unwrap();
+        symlink("../../other", disk.join(hash)).unwrap();
+        assert!(read(parent, &format!("../../blobs/{hash}")).is_err());
     }
 
     #[test]

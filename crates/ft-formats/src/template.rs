@@ -14,6 +14,7 @@ mod tests;
 
 pub use wire::serve;
 
+use crate::index::stays_inside;
 use crate::jinja::{self, Fail, FailKind};
 use crate::{Tokenizer, json_kind, read_json_object};
 use ft_base::{Error, Result, files, paths};
@@ -83,13 +84,17 @@ impl ChatTemplate {
     /// `chat_template` in `tokenizer_config.json`. `None` when there is none.
     ///
     /// # Errors
-    /// A file that cannot be read, or a template with a syntax error or an unsupported feature.
+    /// A file that cannot be read or is a link out of its directory, or a template with a syntax error or an unsupported feature.
     pub fn from_dir(dir: &Path, tokenizer: &Tokenizer) -> Result<Option<Self>> {
         let file = dir.join("chat_template.jinja");
         if file.exists() {
+            stays_inside(&file)?;
             let mut out = Self::from_file(&file, tokenizer)?;
-            let extra = dir.join("additional_chat_templates").join("tool_use.jinja");
+            let more = dir.join("additional_chat_templates");
+            let extra = more.join("tool_use.jinja");
             if extra.exists() {
+                stays_inside(&more)?;
+                stays_inside(&extra)?;
                 out.tools = Some(TemplateProgram::new(
                     &files::read_text(&extra)?,
                     &extra.display().to_string(),

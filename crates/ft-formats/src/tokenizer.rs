@@ -6,7 +6,7 @@
 //! every tokenizer class and both values). Truncation and padding settings in `tokenizer.json` are not applied.
 
 use crate::config::Config;
-use crate::{header, read_json_object};
+use crate::{header, index, read_json_object};
 use ft_base::{Error, Result, catch_panic, files};
 use serde_json::{Map, Value};
 use std::collections::HashSet;
@@ -337,6 +337,7 @@ fn read_tokenizer(dir: &Path, path: &Path, first: usize) -> Result<tokenizers::T
             }
         });
     }
+    index::stays_inside(path)?;
     let bytes = files::size(path)?;
     if bytes > LIMIT {
         return Err(Error::format("`tokenizer.json` is too large")

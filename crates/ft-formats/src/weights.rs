@@ -8,7 +8,7 @@ use crate::config::quantization;
 use crate::dtype::StoredDtype;
 use crate::joined::{JoinedLayout, JoinedView};
 use crate::{header, index, nearest};
-use ft_base::{Error, Result};
+use ft_base::{Error, Result, stalled};
 use half::{bf16, f16};
 use serde_json::{Map, Value};
 use std::collections::{BTreeMap, HashMap};
@@ -481,15 +481,19 @@ impl Weights {
             let mut rest = out;
             for run in runs {
                 let (part, after) = rest.split_at_mut(run.bytes);
-                let read = self.handles[run.file].read_exact_at(part, run.offset);
+                let file = &self.handles[run.file];
+                let read = stalled::reading(&self.paths[run.file], run.bytes, || {
+                    file.read_exact_at(part, run.offset)
+                });
                 read.map_err(|e| failed(run.file, e))?;
                 rest = after;
             }
             return Ok(());
         }
         let stored = self.stored_part(info, at, out.len());
-        self.read_part(info, at, &mut out[..stored])
-            .map_err(|e| failed(info.file, e))?;
+        let part = &mut out[..stored];
+        let read = stalled::reading(&self.paths[info.file], stored, || self.read_part(info, at, part));
+        read.map_err(|e| failed(info.file, e))?;
         self.patch(info, at, out);
         Ok(())
     }

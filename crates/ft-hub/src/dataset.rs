@@ -29,7 +29,7 @@ pub(crate) fn resolve(
         (None, Some(snapshot)) => cached(&snapshot),
         (None, None) => Vec::new(),
     };
-    let place = || format!("{}/datasets/{id}, revision {revision}", settings.endpoint);
+    let place = || format!("{}/datasets/{id}, revision {revision}", settings.public_endpoint());
     let chosen = select::select(&names, part).map_err(|e| e.or_at(place()))?;
     chosen.iter().map(|f| repository.required(f)).collect()
 }

@@ -255,7 +255,7 @@ impl<'a> Repository<'a> {
         }
         drop(phase);
         let _checking = progress::phase(progress::about("checking", Path::new(file)), 0, "");
-        let at = format!("{}/{}", self.settings.endpoint, self.wanted.id);
+        let at = format!("{}/{}", self.settings.public_endpoint(), self.wanted.id);
         self.store.finish(partial, blob, file).map_err(|e| e.or_at(at))
     }
 
@@ -407,6 +407,13 @@ fn files_of(
         next = after;
     }
     Ok(files)
+}
+
+/// The names in the only page of a hub's list of files. `None`: it is not such a list. For the fuzz targets.
+pub fn listed(page: &[u8]) -> Option<Vec<String>> {
+    let entries: Value = serde_json::from_slice(page).ok()?;
+    let files = files_of(String::new(), |_| Ok((entries.clone(), None))).ok()?;
+    Some(files.into_keys().collect())
 }
 
 /// A file of the hub's list; `None`: a directory, a name outside the repository, or no hash.

@@ -1,4 +1,4 @@
-//! Error messages for hub failures; they never contain the token.
+//! Error messages for hub failures; they never contain the token or a password.
 
 use crate::HubSettings;
 use crate::http::HttpFault;
@@ -22,8 +22,8 @@ pub(crate) fn explain(e: &HttpFault, wanted: RequestedObject, settings: &HubSett
         file,
     } = wanted;
     let at = match file {
-        Some(file) => format!("{}/{id}, revision {revision}, {file}", settings.endpoint),
-        None => format!("{}/{id}, revision {revision}", settings.endpoint),
+        Some(file) => format!("{}/{id}, revision {revision}, {file}", settings.public_endpoint()),
+        None => format!("{}/{id}, revision {revision}", settings.public_endpoint()),
     };
     let of = |kind: ErrorKind, what: String| Error::of(kind, what).at(settings.scrub(&at));
     let say = |what: String| of(ErrorKind::Network, what);

@@ -76,7 +76,7 @@ impl Client {
     pub(crate) fn new(settings: &HubSettings) -> Result<Self> {
         let wrong = |cause: String| {
             Error::usage("the hub address cannot be used")
-                .found(format!("`{}`", settings.scrub(&settings.endpoint)))
+                .found(format!("`{}`", settings.scrub(&settings.public_endpoint())))
                 .cause(cause)
                 .hint("HF_ENDPOINT must be a URL such as `https://huggingface.co`")
         };
@@ -92,7 +92,7 @@ impl Client {
         let open = scheme == "http" && !is_loopback(host);
         if open && settings.token.is_some() && !settings.insecure_token {
             return Err(Error::usage("the token would be sent unencrypted")
-                .at(&settings.endpoint)
+                .at(settings.public_endpoint())
                 .found("a hub address with `http://`, and a token (HF_TOKEN, or a stored one)")
                 .expected("`https://`")
                 .hint(
@@ -420,6 +420,20 @@ mod tests {
                     .contains("HF_ENDPOINT"),
                 "{bad}"
             );
+        }
+    }
+
+    #[test]
+    fn a_password_in_the_address_is_in_no_message() {
+        for bad in [
+            "https://me:s3cretpw@mirror.example",
+            "https://me:s3cretpw@mirror.example/a b",
+            "https://mirror.example/?token=s3cretpw",
+            "ftp://me:s3cretpw@mirror.example",
+            "me:s3cretpw@mirror.example",
+        ] {
+            let e = client(bad, Some("hf_x"), false).err().unwrap().to_string();
+            assert!(e.contains("mirror.example") && !e.contains("s3cretpw"), "{e}");
         }
     }
 

@@ -42,6 +42,9 @@ mod settings;
 mod store;
 mod upload;
 
+#[cfg(feature = "hub")]
+#[doc(hidden)]
+pub use download::listed;
 pub use select::{DatasetPart, is_about_the_data, select};
 pub use settings::HubSettings;
 pub use upload::{LocalFile, Upload, UploadContent, UploadReport, check_target, upload};

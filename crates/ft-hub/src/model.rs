@@ -104,7 +104,9 @@ fn absent(repository: &Repository<'_>, file: &str, wanted: RequestedObject, sett
     let has = |end: &str| names.iter().find(|n| n.ends_with(end));
     let error = Error::not_found(format!("the model `{}` has no `{file}`", wanted.id)).at(format!(
         "{}/{}, revision {}",
-        settings.endpoint, wanted.id, wanted.revision
+        settings.public_endpoint(),
+        wanted.id,
+        wanted.revision
     ));
     if let Some(pickle) = has(".bin").or(has(".pth")).or(has(".pt")) {
         return error

@@ -1,6 +1,6 @@
 //! Hub settings from the environment, read once: the variables of the Hugging Face tools.
 
-use ft_base::files;
+use ft_base::{files, secrets};
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -48,7 +48,7 @@ impl std::fmt::Debug for HubSettings {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("HubSettings")
             .field("cache", &self.cache)
-            .field("endpoint", &self.endpoint)
+            .field("endpoint", &self.public_endpoint())
             .field("token", &self.token.as_ref().map(|_| "..."))
             .field("offline", &self.offline)
             .finish()
@@ -102,11 +102,16 @@ impl HubSettings {
         }
     }
 
-    /// Removes the token from `text`, for messages.
+    /// The address of the hub for output: without a user name, a password and a query.
+    pub fn public_endpoint(&self) -> String {
+        secrets::bare_address(&self.endpoint)
+    }
+
+    /// Removes the token from `text`, for messages, and what looks like another secret, such as the password of a proxy.
     pub fn scrub(&self, text: &str) -> String {
         match &self.token {
-            Some(token) => text.replace(token.as_str(), "<token>"),
-            None => text.to_string(),
+            Some(token) => secrets::mask(&text.replace(token.as_str(), "<token>")),
+            None => secrets::mask(text),
         }
     }
 }
@@ -161,5 +166,12 @@ mod tests {
         );
         assert!(!format!("{s:?}").contains("hf_secret"));
         assert_eq!(s.scrub("Bearer hf_secret!"), "Bearer <token>!");
+        assert_eq!(
+            s.scrub("proxy http://me:pw@proxy:3128 failed"),
+            "proxy http://<secret>@proxy:3128 failed"
+        );
+        let s = from(&[("HOME", "/h"), ("HF_ENDPOINT", "https://me:s3cretpw@m.example/x?key=q")]);
+        assert_eq!(s.public_endpoint(), "https://m.example/x");
+        assert!(!format!("{s:?}").contains("s3cretpw"));
     }
 }

@@ -18,6 +18,7 @@ use crate::hf::{self, OutputModel};
 use crate::model::families;
 use crate::report;
 use crate::setup::locate;
+use crate::train::verify;
 use serde_json::json;
 use std::collections::{HashMap, HashSet};
 use std::path::Path;
@@ -38,6 +39,7 @@ pub struct SmileRequest<'a> {
 /// empty; not enough disk space. In these cases nothing is written.
 pub fn convert(request: &SmileRequest) -> Result<ConvertReport> {
     refuse_existing(request.out)?;
+    verify::check_result(request.model)?;
     let config = locate::model_config(request.model, Config::load)?;
     let flat = families::read(&config)?;
     if flat.model_type != "qwen3_moe" {

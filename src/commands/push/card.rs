@@ -1,7 +1,8 @@
-//! The model card: the model, the data, the method and the result of the training. It says only what the files of the run say.
+//! The model card: the model, the data, the method and the result of the training. It says only what the files of the run say, without
+//! what looks like a secret.
 
-use crate::base::files;
 use crate::base::units::{bytes, count, duration};
+use crate::base::{files, secrets};
 use crate::formats::index::stays_inside;
 use crate::history::{Curve, RunRecord};
 use crate::hub;
@@ -49,7 +50,12 @@ impl ModelCard<'_> {
         let config = own_text(&self.directory.join("adapter_config.json"));
         let config: Option<Value> = config.and_then(|text| serde_json::from_str(&text).ok());
         let named = config.and_then(|c| Some(c["base_model_name_or_path"].as_str()?.to_string()));
-        named.or_else(|| Some(self.setting("model.path").to_string()).filter(|base| !base.is_empty()))
+        let of_run = || {
+            let (_, record) = self.run?;
+            let base = record.place("model.path").trim_matches('"');
+            (!base.is_empty()).then(|| base.to_string())
+        };
+        named.or_else(of_run)
     }
 
     /// The id of the base on the hub. A directory says nothing elsewhere.
@@ -83,7 +89,8 @@ impl ModelCard<'_> {
         if let Some(license) = self.license {
             lines.push(format!("license: {license}"));
         }
-        let sets = datasets(self.setting("data.train"), self.run.map(|(_, record)| record));
+        let places = ["data.train", "data.sources"];
+        let sets = datasets(places.map(|key| self.run.map_or("", |(_, record)| record.place(key))));
         if !sets.is_empty() {
             lines.push("datasets:".into());
             lines.extend(sets.iter().map(|set| format!("- {set}")));
@@ -145,12 +152,9 @@ impl ModelCard<'_> {
     }
 }
 
-/// Ids of hub datasets among the values of `data.train` and `data.sources`.
-fn datasets(train: &str, record: Option<&RunRecord>) -> Vec<String> {
-    let sources = record
-        .and_then(|r| r.settings.get("data.sources"))
-        .map_or("", String::as_str);
-    let mut all: Vec<String> = [train, sources]
+/// Ids of hub datasets in the values of `data.train` and `data.sources`.
+fn datasets(values: [&str; 2]) -> Vec<String> {
+    let mut all: Vec<String> = values
         .iter()
         .flat_map(|text| text.split('"'))
         .map(|word| word.split(':').next().unwrap_or_default())
@@ -179,7 +183,7 @@ fn data(dir: &Path, record: &RunRecord) -> String {
     let sources = ["data.train", "data.eval"].map(|key| (key, record.settings.get(key)));
     for (key, value) in sources {
         if let Some(value) = value.filter(|value| !["", "[]", "\"\""].contains(&value.as_str())) {
-            add(&format!("`{key}`"), format!("`{}`", without_directories(value)));
+            add(&format!("`{key}`"), format!("`{}`", public(value)));
         }
     }
     if let Some(event) = event(dir, "data") {
@@ -254,12 +258,23 @@ fn own_text(path: &Path) -> Option<String> {
 fn how(dir: &Path) -> String {
     let mut out = "\n## How it was made\n".to_string();
     if let Some(command) = event(dir, "start").and_then(|e| Some(e["command"].as_str()?.to_string())) {
-        out.push_str(&format!("\n```\n{}\n```\n", without_directories(&command)));
+        out.push_str(&format!("\n```\n{}\n```\n", public(&command)));
     }
     if let Some(recipe) = own_text(&dir.join("recipe.toml")) {
-        out.push_str(&format!("\n```toml\n{}\n```\n", without_directories(recipe.trim_end())));
+        out.push_str(&format!("\n```toml\n{}\n```\n", public(recipe.trim_end())));
+    }
+    if out.contains(secrets::MASK) {
+        out.push_str(&format!(
+            "\n`{}` is in the place of texts that look like secrets.\n",
+            secrets::MASK
+        ));
     }
     out
+}
+
+/// The text without directories of a machine and without what looks like a secret.
+fn public(text: &str) -> String {
+    without_directories(&secrets::mask(text))
 }
 
 /// The text with `.../name` in the place of each absolute path: it describes the machine of the training, not the model.
@@ -305,9 +320,36 @@ mod tests {
     }
 
     #[test]
+    fn secrets_in_the_command_and_in_comments_of_the_recipe_are_masked() {
+        let dir = tempfile::tempdir().unwrap();
+        let write = |name: &str, text: &str| std::fs::write(dir.path().join(name), text).unwrap();
+        // As an earlier version recorded it.
+        let command = "ft train /srv/r.toml 'rlhf.rewards=[\"program:sh judge.sh --api-key PLANTED1\"]'";
+        let event = serde_json::json!({"event": "start", "command": command});
+        write("events.jsonl", &format!("{event}\n"));
+        write(
+            "recipe.toml",
+            "# export OPENAI_API_KEY=PLANTED2\n[data]\ntrain = \"https://me:PLANTED3@host/x.jsonl\"  # hf_PLANTED4xyz0123456789\n",
+        );
+        let text = how(dir.path());
+        assert!(!text.contains("PLANTED"), "{text}");
+        for line in [
+            "ft train .../r.toml 'rlhf.rewards=[\"program:sh judge.sh --api-key <secret>\"]'\n",
+            "# export OPENAI_API_KEY=<secret>\n",
+            "train = \"https://<secret>@host/x.jsonl\"  # <secret>\n",
+            "\n`<secret>` is in the place of texts",
+        ] {
+            assert!(text.contains(line), "{line:?}\n{text}");
+        }
+        write("events.jsonl", "");
+        write("recipe.toml", "[data]\ntrain = \"rows.jsonl\"\n");
+        assert!(!how(dir.path()).contains("secret"));
+    }
+
+    #[test]
     fn only_hub_ids_are_data_sets() {
         assert_eq!(
-            datasets("[\"openai/gsm8k\", \"data/train.jsonl\", \"a/b:c.jsonl\"]", None),
+            datasets(["[\"openai/gsm8k\", \"data/train.jsonl\", \"a/b:c.jsonl\"]", ""]),
             ["a/b", "openai/gsm8k"]
         );
     }

@@ -8,9 +8,9 @@ mod tools;
 mod yaml;
 
 use super::peers;
-use super::table;
+use super::table::{self, OnResume};
 use super::value::{ValueKind, in_comment, quoted};
-use crate::base::{Error, Result};
+use crate::base::{Error, Result, secrets};
 pub use registry::Registry;
 use tools::{ToolConfig, TrainingTool};
 pub use yaml::YamlNode;
@@ -104,6 +104,7 @@ pub fn import(text: &str, name: &str, registry: Option<&Registry>) -> Result<Imp
     refuse(&mut found);
     let taken = found.taken.len();
     tools::defaults(&mut found, &file);
+    hide_secrets(&mut found);
     Ok(ImportedRecipe {
         text: recipe(&found, name),
         left: found.left,
@@ -244,6 +245,39 @@ fn refuse(found: &mut Findings) {
         match refused.filter(|e| wrong.iter().any(|part| e.what().contains(part))) {
             Some(error) => found.leave(&taken.from, format!("`{}`: {}", taken.key, error.what())),
             None => found.taken.push(taken),
+        }
+    }
+}
+
+/// True for a key with paths or ids. There a name may look like a token, and with a mask the recipe would not work.
+fn is_place(key: &str) -> bool {
+    let others = [
+        "adapter",
+        "cache_dir",
+        "chat_template",
+        "data",
+        "decontaminate",
+        "output_dir",
+    ];
+    table::find(key).is_some_and(|key| matches!(key.on_resume, OnResume::Path(_)) || others.contains(&key.name))
+}
+
+/// Masks tokens, and the user and password of a URL: a recipe is shown to others, and a run copies it.
+fn hide_secrets(found: &mut Findings) {
+    for (from, why) in &mut found.left {
+        (*from, *why) = (secrets::mask_known(from), secrets::mask_known(why));
+    }
+    for taken in &mut found.taken {
+        taken.from = secrets::mask_known(&taken.from);
+        let masked = if is_place(&taken.key) {
+            secrets::mask_users(&taken.value)
+        } else {
+            secrets::mask_known(&taken.value)
+        };
+        if masked != taken.value {
+            let why = format!("`{}` has `{}` in the place of a secret", taken.key, secrets::MASK);
+            found.left.push((taken.from.clone(), why));
+            taken.value = masked;
         }
     }
 }

@@ -383,6 +383,108 @@ fn schedules_and_optimizers_of_mlx() {
     leaves(&hub, &["hf_dataset: train_split", "lr_schedule"]);
 }
 
+/// The file has exactly these keys without a counterpart. Each is listed with a reason that has this text, in the recipe too.
+fn notes(text: &str, name: &str, wanted: &[(&str, &str)]) {
+    let found = keys(text, name);
+    let names: Vec<&str> = wanted.iter().map(|(key, _)| *key).collect();
+    leaves(&found, &names);
+    for ((key, why), (_, part)) in found.1.left.iter().zip(wanted) {
+        assert!(why.contains(part), "{key}: {why}");
+    }
+    let (_, end) = found.1.text.split_once("# Without a counterpart:\n").unwrap();
+    let listed: Vec<String> = found
+        .1
+        .left
+        .iter()
+        .map(|(key, why)| format!("#   {key}: {why}"))
+        .collect();
+    assert_eq!(end.lines().collect::<Vec<_>>(), listed);
+}
+
+#[test]
+fn what_axolotl_has_and_ft_has_not_is_listed_with_the_reason() {
+    notes(
+        "base_model: org/base\nadapter: lora\ndatasets:\n  - path: rows.jsonl\n    type: alpaca\n    drop_system_message: true\n\
+         sequence_len: 2048\nflash_attention: true\nwandb_project: mine\nlr_scheduler: rex\nval_set_size: 100\n\
+         special_tokens:\n  pad_token: <pad>\nplugins:\n  - a.b\n",
+        "axolotl.yml",
+        &[
+            ("datasets: drop_system_message", "a system message of a row stays"),
+            ("flash_attention", "attention, loss and updates are always fused"),
+            ("wandb_project", "ft sends nothing to a tracker"),
+            ("lr_scheduler", "ft has no such schedule: write `cosine`"),
+            ("val_set_size", "write the part of the rows as `data.eval_fraction`"),
+            ("special_tokens.pad_token", "`data.new_special_tokens` adds tokens"),
+            ("plugins", "ft has no plugins"),
+        ],
+    );
+}
+
+#[test]
+fn what_llama_factory_has_and_ft_has_not_is_listed_with_the_reason() {
+    notes(
+        "model_name_or_path: org/base\nstage: sft\nfinetuning_type: lora\ndataset: rows.jsonl\ncutoff_len: 2048\n\
+         trust_remote_code: true\nplot_loss: true\noverwrite_cache: true\ntemplate: no_such_template\noptim: muon\n\
+         deepspeed: ds.json\noutput_dir: out\nrun_name: first\n",
+        "llamafactory.yaml",
+        &[
+            ("trust_remote_code", "ft never runs code of a model directory"),
+            ("plot_loss", "ft sends nothing to a tracker"),
+            ("overwrite_cache", "rows are read and tokenized before the first step"),
+            ("template", "the template of the model is used"),
+            ("optim", "ft has no such optimizer: use `adamw`"),
+            ("deepspeed", "`distributed.weights = \"sharded\"` divides the weights"),
+            (
+                "run_name",
+                "a name for a tracker; the run directory is `train.output_dir`",
+            ),
+        ],
+    );
+}
+
+#[test]
+fn what_trl_and_unsloth_have_and_ft_has_not_is_listed_with_the_reason() {
+    notes(
+        "{\"model_name_or_path\": \"org/base\", \"dataset_name\": \"rows.jsonl\", \"use_peft\": true, \"completion_only_loss\": true,\
+         \"push_to_hub\": true, \"report_to\": [\"tensorboard\", \"wandb\"], \"lr_scheduler_kwargs\": {\"last_epoch\": 3},\
+         \"attn_implementation\": \"sdpa\", \"eval_steps\": 20, \"no_such_option\": 5}",
+        "trl.json",
+        &[
+            ("push_to_hub", "a run uploads nothing"),
+            ("report_to: wandb", "`tensorboard` writes an event file"),
+            ("lr_scheduler_kwargs.last_epoch", "only the keys of `[schedule]`"),
+            ("attn_implementation", "attention, loss and updates are always fused"),
+            ("no_such_option", "ft has no such key"),
+            ("eval_steps", "there are no rows to evaluate on"),
+        ],
+    );
+    notes(
+        "model_name: org/base\nmax_seq_length: 2048\nload_in_4bit: true\nuse_gradient_checkpointing: unsloth\n\
+         train_on_responses_only: true\ndataset: rows.jsonl\nlora_r: 16\nuse_rslora: false\nfast_inference: true\ndisable_tqdm: true\n",
+        "unsloth.yaml",
+        &[
+            ("fast_inference", "attention, loss and updates are always fused"),
+            ("disable_tqdm", "progress goes to standard error"),
+        ],
+    );
+}
+
+#[test]
+fn what_mlx_has_and_ft_has_not_is_listed_with_the_reason() {
+    notes(
+        "model: org/base\ntrain: true\ndata: rows\niters: 100\nnum_layers: 16\nval_batches: 25\nlr_schedule:\n  name: step_decay\n  \
+         arguments: [1e-1, 0.9, 10]\noptimizer: adamw\noptimizer_config:\n  adamw:\n    fused: true\n\
+         lora_parameters:\n  rank: 8\n  scale: 20.0\n  dropout: 0.0\n",
+        "mlx.yaml",
+        &[
+            ("num_layers", "write `tune.lora.layers_to_transform`"),
+            ("val_batches", "the loss over all rows of `data.eval`"),
+            ("lr_schedule", "ft has no such schedule"),
+            ("optimizer_config.adamw.fused", "ft has no such option of an optimizer"),
+        ],
+    );
+}
+
 /// A rule is for names whose value decides which key is meant.
 #[test]
 fn the_names_of_the_rules_are_in_the_docs() {

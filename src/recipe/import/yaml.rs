@@ -1,7 +1,7 @@
 //! Reads the part of YAML that configurations of training tools use, and JSON: nested keys, lists, quoted and plain
 //! values, comments, texts over several lines (`|`, `>`). Anchors and tags are errors that name the line.
 
-use crate::base::{Error, Result};
+use crate::base::{Error, Result, secrets};
 use serde_json::Value;
 
 /// The most lists and tables around a value: each one is a call inside another, and the stack of the program is limited. No
@@ -147,7 +147,7 @@ fn joined(lines: &[&str]) -> String {
 fn wrong(line: usize, what: &str) -> Error {
     Error::usage("the file has YAML that ft does not read")
         .at(format!("line {line}"))
-        .found(clipped(what))
+        .found(clipped(&secrets::mask(what)))
 }
 
 fn clipped(text: &str) -> String {

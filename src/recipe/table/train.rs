@@ -57,7 +57,8 @@ section! {
         betas: [f64; 2] = [0.9, 0.999], "as in PyTorch", in BELOW_ONE, when Self::name = ["adamw", "lion"];
         /// Added to the root of the second moment.
         eps: f64 = 1e-8, "as in PyTorch", in POSITIVE, when Self::name = ["adamw"];
-        /// Weight decay, added to the gradient in SGD, decoupled in the others; never on norms and biases.
+        /// Weight decay, added to the gradient in SGD, decoupled in the others; never on norms, biases and other vectors (DoRA
+        /// magnitudes, attention sinks).
         weight_decay: f64 = 0.0, "short runs need none", in POSITIVE_OR_ZERO;
         /// Momentum of SGD.
         momentum: f64 = 0.0, "as in PyTorch", in BELOW_ONE, when Self::name = ["sgd"];

@@ -12,9 +12,9 @@ mod testing;
 #[cfg(test)]
 mod tests;
 
-use crate::base::units::count;
-use crate::base::worker::ProcessRights;
-use crate::base::{Error, Result, files, memory};
+use crate::base::units::{self, count};
+use crate::base::worker::{self, ProcessRights};
+use crate::base::{Error, Result, files, memory, secrets};
 use crate::data::prompts::Prompt;
 use crate::recipe::RlSection;
 use candle_core::Device;
@@ -23,6 +23,9 @@ use fancy_regex::Regex;
 use model::RewardModel;
 pub use model::RewardModelSpec;
 use program::RewardProgram;
+// For the fuzz targets.
+#[doc(hidden)]
+pub use program::score as score_of_line;
 use schema::Schema;
 use serde_json::{Value, json};
 use std::path::Path;
@@ -82,7 +85,7 @@ impl RewardKind {
         let fault = |what: &str| {
             Error::usage(what)
                 .at(RlSection::rewards)
-                .found(format!("`{text}`"))
+                .found(format!("`{}`", secrets::mask(text)))
                 .expected(KNOWN)
         };
         match (name, argument) {
@@ -269,6 +272,27 @@ pub fn costs(rlhf: &RlSection) -> Result<Vec<RewardModelSpec>> {
         _ => None,
     };
     Ok(kinds(rlhf)?.into_iter().filter_map(cost).collect())
+}
+
+/// The programs that `Rewards::open` starts, each by its command without secrets and its rights in words: a recipe may come from somebody
+/// else.
+///
+/// Errors: rewards that do not exist.
+pub fn programs(rlhf: &RlSection) -> Result<Vec<(String, String)>> {
+    let network = match (rlhf.reward_network, worker::can_take_network()) {
+        (true, _) => "with network and all variables of the environment",
+        (false, true) => "without network, without variables that hold secrets",
+        (false, false) => "with network (this system cannot refuse it), without variables that hold secrets",
+    };
+    let memory = rlhf.reward_memory.map_or(String::new(), |most| {
+        format!(", with at most {} of memory", units::bytes(most))
+    });
+    let rights = format!("{network}{memory}; it can read and write your files");
+    let command = |kind: RewardKind| match kind {
+        RewardKind::Program(command) => Some((secrets::mask(&command), rights.clone())),
+        _ => None,
+    };
+    Ok(kinds(rlhf)?.into_iter().filter_map(command).collect())
 }
 
 impl Rewards {

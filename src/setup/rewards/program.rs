@@ -6,7 +6,7 @@
 
 use crate::base::signal::{self, ChildGroup};
 use crate::base::worker::{self, ProcessRights};
-use crate::base::{Error, Result};
+use crate::base::{Error, Result, secrets};
 use serde_json::Value;
 use std::collections::VecDeque;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -275,7 +275,8 @@ fn each_line(pipe: impl Read, mut give: impl FnMut(String) -> bool) {
     }
 }
 
-fn score(line: &str) -> Option<f64> {
+/// The score in a line, NaN for a row without one. `None`: the line is not a score.
+pub fn score(line: &str) -> Option<f64> {
     let value: Value = serde_json::from_str(line.trim()).ok()?;
     let value = match &value {
         Value::Object(fields) => fields.get("score")?,
@@ -318,7 +319,9 @@ pub(super) fn words(command: &str) -> Result<Vec<String>> {
         }
     }
     if quote.is_some() {
-        return Err(Error::usage("a quote in the command of a `program:` reward is not closed").found(command));
+        return Err(
+            Error::usage("a quote in the command of a `program:` reward is not closed").found(secrets::mask(command)),
+        );
     }
     out.extend(word);
     Ok(out)

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 pub enum FinalCheck {
     /// The run wrote no `final/`, or no hashes (earlier versions).
     Unknown,
-    /// The files are there, but their hashes are not: the run computes them now, or ended before that.
+    /// The files are there, but their hashes are not: the run records or computes them now, or ended before that.
     Unrecorded,
     /// The number of files, and what is wrong with them, each named.
     Compared(usize, Vec<Error>),
@@ -111,13 +111,11 @@ impl OwnedFiles {
 
     /// Temporary directories for `final/`, and for previous ones, of processes of this run. Each with its name between `final` and
     /// the process.
-    fn temporaries(&self, run_dir: &Path) -> Result<Vec<(String, PathBuf)>> {
+    pub(super) fn temporaries(&self, run_dir: &Path) -> Result<Vec<(String, PathBuf)>> {
         let mut found = Vec::new();
         for path in files::list(run_dir)? {
             let name = name_of(&path);
-            let Some((kept, process)) = name.strip_prefix(FINAL).and_then(|n| n.split_once(files::TEMPORARY)) else {
-                continue;
-            };
+            let Some((kept, process)) = parts(&name) else { continue };
             let process = process.split('-').next().and_then(|p| p.parse().ok());
             let is_ours = process.is_some_and(|p| self.processes.contains(&p));
             if is_ours && (kept.is_empty() || is_left(kept)) {
@@ -167,11 +165,16 @@ impl OwnedFiles {
 
     /// Compares `final/` with what the run wrote.
     pub fn verify_final(run_dir: &Path) -> Result<FinalCheck> {
+        Self::verify_files(run_dir, &|_| true)
+    }
+
+    /// Compares those files of `final/` for whose names `is_wanted` is true.
+    pub fn verify_files(run_dir: &Path, is_wanted: &dyn Fn(&str) -> bool) -> Result<FinalCheck> {
         loop {
             let Some(manifest) = Self::read(run_dir)? else {
                 return Ok(FinalCheck::Unknown);
             };
-            let check = manifest.compare_final(run_dir);
+            let check = manifest.compare_final(run_dir, is_wanted);
             // A run in progress may have written another one meanwhile.
             let is_wrong = matches!(&check, FinalCheck::Compared(_, wrong) if !wrong.is_empty());
             if !is_wrong || Self::read(run_dir)?.is_none_or(|now| now.finals == manifest.finals) {
@@ -180,14 +183,8 @@ impl OwnedFiles {
         }
     }
 
-    fn compare_final(&self, run_dir: &Path) -> FinalCheck {
-        if self.finals.values().all(|file| file.hash.is_none()) {
-            return FinalCheck::Unknown;
-        }
+    fn compare_final(&self, run_dir: &Path, is_wanted: &dyn Fn(&str) -> bool) -> FinalCheck {
         let out = run_dir.join(FINAL);
-        let faults = self.finals.iter().map(|(name, file)| compare(&out.join(name), file));
-        let wrong: Vec<Error> = faults.filter_map(Result::err).collect();
-        let is_unrecorded = |file: &StoredFile| file.hash.as_deref().is_none_or(str::is_empty);
         // The run has replaced it, and is about to record the new one, or was killed before that: the one that is recorded has another
         // name.
         let is_recorded = |path: &PathBuf| {
@@ -195,6 +192,20 @@ impl OwnedFiles {
             is_previous(path) && (self.is_final(path) || name_of(path).contains(".left") && staging::is_marked(path))
         };
         let replaced = || files::list(run_dir).is_ok_and(|all| all.iter().any(is_recorded));
+        if self.finals.values().all(|file| file.hash.is_none()) {
+            // Each version that registers its processes records the files of its `final/`: this is the first one, without a record.
+            let is_first = self.finals.is_empty() && !self.processes.is_empty();
+            let is_new = out.is_dir() && (is_first || replaced());
+            return if is_new {
+                FinalCheck::Unrecorded
+            } else {
+                FinalCheck::Unknown
+            };
+        }
+        let wanted = self.finals.iter().filter(|(name, _)| is_wanted(name));
+        let faults = wanted.map(|(name, file)| compare(&out.join(name), file));
+        let wrong: Vec<Error> = faults.filter_map(Result::err).collect();
+        let is_unrecorded = |file: &StoredFile| file.hash.as_deref().is_none_or(str::is_empty);
         let unrecorded = self.finals.values().any(is_unrecorded);
         if wrong.is_empty() && unrecorded || !wrong.is_empty() && !unrecorded && out.is_dir() && replaced() {
             FinalCheck::Unrecorded
@@ -204,13 +215,19 @@ impl OwnedFiles {
     }
 }
 
+/// Divides a temporary name for `final/`, or for a previous one, into what is between `final` and the process, and the process.
+fn parts(name: &str) -> Option<(&str, &str)> {
+    let end = name.strip_prefix(FINAL)?;
+    end.split_once(files::TEMPORARY)
+        .or_else(|| end.split_once(staging::REPLACED))
+}
+
 /// True for the names that a previous `final/` gets: `final.left`, `final.left-2`, and temporary ones.
 fn is_previous(path: &Path) -> bool {
     let name = name_of(path);
-    let end = name.strip_prefix(FINAL).unwrap_or_default();
-    match end.split_once(files::TEMPORARY) {
-        Some((end, _)) => end.is_empty() || is_left(end),
-        None => is_left(end),
+    match parts(&name) {
+        Some((kept, _)) => kept.is_empty() || is_left(kept),
+        None => is_left(name.strip_prefix(FINAL).unwrap_or_default()),
     }
 }
 
@@ -370,6 +387,26 @@ mod tests {
         assert_eq!(wrong(d), Vec::<String>::new());
     }
 
+    /// Row C2: where names cannot be swapped, the previous result has a name of its own for a moment.
+    #[test]
+    fn a_previous_result_that_was_moved_aside_before_a_kill_is_removed_later() {
+        let dir = tempfile::tempdir().unwrap();
+        let d = dir.path();
+        let (left, aside) = (d.join("final.left"), format!("final.old-{}", std::process::id()));
+        OwnedFiles::default().join(d).unwrap();
+        put(d, "final/model.safetensors", "after step 4");
+        next(d).exported(d, &left).unwrap();
+        std::fs::rename(d.join("final"), d.join(&aside)).unwrap();
+        put(d, "final/model.safetensors", "after step 6!");
+        assert!(matches!(OwnedFiles::verify_final(d).unwrap(), FinalCheck::Unrecorded));
+        // The resumed run writes the same result again.
+        std::fs::rename(d.join("final"), &left).unwrap();
+        put(d, "final/model.safetensors", "after step 6!");
+        assert_eq!(next(d).exported(d, &left).unwrap(), (false, vec![left.clone()]));
+        assert!(!left.exists() && !d.join(&aside).exists());
+        assert_eq!(wrong(d), Vec::<String>::new());
+    }
+
     #[test]
     fn temporary_directories_of_other_names_or_in_use_stay() {
         let dir = tempfile::tempdir().unwrap();
@@ -412,6 +449,19 @@ mod tests {
         assert!(matches!(OwnedFiles::verify_final(d).unwrap(), FinalCheck::Unknown));
     }
 
+    /// Row C2.
+    #[test]
+    fn a_first_result_that_is_not_recorded_yet_is_not_called_one_of_an_earlier_version() {
+        let dir = tempfile::tempdir().unwrap();
+        let d = dir.path();
+        OwnedFiles::default().join(d).unwrap();
+        assert!(matches!(OwnedFiles::verify_final(d).unwrap(), FinalCheck::Unknown));
+        put(d, "final/model.safetensors", "after step 4");
+        assert!(matches!(OwnedFiles::verify_final(d).unwrap(), FinalCheck::Unrecorded));
+        assert_eq!(next(d).exported(d, &d.join("final.left")).unwrap(), (false, Vec::new()));
+        assert_eq!(wrong(d), Vec::<String>::new());
+    }
+
     #[test]
     fn hashes_that_an_earlier_version_did_not_store_are_not_compared() {
         let dir = tempfile::tempdir().unwrap();
@@ -426,5 +476,13 @@ mod tests {
         // Also after a later process has registered.
         next(d).join(d).unwrap();
         assert!(matches!(OwnedFiles::verify_final(d).unwrap(), FinalCheck::Unknown));
+        // That process replaces the result, and has not recorded the new one yet.
+        let mut manifest = next(d);
+        manifest.finals = inside(&d.join("final")).unwrap();
+        manifest.write(d).unwrap();
+        assert!(matches!(OwnedFiles::verify_final(d).unwrap(), FinalCheck::Unknown));
+        std::fs::rename(d.join("final"), d.join("final.left")).unwrap();
+        put(d, "final/config.json", "{ }");
+        assert!(matches!(OwnedFiles::verify_final(d).unwrap(), FinalCheck::Unrecorded));
     }
 }

@@ -25,17 +25,22 @@ pub(super) fn begin(
         return Err(gone(run, &cx.checkpoint_of(step))
             .hint("resume with `train.load_best_model_at_end=false`, or start the run again with `--overwrite`"));
     }
-    // Rank 0 alone may have copied a checkpoint.
-    run.ranks.meet()?;
+    // Rank 0 alone may have copied a checkpoint, and each rank may have read its rows again up to this step.
+    run.ranks.meet_after_reading()?;
     if start_step == 0 && cx.total_steps > 0 && !cx.options.only_steps {
         run.samples(engine, 0, "before")?;
         run.evaluate(engine, 0)?;
         run.stop_if_asked(engine, 0)
-    } else if start_step < cx.total_steps && cx.eval_due(start_step) {
-        // The checkpoint of this step was written before its evaluation.
-        run.evaluate_if_missing(engine, start_step)
     } else if start_step < cx.total_steps {
-        rehearsal::of_evaluation(engine, &run.batches.eval()?, &mut run.reporter)
+        // The checkpoint of this step was written before its evaluation.
+        let evaluated = cx.eval_due(start_step) && run.evaluate_if_missing(engine, start_step)?;
+        if !evaluated {
+            rehearsal::of_evaluation(engine, &run.batches.eval()?, &mut run.reporter)?;
+        }
+        if cx.options.only_steps {
+            return Ok(());
+        }
+        rehearsal::of_answers(run, engine)
     } else {
         Ok(())
     }
@@ -55,13 +60,14 @@ fn take(run: &mut TrainingRun, cx: &RunContext, start_step: u64, taken: Option<&
         }
         checkpoint::verify(there)?;
     }
-    // The best one first: a start that is killed between the two goes on with it, and not without it.
+    // The best one first: when the last one is there, all are.
     let all: Vec<&Path> = there.as_deref().into_iter().chain([taken]).collect();
     checkpoint::bring(&all, cx.run_dir)?;
+    run.directory.brought()?;
     let best = best.map_or(String::new(), |step| {
         format!(
             ", and checkpoint-{step}, the best evaluation so far: {}",
-            run.best.describe()
+            run.best.describe_saved()
         )
     });
     run.reporter.note(&format!(
@@ -74,5 +80,5 @@ fn take(run: &mut TrainingRun, cx: &RunContext, start_step: u64, taken: Option<&
 fn gone(run: &TrainingRun, checkpoint: &Path) -> Error {
     Error::new("the checkpoint of the best evaluation does not exist any more")
         .at_path(checkpoint)
-        .found(run.best.describe())
+        .found(run.best.describe_saved())
 }

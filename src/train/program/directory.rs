@@ -138,10 +138,7 @@ impl OpenedRun {
             signal::quit(format!("stopped: the run is unchanged, after step {step}"));
         }
         directory.begin();
-        let taken = resumed
-            .as_ref()
-            .filter(|checkpoint| ranks.is_root() && !directory::is_within(&checkpoint.path, run_dir));
-        let taken = taken.map(|checkpoint| checkpoint.path.clone());
+        let taken = directory.taken.take();
         Ok(Self {
             directory,
             taken,
@@ -216,12 +213,31 @@ impl OpenedRun {
             schedule,
             elements: self.elements,
         });
+        if let Some(given) = &recipe.tune.lora.adapter
+            && recipe.tune.method == Method::Lora
+            && self.start_step() == 0
+        {
+            let line = format!("the weights of {given}; optimizer and data start anew");
+            lines.push(("start", visible(&line)));
+        }
         let dropped = screened.iter().flat_map(|s| s.lines());
         lines.extend(dropped.map(|line| ("screen", visible(&line))));
         lines.extend(ranks::header(recipe, ranks.size()).map(|line| ("ranks", line)));
         lines.extend(own.shared().map(|line| ("gpu", line)));
+        let programs = if recipe.train.stage.is_rl() {
+            rewards::programs(&recipe.rl)?
+        } else {
+            Vec::new()
+        };
+        lines.extend(programs.iter().map(|(command, rights)| {
+            let line = format!("starts `{command}` {rights}");
+            ("reward", visible(&line))
+        }));
         reporter.header(&lines);
         reporter.event("data", rows::counts(recipe, train, stream));
+        for (command, rights) in &programs {
+            reporter.event("reward_program", json!({ "program": command, "rights": rights }));
+        }
         let changes = (self.resumed.iter()).filter_map(|from| resumed::allowed_changes(from, &self.fingerprint));
         for line in self.directory.notes.iter().chain(&changes.collect::<Vec<_>>()) {
             reporter.note(line);

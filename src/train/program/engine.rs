@@ -62,6 +62,8 @@ impl<'a> Trainer<'a> {
         } = *cx;
         let (ranks, model, rows) = (cx.ranks(), &inputs.model, &inputs.rows);
         let mut loaded_model = model.load_for(&strategy, recipe, scratch, device, &ranks.0)?;
+        // Each rank reads the weights at its own speed; what follows has the time limit of a step.
+        ranks.meet_after_reading()?;
         adapters.attach(&mut loaded_model.network)?;
         let step_hook = allocation::of(recipe, adapters);
         if let Some(checkpoint) = &opened.resumed {
@@ -94,6 +96,8 @@ impl<'a> Trainer<'a> {
             eval: rows.eval.as_ref(),
             questions: rows.questions.as_ref(),
         })?;
+        // The stage may have read another model, such as a teacher.
+        ranks.meet_after_reading()?;
         let objective_params = objective.params().into_iter().map(|p| p.name.to_string());
         let schedule = schedule
             .with_adapters(recipe.tune.method, adapters)

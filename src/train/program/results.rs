@@ -55,6 +55,12 @@ pub(super) fn write(
     run.directory.check(&mut run.reporter)?;
     let before = run.directory.aside()?;
     let peak_memory_bytes = running::peak_memory(cx.device)?;
+    // The engine has the model of the last step.
+    run.best.set_saved(last_step);
+    let lost = run.best.lost(last_step).filter(|_| !model.is_shape());
+    if let Some(lost) = &lost {
+        run.reporter.warn(lost);
+    }
     let earlier = run.best.step().filter(|step| *step != last_step && !model.is_shape());
     let mut recorded = None;
     let final_dir = if ranks.of_root(earlier.is_some())? {
@@ -73,10 +79,12 @@ pub(super) fn write(
         drop(engine);
         match earlier.filter(|_| ranks.is_root()) {
             Some(step) => {
-                said.push(format!(
-                    "final/ is the model of the best evaluation: {}",
-                    run.best.describe()
-                ));
+                if lost.is_none() {
+                    said.push(format!(
+                        "final/ is the model of the best evaluation: {}",
+                        run.best.describe()
+                    ));
+                }
                 let paths = RecipePaths::OfRun(cx.recipe);
                 let written = from_checkpoint::write(&cx.checkpoint_of(step), &out, paths);
                 let written = written.map_err(|e| run.ended(last_step, e))?;
@@ -102,7 +110,8 @@ pub(super) fn write(
         let exported = exported.and_then(|written| written);
         let written = exported.map_err(|e| run.export_failed(&engine, last_step, e))?;
         // Only rank 0 has the error, and the others may have parts of the state: see `export_failed`.
-        if ranks.of_root(false)? && run.pace.saved != last_step {
+        let failed = ranks.export_failed_at_root(false)?;
+        if failed && run.pace.saved != last_step {
             run.save_here(&engine, last_step)?;
         }
         drop(engine);

@@ -9,6 +9,7 @@ use crate::train::ended::FailedStep;
 use crate::train::learning::{self, LearningWatch};
 use crate::train::profile::Profile;
 use crate::train::running::{TrainingRun, UnreadStep};
+use crate::train::saving::SaveReason;
 use crate::train::step_metrics;
 use serde_json::json;
 use std::time::Instant;
@@ -24,8 +25,8 @@ pub(super) struct StepsEnd {
 
 /// Runs the steps after `start_step`.
 ///
-/// Errors: a loss or gradient that is not finite; a save that fails (on one rank a full disk only after the last step); a signal
-/// after the state was saved.
+/// Errors: a loss or gradient that is not finite; a save that fails (on one rank a full disk is a warning); a signal after the
+/// state was saved.
 pub(super) fn run_steps(
     run: &mut TrainingRun,
     engine: &mut Engine,
@@ -181,12 +182,14 @@ fn after_step(run: &mut TrainingRun, engine: &mut Engine, cx: &RunContext, step:
     }
     let is_last = step >= cx.total_steps;
     if cx.save_due(step) || !is_last && run.retries_save() {
-        // After the last step there is no later save.
-        let saved = if is_last {
-            run.save(engine, step)
+        let reason = if is_last {
+            SaveReason::Last
+        } else if cx.save_due(step) {
+            SaveReason::Due
         } else {
-            run.save_if_disk_has_room(engine, step, cx.save_due(step))
+            SaveReason::Again
         };
+        let saved = run.save_if_disk_has_room(engine, step, reason);
         saved.map_err(|e| run.ended(step, e))?;
     }
     run.stop_if_asked(engine, step)?;

@@ -10,7 +10,8 @@ mod sft;
 
 use crate::base::{Error, Result};
 use crate::data::order::BatchStream;
-use crate::data::{Batch, Dataset};
+use crate::data::source::position;
+use crate::data::{Batch, Dataset, RowOrigin, RowPosition, Source};
 use crate::engine::Engine;
 use crate::model::{Objective, Spec};
 use crate::recipe::{self, Recipe};
@@ -42,9 +43,21 @@ pub trait BatchSource {
     /// Returns the micro-batches of step `step`, counted from 0.
     fn window(&mut self, step: u64, engine: &Engine) -> Result<Vec<Batch>>;
 
+    /// The rows of each micro-batch of step `step`, counted from 0, in the files of `sources`. Empty: they are not known.
+    fn rows(&self, step: u64, sources: &[Source]) -> Result<Vec<Vec<RowPosition>>> {
+        let _ = (step, sources);
+        Ok(Vec::new())
+    }
+
     /// The batches of the evaluation; empty if no rows are held out.
     fn eval(&self) -> Result<Vec<Batch>> {
         Ok(Vec::new())
+    }
+
+    /// Begins an answer of `evaluate`, to the longest prompt. Returns the tokens of the prompt; `None`: it generates nothing.
+    fn begin_answer(&self, engine: &Engine) -> Result<Option<usize>> {
+        let _ = engine;
+        Ok(None)
     }
 
     /// Measures held-out rows if that needs the engine. The names are those of `metrics.jsonl` without `eval_`.
@@ -96,6 +109,21 @@ pub struct StageContext<'a> {
     pub eval: Option<&'a Dataset>,
     /// Prompts of an RL stage.
     pub questions: Option<&'a PromptSet>,
+}
+
+/// The rows of `train` in each micro-batch of step `step`.
+fn rows_of(train: &Dataset, stream: &BatchStream, step: u64, sources: &[Source]) -> Result<Vec<Vec<RowPosition>>> {
+    let origins = train.all_origins()?;
+    let of = |micro| {
+        let rows = stream.rows(micro);
+        let rows: Vec<RowOrigin> = rows.iter().filter_map(|row| origins.get(*row).copied()).collect();
+        places(&rows, sources)
+    };
+    Ok(stream.window_indices(step).map(of).collect())
+}
+
+fn places(rows: &[RowOrigin], sources: &[Source]) -> Vec<RowPosition> {
+    rows.iter().map(|row| position(sources, *row)).collect()
 }
 
 /// Checks the other inputs of a stage, such as the teacher, before anything is written.

@@ -4,11 +4,11 @@
 //! nothing) or the adapter that the run starts from. So no second model is in memory: one pass over the rows before the
 //! first step computes one number for each answer, and checkpoints store these numbers.
 
-use super::{BatchSource, Stage, StageContext};
+use super::{BatchSource, Stage, StageContext, rows_of};
 use crate::base::{Error, Result, progress, signal};
 use crate::comm::Patience;
 use crate::data::order::BatchStream;
-use crate::data::{Batch, Dataset};
+use crate::data::{Batch, Dataset, RowPosition, Source};
 use crate::engine::{Engine, window};
 use crate::formats::tokenizer::Tokenizer;
 use crate::recipe::{self, Recipe, Train};
@@ -243,6 +243,13 @@ impl BatchSource for PreferenceSource<'_> {
         micro_batches
             .map(|index| batch(train, &self.stream.rows(index), reference))
             .collect()
+    }
+
+    fn rows(&self, step: u64, sources: &[Source]) -> Result<Vec<Vec<RowPosition>>> {
+        match self.sets[0] {
+            Some(train) => rows_of(train, &self.stream, step, sources),
+            None => Ok(Vec::new()),
+        }
     }
 
     fn eval(&self) -> Result<Vec<Batch>> {

@@ -11,9 +11,8 @@ use super::rollout_buffer::{self, RolloutBuffer, Trajectory};
 use super::{BatchSource, Stage, StageContext};
 use crate::base::rng::{Rng, Stream};
 use crate::base::{Error, Result, progress};
-use crate::data::Batch;
-use crate::data::Mixture;
 use crate::data::prompts::Prompt;
+use crate::data::{Batch, Mixture, RowPosition, Source};
 use crate::engine::Engine;
 use crate::generate::{self, Answer, CopyFormats, GenerateLimits, QuantizedCopy, Request};
 use crate::quant::Format;
@@ -24,6 +23,7 @@ use crate::setup::locate::adapter_directory;
 use crate::setup::prompts::{answers_of_rollout, base_is_frozen, needs_reference_copy, steps_of_rollout};
 use crate::setup::rewards::{RewardInput, Rewards, WeightedReward};
 use crate::source;
+use crate::train::samples;
 use candle_core::Device;
 use serde_json::{Value, json};
 use std::time::Instant;
@@ -238,9 +238,7 @@ impl Rollouts<'_> {
         if rlhf.sample_steps > 0 && rollout.is_multiple_of(rlhf.sample_steps as u64) {
             self.keep_samples(step, &prompts, &answers, &texts, &scores, &kept)?;
         }
-        // Shuffles, so that mini-batches mix answers of all prompts.
-        if rlhf.num_mini_batches > 1 {
-            let order = Rng::new(self.recipe.train.seed, Stream::Shuffle, &[rollout, 1]).permutation(kept.len());
+        if let Some(order) = self.mixed(rollout, kept.len()) {
             kept = order.into_iter().map(|i| std::mem::take(&mut kept[i])).collect();
         }
         self.advantages.weigh(&mut kept);
@@ -250,6 +248,19 @@ impl Rollouts<'_> {
             kl_coefficient: self.advantages.kl.coefficient,
             ..RolloutBuffer::default()
         })
+    }
+
+    /// The order of the answers of a rollout in which mini-batches mix answers of all prompts, if there are several.
+    fn mixed(&self, rollout: u64, answers: usize) -> Option<Vec<usize>> {
+        let rng = || Rng::new(self.recipe.train.seed, Stream::Shuffle, &[rollout, 1]);
+        (self.recipe.rl.num_mini_batches > 1).then(|| rng().permutation(answers))
+    }
+
+    /// The part of a rollout that step `at` of it trains on.
+    fn mini_batch<'t, T>(&self, all: &'t [T], at: u64) -> &'t [T] {
+        let windows = self.recipe.rl.num_mini_batches;
+        let size = all.len() / windows;
+        &all[(at as usize % windows) * size..][..size]
     }
 
     fn measure(&mut self, answers: &[Answer], scores: &[Vec<f64>], totals: &[f64], seconds: f64) {
@@ -324,13 +335,34 @@ impl BatchSource for Rollouts<'_> {
         if self.rollout_buffer.kept.is_empty() || self.rollout_buffer.rollout != rollout {
             self.rollout_buffer = self.roll(rollout, step, engine)?;
         }
-        let windows = self.recipe.rl.num_mini_batches;
-        let size = self.rollout_buffer.kept.len() / windows;
-        let window = &self.rollout_buffer.kept[(at as usize % windows) * size..][..size];
+        let window = self.mini_batch(&self.rollout_buffer.kept, at);
         let rows = window.chunks(self.recipe.train.batch_size);
         Ok(rows
             .map(|rows| rollout_buffer::batch(&rows.iter().collect::<Vec<_>>(), self.advantages.is_ppo()))
             .collect())
+    }
+
+    /// The rows of the prompts.
+    fn rows(&self, step: u64, _: &[Source]) -> Result<Vec<Vec<RowPosition>>> {
+        let all = steps_of_rollout(self.recipe);
+        let (rollout, at) = (step / all, step % all);
+        let chosen = self.chosen(rollout).into_iter();
+        let group = self.recipe.rl.num_generations;
+        let mut prompts: Vec<&Prompt> = chosen
+            .flat_map(|p| std::iter::repeat_n(&self.prompts[p], group))
+            .collect();
+        if let Some(order) = self.mixed(rollout, prompts.len()) {
+            prompts = order.into_iter().map(|i| prompts[i]).collect();
+        }
+        let window = self.mini_batch(&prompts, at);
+        let micro_batches = window.chunks(self.recipe.train.batch_size);
+        let places = |prompts: &[&Prompt]| -> Vec<RowPosition> { prompts.iter().map(|p| p.place.clone()).collect() };
+        Ok(micro_batches.map(places).collect())
+    }
+
+    fn begin_answer(&self, engine: &Engine) -> Result<Option<usize>> {
+        let prompts = self.eval.iter().map(|prompt| &prompt.ids);
+        samples::begin_answer(&engine.network, prompts, &self.settings(0.0))
     }
 
     /// Answers the held-out prompts greedily and returns the mean scores.

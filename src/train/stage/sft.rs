@@ -1,9 +1,9 @@
 //! Stages `pretrain` and `sft`: rows of files, mean cross-entropy.
 
-use super::{BatchSource, Stage, StageContext};
+use super::{BatchSource, Stage, StageContext, places, rows_of};
 use crate::base::{Error, Result};
 use crate::data::order::{BatchStream, eval_batches};
-use crate::data::{Batch, Dataset, DatasetSpec, RowStream};
+use crate::data::{Batch, Dataset, DatasetSpec, RowPosition, RowStream, Source};
 use crate::engine::Engine;
 use crate::setup::rows;
 use crate::setup::sources::{RowSet, sources};
@@ -17,6 +17,7 @@ enum RowSupply<'a> {
 
 struct SftSource<'a> {
     rows: RowSupply<'a>,
+    train: &'a Dataset,
     eval: Option<&'a Dataset>,
     /// Tokens per batch of the evaluation.
     eval_tokens: usize,
@@ -47,6 +48,7 @@ pub(super) fn open<'a>(setting: StageContext<'a>) -> Result<Stage<'a>> {
         ),
         batches: Box::new(SftSource {
             rows,
+            train: setting.train,
             eval: setting.eval,
             eval_tokens: recipe.train.batch_size * recipe.data.max_length,
             capacity: recipe
@@ -76,6 +78,16 @@ impl BatchSource for SftSource<'_> {
             self.used.1 += capacity * window.len();
         }
         Ok(window)
+    }
+
+    fn rows(&self, step: u64, sources: &[Source]) -> Result<Vec<Vec<RowPosition>>> {
+        match &self.rows {
+            RowSupply::Set(stream) => rows_of(self.train, stream, step, sources),
+            RowSupply::Stream(stream) => {
+                let used = stream.used(step).unwrap_or_default().iter();
+                Ok(used.map(|rows| places(rows, sources)).collect())
+            }
+        }
     }
 
     fn eval(&self) -> Result<Vec<Batch>> {

@@ -6,6 +6,7 @@
 // this one fails), "stall" (it takes FT_DISK_ERRNO seconds), "slow" (this and all later ones take FT_DISK_ERRNO
 // milliseconds), "record", "count".
 // FT_DISK_ROOT that ends with "*": all paths that begin with what is before it.
+// FT_DISK_NO_SWAPS: two names cannot be swapped, as on NFS. That is no fault, and is not counted.
 // FT_DISK_LOG: the record, of an operation that failed with a capital letter; in the mode "count" a byte for each operation.
 
 #define _GNU_SOURCE
@@ -30,10 +31,11 @@
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static const char *root, *mode = "";
 static long at, count;
-static int error, record = -1;
+static int error, no_swaps, record = -1;
 
 __attribute__((constructor)) static void begin(void) {
     root = getenv("FT_DISK_ROOT");
+    no_swaps = getenv("FT_DISK_NO_SWAPS") != NULL;
     if (getenv("FT_DISK_MODE")) mode = getenv("FT_DISK_MODE");
     if (getenv("FT_DISK_AT")) at = atol(getenv("FT_DISK_AT"));
     if (getenv("FT_DISK_ERRNO")) error = atoi(getenv("FT_DISK_ERRNO"));
@@ -258,6 +260,23 @@ int symlink(const char *target, const char *path) {
     END(rc);
 }
 
+// A second name of a file.
+static int linked(int old, const char *from, int dir, const char *path, int flags) {
+    char full[PATH_MAX], source[PATH_MAX];
+    struct stat stat_;
+    const char *known = below(dir, path, full);
+    // What fails anyway changes nothing.
+    if (!known || !below(old, from, source) || lstat(source, &stat_) || lstat(known, &stat_) == 0)
+        return (int)syscall(SYS_linkat, old, from, dir, path, flags);
+    BEGIN;
+    int failed = fails('h'), rc = failed ? -1 : (int)syscall(SYS_linkat, old, from, dir, path, flags);
+    done('h', failed, rc, known, source, 0);
+    END(rc);
+}
+
+int link(const char *from, const char *path) { return linked(AT_FDCWD, from, AT_FDCWD, path, 0); }
+int linkat(int old, const char *from, int dir, const char *path, int flags) { return linked(old, from, dir, path, flags); }
+
 // ft swaps two names by `syscall(SYS_renameat2, ..., RENAME_EXCHANGE)`; its other calls go to the system as they are.
 long syscall(long number, ...) {
     va_list more;
@@ -266,6 +285,10 @@ long syscall(long number, ...) {
     for (int i = 0; i < 6; i++) p[i] = va_arg(more, long);
     va_end(more);
     static __thread int inside;
+    if (number == SYS_renameat2 && p[4] == 2 && no_swaps) {
+        errno = EINVAL;
+        return -1;
+    }
     if (number == SYS_renameat2 && !inside && p[4] == 2) {
         inside = 1;
         int rc = renamed((const char *)p[1], (const char *)p[3], 2);

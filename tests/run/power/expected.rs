@@ -23,6 +23,13 @@ const LOGS: [&str; 4] = [
     "run/curves.svg",
 ];
 
+/// The event files of TensorBoard: their names contain a time.
+const EVENT_FILES: &str = "run/events.out.tfevents.";
+
+fn is_log(path: &str) -> bool {
+    LOGS.contains(&path) || path.starts_with(EVENT_FILES)
+}
+
 /// The mark of a directory that ft may remove.
 const MARK: &str = ".ft-temporary";
 
@@ -45,8 +52,14 @@ fn of_checkpoint(path: &str) -> Option<(&str, Option<u64>)> {
     Some((name, rest.split_once(".tmp-").and_then(|(step, _)| step.parse().ok())))
 }
 
-/// True if the operation belongs to a save, or its rotation, before that of step `last`. The rehearsal of the first step is none.
-fn is_of_earlier_save(operation: &Operation, before: &[Operation], last: u64) -> bool {
+/// True if the operation belongs to a save of one of these steps, or its rotation. The rehearsal of the first step is none, and neither
+/// is a checkpoint that is brought from another run.
+fn is_of_save(operation: &Operation, before: &[Operation], (first, last): (u64, u64)) -> bool {
+    // After the rehearsal the first event is written.
+    let is_running = |o: &Operation| o.path == "run/events.jsonl" && o.what != 'u';
+    if !before.iter().any(is_running) {
+        return false;
+    }
     // Only a save makes such a directory.
     let mut made = std::iter::once(operation).chain(before.iter().rev());
     let step = made.find_map(|o| of_checkpoint(&o.path).filter(|_| o.what == 'm')?.1);
@@ -54,12 +67,12 @@ fn is_of_earlier_save(operation: &Operation, before: &[Operation], last: u64) ->
     // The run directory is synced for the name of a checkpoint.
     let of_name = operation.what == 's' && operation.path == "run";
     let is_name = of_name && before.last().is_some_and(|o| is_in(&o.path) || is_in(&o.other));
-    step.is_some_and(|step| step > 1 && step < last) && (is_in(&operation.path) || is_name)
+    step.is_some_and(|step| (first..=last).contains(&step)) && (is_in(&operation.path) || is_name)
 }
 
-/// `before`: the operations before this one. `last`: the last step of the run, if a full disk is the fault: the run goes on
-/// after an earlier save that failed.
-pub fn due(operation: &Operation, before: &[Operation], last: Option<u64>) -> Due {
+/// `before`: the operations before this one. `saves`: the first and the last step of the saves, if a full disk is the fault: the run
+/// goes on after a save that failed.
+pub fn due(operation: &Operation, before: &[Operation], saves: Option<(u64, u64)>) -> Due {
     let Operation { what, path, .. } = operation;
     let (dir, name) = parts(path);
     // Only what is being removed was given a temporary name, or has got one in exchange.
@@ -83,21 +96,39 @@ pub fn due(operation: &Operation, before: &[Operation], last: Option<u64>) -> Du
     // The result is there already.
     let is_previous = matches!(what, 'u' | 'd') && path.starts_with("run/final.left");
     // The directory is synced for the name of a log.
-    let of_log = *what == 's' && path == "run" && before.last().is_some_and(|o| LOGS.contains(&o.other.as_str()));
-    let is_refused = last.is_some_and(|last| is_of_earlier_save(operation, before, last));
+    let of_log = *what == 's' && path == "run" && before.last().is_some_and(|o| is_log(&o.other));
+    let is_refused = saves.is_some_and(|saves| is_of_save(operation, before, saves));
+    // The file is copied instead.
+    let is_link = *what == 'h';
+    // Only a run in place of an earlier one removes them.
+    let is_of_earlier_run = *what == 'u' && is_log(path);
+    // An event file whose name could not be synced: another one takes its place.
+    let is_replaced = *what == 'u' && path.starts_with(EVENT_FILES) && before.iter().any(|o| o.other == *path);
     // The removal of the files of a save that failed.
     let own = of_checkpoint(path);
     let mut failed = before.iter().filter(|o| o.failed);
     let is_removal = matches!(what, 'u' | 'd')
         && own.is_some_and(|own| own.1.is_some())
         && failed.any(|o| of_checkpoint(&o.path) == own);
-    if is_cache || is_rest || is_mark || is_its_sync || is_end || is_refused && is_removal {
+    if is_cache || is_rest || is_mark || is_its_sync || is_end || is_link || is_replaced || is_refused && is_removal {
         Due::Nothing
-    } else if is_refused || of_log || is_previous || LOGS.contains(&lasting(path)) {
+    } else if is_of_earlier_run {
+        Due::Error
+    } else if is_refused || of_log || is_previous || is_log(lasting(path)) {
         Due::Warning
     } else {
         Due::Error
     }
+}
+
+/// True if lines of a log may be lost with the power: its sync failed, or that of the directory for the name of a log, which had to
+/// write the names of the others too.
+pub fn may_lose_lines(done: &[Operation], out: &Output) -> bool {
+    let is_name = |at: usize| {
+        let Operation { what, path, failed, .. } = &done[at];
+        *failed && *what == 's' && path == "run" && is_log(&done[at - 1].other)
+    };
+    said(out).contains("jsonl") || (1..done.len()).any(is_name)
 }
 
 /// The places (`--> ...`) in the messages with this label.
@@ -124,23 +155,25 @@ fn names(operation: &Operation, places: &[&str]) -> bool {
         ]);
     }
     all.retain(|name| !name.is_empty());
+    // Each try gives the event file another name, and one warning is for all.
+    let is_event_file = path.starts_with(EVENT_FILES);
     let is_in = |place: &str| {
-        all.iter()
-            .any(|name| place == *name || place.ends_with(&format!("({name})")))
+        let is_named = |name: &&str| place == *name || place.ends_with(&format!("({name})"));
+        all.iter().any(is_named) || is_event_file && place.contains(EVENT_FILES)
     };
     places.iter().any(|place| is_in(place))
 }
 
 /// Asserts the exit code and the messages that are due for the operations of `done` that failed. The number of them.
-/// `last`: as for `due`.
-pub fn assert_expected(done: &[Operation], out: &Output, last: Option<u64>) -> usize {
+/// `saves`: as for `due`.
+pub fn assert_expected(done: &[Operation], out: &Output, saves: Option<(u64, u64)>) -> usize {
     let text = said(out);
     let code = out.status.code();
     let lines: Vec<&str> = text.lines().collect();
     let end = lines[lines.len().saturating_sub(12)..].join("\n");
     let failed = (0..done.len()).filter(|at| done[*at].failed);
     let failed: Vec<_> = failed
-        .map(|at| (&done[at], due(&done[at], &done[..at], last)))
+        .map(|at| (&done[at], due(&done[at], &done[..at], saves)))
         .collect();
     let fatal = failed.iter().position(|(_, due)| *due == Due::Error);
     // What fails behind an error is part of its end.

@@ -1,14 +1,20 @@
 //! One sync fails, then the power is lost: what that sync had to write is never durable, whatever is synced later.
 
-use super::{Cases, EIO, Round, acknowledged, expected};
-use crate::bench::said;
-use crate::disk::{Disk, Fault, Loss};
+use super::round::{Cases, Round};
+use super::{EIO, acknowledged, expected};
+use crate::disk::{Fault, Loss};
 use crate::same::{assert_same, assert_same_final};
 use crate::turn::turn;
 
 /// Lets every `every`-th sync of a run fail, then loses the power when the run has ended.
 pub fn syncs(method: &str, every: usize) -> usize {
-    let Some(round) = Round::new(method) else { return 0 };
+    Round::new(method).map_or(0, |round| syncs_of(&round, every))
+}
+
+/// As `syncs`, of any run.
+pub fn syncs_of(round: &Round, every: usize) -> usize {
+    let name = &round.name;
+    round.prepare();
     let (_, all) = round.failing(Fault::Record, 0);
     let count = all.iter().filter(|o| o.what == 's').count();
     let (mut states, mut n, mut cases) = (0, 0, Cases::default());
@@ -16,33 +22,30 @@ pub fn syncs(method: &str, every: usize) -> usize {
         let losses = [Loss::Strict, Loss::Drawn(at as u64), Loss::Zeros];
         let losses = if every == 1 { &losses[..] } else { &losses[n % 3..][..1] };
         n += 1;
-        round.clear();
+        round.prepare();
+        let mut disk = round.disk();
         let (out, done) = round.failing(Fault::Sync(EIO), at);
         let Some(lost) = done.iter().find(|o| o.failed) else {
             // The curves are drawn less often on a slow machine: there is no sync of this number.
             continue;
         };
-        let mut disk = Disk::new();
         done.iter().for_each(|o| disk.apply(o));
-        cases.check(&format!("{method}: sync {at} of {count}"), || {
+        cases.check(&format!("{name}: sync {at} of {count}"), || {
             expected::assert_expected(&done, &out, None);
         });
         for loss in losses {
             round.clear();
             disk.leave(*loss, round.bench.dir.path());
-            let what = format!("{method}: {loss:?} after sync {at} of {count} failed ({lost})");
+            let what = format!("{name}: {loss:?} after sync {at} of {count} failed ({lost})");
             cases.check(&what, || {
                 round.finish(&what);
-                if said(&out).contains("jsonl") {
+                if expected::may_lose_lines(&done, &out) {
                     // The lines of that log are lost.
                     assert_same_final(&round.bench, "whole", "run");
                 } else {
                     assert_same(&round.bench, "whole", "run");
                 }
-                let events = round.bench.lines("run/events.jsonl");
-                let resumed = events.iter().rfind(|e| e["event"] == "resume");
-                let resumed = resumed.map_or(0, |e| e["step"].as_u64().unwrap());
-                let saved = acknowledged(&done);
+                let (resumed, saved) = (round.went_on_from(), acknowledged(&done));
                 assert!(
                     resumed >= saved,
                     "{what}: step {saved} was saved, resumed from {resumed}"
@@ -52,6 +55,6 @@ pub fn syncs(method: &str, every: usize) -> usize {
         }
     }
     cases.assert_none();
-    println!("{method}: {states} losses of power after a failed sync, {count} syncs");
+    println!("{name}: {states} losses of power after a failed sync, {count} syncs");
     states
 }

@@ -2,7 +2,7 @@
 
 use super::active::ActiveSet;
 use super::layer_graphs::LayerGraphs;
-use super::window::{self, MicroReport};
+use super::window::{self, FailedMicroBatch, MicroReport};
 use crate::base::progress::{self, Phase};
 use crate::base::{Error, Result, signal};
 use crate::comm::{Collective, SingleRank};
@@ -163,6 +163,8 @@ pub struct GradientPass<'a> {
     pub ordered: bool,
     /// Ranks that share one micro-batch.
     pub sequence: SequenceConfig,
+    /// Here the pass stores which micro-batch failed.
+    pub failed: Option<&'a FailedMicroBatch>,
 }
 
 impl<'a> GradientPass<'a> {
@@ -191,6 +193,7 @@ impl<'a> GradientPass<'a> {
             apart: false,
             ordered: false,
             sequence: SequenceConfig::default(),
+            failed: None,
         }
     }
 
@@ -234,6 +237,7 @@ impl<'a> GradientPass<'a> {
             totals.count(&batches[*index], self.objective);
         }
         let on_host = self.step_stats.known().is_some();
+        let note = |micro: usize| self.failed.iter().for_each(|failed| failed.note(micro));
         let (mut reports, mut sums) = (Vec::new(), Vec::new());
         let phase = progress::part("micro-batch", rounds.len());
         for (done, round) in rounds.iter().enumerate() {
@@ -269,7 +273,8 @@ impl<'a> GradientPass<'a> {
             let step_stats = own.as_ref().unwrap_or(self.step_stats);
             let _span = trace::numbered("micro-batch", round.micro);
             let batch = part.as_ref().unwrap_or(batch);
-            self.micro_batch(batch, &ctx, self.loss_scale / weight as f64, step_stats, sink)?;
+            let passed = self.micro_batch(batch, &ctx, self.loss_scale / weight as f64, step_stats, sink);
+            passed.inspect_err(|_| note(round.micro))?;
             sink.end_round()?;
             let routed = ctx.shared.take_routers();
             let report = MicroReport {
@@ -289,6 +294,9 @@ impl<'a> GradientPass<'a> {
         let mut all = StepSums::default();
         for report in window::all(self.comm, reports)? {
             all = all.plus(report.sums);
+            if !report.sums.loss.is_finite() {
+                note(report.micro as usize);
+            }
             report.put_back(self.objective);
             if let Some(routers) = self.routers {
                 routers.add_numbers(&report.routers);

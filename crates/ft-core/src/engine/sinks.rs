@@ -17,6 +17,16 @@ use candle_core::Tensor;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+/// What helps against a gradient that is not finite.
+pub(super) const HINT: &str = "lower the learning rate, check the data, or use `Dtype::F32`";
+
+/// The error of a sink that applies gradients at once.
+fn not_applied(name: &str) -> Error {
+    Error::non_finite("a gradient is not finite; this gradient and all later ones of the step were not applied")
+        .at(name)
+        .hint(HINT)
+}
+
 /// Corrections of inactive parameters.
 #[derive(Default)]
 pub struct Corrections {
@@ -40,7 +50,7 @@ impl Corrections {
         let mut gate = FoundInf::default();
         if gradient.device().is_cpu() {
             if !update::all_finite(gradient)? {
-                return Err(Error::non_finite("gradient is not finite").at(&param.name));
+                return Err(not_applied(&param.name));
             }
         } else {
             if self.sums.is_none() {
@@ -252,7 +262,7 @@ impl<'a> AccumulateGradients<'a> {
         gradients.try_for_each(|(_, gradient)| update::scale_assign(gradient, factor))
     }
 
-    /// Names of gradients that are not finite.
+    /// Names of gradients whose squares are not finite, in the order of the backward pass; sorted, if the sums are divided.
     ///
     /// # Errors
     /// Another rank has failed.
@@ -261,9 +271,9 @@ impl<'a> AccumulateGradients<'a> {
             return divided.non_finite();
         }
         let mut names = Vec::new();
-        for (param, gradient) in self.sums.by_name() {
-            if !update::all_finite(gradient)? {
-                names.push(param.name.to_string());
+        for (name, gradient) in self.sums.names().iter().zip(self.sums.in_order()) {
+            if !update::sum_squares(gradient)?.is_finite() {
+                names.push(name.to_string());
             }
         }
         Ok(names)
@@ -419,7 +429,7 @@ impl GradSink for FusedUpdate<'_> {
         let gradient = active_part(self.active, param, gradient)?;
         self.step_stats.add_squares(&gradient)?;
         if self.step_stats.known().is_some_and(|sums| !sums.squares.is_finite()) {
-            return Err(Error::non_finite("gradient is not finite").at(&param.name));
+            return Err(not_applied(&param.name));
         }
         let update = Update {
             name: &param.name,
@@ -442,6 +452,8 @@ pub struct MeasureNorm<'a> {
     pub active: &'a ActiveSet,
     /// Receives the squares of the gradients.
     pub step_stats: &'a StepStats,
+    /// The first gradient whose squares are not finite. On a GPU it is not known.
+    pub non_finite: Vec<String>,
 }
 
 impl GradSink for MeasureNorm<'_> {
@@ -450,7 +462,13 @@ impl GradSink for MeasureNorm<'_> {
     }
 
     fn take(&mut self, param: &Param, gradient: Tensor) -> Result<()> {
-        self.step_stats.add_squares(&active_part(self.active, param, gradient)?)
+        self.step_stats
+            .add_squares(&active_part(self.active, param, gradient)?)?;
+        let known = self.step_stats.known();
+        if self.non_finite.is_empty() && known.is_some_and(|sums| !sums.squares.is_finite()) {
+            self.non_finite.push(param.name.to_string());
+        }
+        Ok(())
     }
 }
 

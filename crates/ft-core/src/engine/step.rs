@@ -10,8 +10,9 @@ use super::loss_scale::LossScale;
 use super::outer::OuterState;
 use super::pass::{self, GradientPass, Totals};
 use super::reduce::GradientExchange;
-use super::sinks::{AccumulateGradients, Corrections, FusedUpdate, MeasureNorm, ReduceRanks};
+use super::sinks::{AccumulateGradients, Corrections, FusedUpdate, HINT, MeasureNorm, ReduceRanks};
 use super::strategy::StepStrategy;
+use super::window::FailedMicroBatch;
 use crate::base::{Error, ErrorKind, Result};
 use crate::comm::{Collective, SingleRank};
 use crate::data::Batch;
@@ -91,6 +92,8 @@ pub struct Engine {
     pub(super) outer: Option<OuterState>,
     /// All ranks have the sums of the last step.
     agreed: bool,
+    /// The micro-batch that failed, of the step that was queued last.
+    pub failed: FailedMicroBatch,
 }
 
 /// A step whose work is queued on the device. On a GPU the host may queue the next one before it reads the result with
@@ -145,8 +148,7 @@ impl QueuedStep {
             GradientStorage::Keep => {
                 let found = self.step_stats.non_finite()?.into_iter();
                 let names = found.filter_map(|i| self.names.get(i));
-                let mut names: Vec<String> = names.map(|name| name.to_string()).collect();
-                names.sort();
+                let names: Vec<String> = names.map(|name| name.to_string()).collect();
                 non_finite(&names, self.step)
             }
             // Updates that the GPU skipped. The CPU has already returned an error at that gradient.
@@ -224,6 +226,7 @@ impl Engine {
             copier: None,
             outer: None,
             agreed: false,
+            failed: FailedMicroBatch::of(0),
         };
         if let Some(ranks) = config.ranks {
             engine.join(ranks.comm, first, ranks.exchange)?;
@@ -314,7 +317,7 @@ impl Engine {
         before: Option<&QueuedStep>,
     ) -> Result<QueuedStep> {
         let may_stop = may_stop && self.changes_last(active);
-        self.agreed = false;
+        (self.agreed, self.failed) = (false, FailedMicroBatch::of(step));
         self.begin_apart(active)?;
         let queued = self.run_step(step, batches, active, lr, may_stop, before);
         if queued.is_ok() {
@@ -394,6 +397,7 @@ impl Engine {
             apart: self.outer.is_some(),
             ordered: several || self.exchange.ordered && gradients == GradientStorage::Keep,
             sequence: self.sequence,
+            failed: Some(&self.failed),
             ..GradientPass::new(network, self.objective.as_ref(), active, &step_stats)
         };
         let (mut first, mut names) = (None, Vec::new());
@@ -459,6 +463,7 @@ impl Engine {
                     let mut norm = MeasureNorm {
                         active,
                         step_stats: norm_stats,
+                        non_finite: Vec::new(),
                     };
                     let norm_pass = GradientPass {
                         step_stats: norm_stats,
@@ -475,7 +480,7 @@ impl Engine {
                     } else {
                         let (_, grad_norm) = numbers(&sums)?;
                         if !grad_norm.is_finite() {
-                            return Err(non_finite(&[], step));
+                            return Err(non_finite(&norm.non_finite, step));
                         }
                         unscale = 1.0 / scale;
                         coefficient = clip_coefficient(grad_norm * unscale, self.max_grad_norm) * unscale as f32;
@@ -569,17 +574,20 @@ fn numbers(pending: &PendingSums) -> Result<(StepSums, f64)> {
     }
 }
 
+/// `names`: the gradients that are not finite, first those that the backward pass computes first.
 fn non_finite(names: &[String], step: u64) -> Error {
-    let shown = names[..names.len().min(5)].join(", ");
-    Error::non_finite(format!(
+    let e = Error::non_finite(format!(
         "a gradient is not finite at step {step}; the weights were not changed by this step"
     ))
-    .found(if shown.is_empty() {
-        "a norm that is not finite".to_string()
-    } else {
-        shown
-    })
-    .hint("lower the learning rate, check the data, or use `Dtype::F32`")
+    .hint(HINT);
+    match names {
+        [] => e.found("a norm that is not finite"),
+        [first, ..] => e.at(first).found(format!(
+            "{} such gradients: {}",
+            names.len(),
+            names[..names.len().min(5)].join(", ")
+        )),
+    }
 }
 
 /// The error of the modes that apply gradients at once.
@@ -587,5 +595,5 @@ fn held_back(step: u64) -> Error {
     Error::non_finite(format!(
         "a gradient is not finite at step {step}; this gradient and all later ones of the step were not applied"
     ))
-    .hint("lower the learning rate, check the data, or use `Dtype::F32`")
+    .hint(HINT)
 }

@@ -6,6 +6,8 @@ use crate::base::{Error, Result};
 use crate::comm::{Collective, Patience, World};
 use crate::model::Objective;
 use crate::ops::step_stats::StepSums;
+use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::Ordering::Relaxed;
 
 /// The work of this rank in one round: a micro-batch on each rank at the same time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -16,6 +18,36 @@ pub struct Round {
     pub contributors: usize,
     /// False if this rank only computes to stay synchronous with the others: it repeats the last micro-batch.
     pub counts: bool,
+}
+
+/// The first micro-batch of a step that failed, or whose loss is not finite.
+#[derive(Debug)]
+pub struct FailedMicroBatch {
+    step: u64,
+    micro: AtomicUsize,
+}
+
+impl FailedMicroBatch {
+    /// Of this step; none so far.
+    pub(super) fn of(step: u64) -> Self {
+        Self {
+            step,
+            micro: AtomicUsize::new(usize::MAX),
+        }
+    }
+
+    /// Its index in the window of `step`; `None`: there is none, or it is not known. On a GPU that computes alone the losses of the
+    /// micro-batches are not known, and gradients are checked when their sums are complete. It is not known either if a later step
+    /// was queued before this one was read.
+    pub fn index(&self, step: u64) -> Option<usize> {
+        let found = Some(self.micro.load(Relaxed)).filter(|micro| *micro < usize::MAX);
+        found.filter(|_| self.step == step)
+    }
+
+    /// Keeps the first index.
+    pub(super) fn note(&self, micro: usize) {
+        let _ = self.micro.compare_exchange(usize::MAX, micro, Relaxed, Relaxed);
+    }
 }
 
 /// The place of the group of `ranks` ranks that share a micro-batch, among all groups.
@@ -148,6 +180,14 @@ pub fn all(comm: &dyn Collective, own: Vec<MicroReport>) -> Result<Vec<MicroRepo
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_failed_micro_batch_is_the_first_one_of_its_step() {
+        let failed = FailedMicroBatch::of(7);
+        assert_eq!(failed.index(7), None);
+        [2, 1].into_iter().for_each(|micro| failed.note(micro));
+        assert_eq!([6, 7, 8].map(|step| failed.index(step)), [None, Some(2), None]);
+    }
 
     #[test]
     fn every_micro_batch_counts_once() {

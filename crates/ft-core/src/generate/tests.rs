@@ -4,6 +4,7 @@ use super::cache::{CacheLayout, CachedSequence};
 use super::decode::{NewTokens, PassKind, on_host, step};
 use super::*;
 use crate::base::Error;
+use crate::base::signal::{self, SignalReaction, Stop};
 use crate::data::{Batch, Example};
 use crate::model::Network;
 use crate::model::rope::Rope;
@@ -13,7 +14,9 @@ use crate::ops::glu::Activation;
 use crate::ops::rope::RopePairing;
 use crate::source::ResidentWeights;
 use candle_core::{DType, Device};
+use std::process::Command;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 pub(super) const VOCAB: usize = 61;
 
@@ -348,6 +351,57 @@ fn no_limit_changes_an_answer() {
         &mut |_, _| Ok(()),
     );
     assert!(e.unwrap_err().to_string().contains("too small for one request"));
+}
+
+#[test]
+#[ignore = "runs only as the child of the test below"]
+fn generates_after_a_signal() {
+    signal::conduct(SignalReaction::Stop(Stop::default()));
+    signal::install().unwrap();
+    let id = std::process::id().to_string();
+    assert!(Command::new("kill").args(["-TERM", &id]).status().unwrap().success());
+    let start = Instant::now();
+    while signal::received().is_none() && start.elapsed() < Duration::from_secs(20) {
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    assert_eq!(signal::received(), Some(15));
+    let network = network(spec(), Dtype::F32);
+    let with = |limits: GenerateLimits| {
+        let settings = GenerateSettings { limits, ..settings(5) };
+        let mut tokens = 0;
+        let answers = generate(&network, &prompts(), &settings, &mut |_, _| {
+            tokens += 1;
+            Ok(())
+        });
+        (answers.map_err(|e| e.to_string()), tokens)
+    };
+    let (stopped, tokens) = with(GenerateLimits::default());
+    let e = stopped.unwrap_err();
+    assert!(e.contains("stopped while generating"), "{e}");
+    assert!((1..=prompts().len()).contains(&tokens), "{tokens}");
+    let (complete, tokens) = with(GenerateLimits {
+        may_stop: false,
+        ..GenerateLimits::default()
+    });
+    assert!(complete.unwrap().iter().all(|ids| ids.len() == 5));
+    assert_eq!(tokens, 5 * prompts().len());
+}
+
+/// A process that has got a signal has it to its end, so a child gets it.
+#[test]
+fn a_signal_ends_a_generation_unless_its_limits_forbid_it() {
+    let out = Command::new(std::env::current_exe().unwrap())
+        .args([
+            "generate::tests::generates_after_a_signal",
+            "--exact",
+            "--ignored",
+            "--nocapture",
+        ])
+        .output()
+        .unwrap();
+    let said = [out.stdout, out.stderr].concat();
+    let said = String::from_utf8_lossy(&said);
+    assert!(out.status.success() && said.contains("1 passed"), "{said}");
 }
 
 /// Returns the number of tokens in nodes of the tree, each counted once.

@@ -28,7 +28,7 @@ pub struct AdapterFile<'a> {
 ///
 /// # Errors
 /// An adapter of another kind than LoRA on linears, or one that also replaces whole parameters or rows (`Unsupported`); a
-/// family that llama.cpp does not have; a file that cannot be written.
+/// family that llama.cpp does not have; a value that is not finite, or too large for f16; a file that cannot be written.
 pub fn adapter(file: &AdapterFile<'_>, out: &Path) -> Result<(&'static str, u64)> {
     let spec = families::read(&Config::read(file.base)?)?;
     let arch = arch::of(&spec)?;
@@ -85,9 +85,7 @@ pub fn adapter(file: &AdapterFile<'_>, out: &Path) -> Result<(&'static str, u64)
     ];
     let mut values = data.into_iter();
     let bytes = gguf::write(out, &keys, &entries, |entry, sink| {
-        let mut encoded = Vec::new();
-        entry.block.encode(&values.next().unwrap_or_default(), &mut encoded);
-        sink(&encoded)
+        model::encode(entry, &values.next().unwrap_or_default(), sink).map(drop)
     })?;
     if GgufReader::open(out)?.tensors != entries {
         return Err(Error::internal("the file that was written has another header").at_path(out));

@@ -5,6 +5,7 @@ use crate::model::Spec;
 use crate::model::families::NAMES;
 use crate::model::spec::Mixer;
 use crate::ops::glu::Activation;
+use crate::ops::rope::RopePairing;
 use crate::ops::routing::Score;
 
 /// How llama.cpp places sliding windows.
@@ -36,7 +37,9 @@ pub(crate) enum RouterNorm {
 pub(crate) struct Arch {
     /// Its name.
     pub name: &'static str,
-    /// It rotates neighboring elements where the family rotates the halves of a head: rows of q and k change their order.
+    /// It rotates neighboring elements of a head; else its halves.
+    pub neighbors: bool,
+    /// For a model that rotates the halves, `neighbors` is correct too: rows of q and k change their order in the file.
     pub permuted: bool,
     /// It reads biases of q, k and v; of the output projection of the attention; of the MLP.
     pub biases: [bool; 3],
@@ -60,6 +63,7 @@ pub(crate) struct Arch {
 
 const PLAIN: Arch = Arch {
     name: "",
+    neighbors: false,
     permuted: false,
     biases: [false; 3],
     rope_factors: false,
@@ -75,6 +79,7 @@ const PLAIN: Arch = Arch {
 /// The architecture of a family.
 fn named(model_type: &str) -> Option<Arch> {
     let llama = Arch {
+        neighbors: true,
         permuted: true,
         biases: [true; 3],
         rope_factors: true,
@@ -102,6 +107,7 @@ fn named(model_type: &str) -> Option<Arch> {
         },
         "olmo" => Arch {
             name: "olmo",
+            neighbors: true,
             permuted: true,
             ..PLAIN
         },
@@ -147,6 +153,7 @@ fn named(model_type: &str) -> Option<Arch> {
         },
         "glm4" => Arch {
             name: "glm4",
+            neighbors: true,
             biases: [true, false, false],
             ..PLAIN
         },
@@ -160,11 +167,13 @@ fn named(model_type: &str) -> Option<Arch> {
         },
         "cohere" => Arch {
             name: "command-r",
+            neighbors: true,
             only_tied: true,
             ..PLAIN
         },
         "cohere2" => Arch {
             name: "cohere2",
+            neighbors: true,
             only_tied: true,
             windows: WindowLayout::Period(4),
             ..PLAIN
@@ -208,6 +217,7 @@ fn named(model_type: &str) -> Option<Arch> {
         },
         "ernie4_5" => Arch {
             name: "ernie4_5",
+            neighbors: true,
             biases: [true, true, false],
             ..PLAIN
         },
@@ -219,6 +229,7 @@ fn named(model_type: &str) -> Option<Arch> {
         },
         "deepseek_v2" | "deepseek_v3" | "glm4_moe_lite" | "youtu" => Arch {
             name: "deepseek2",
+            neighbors: true,
             renormalized: RouterNorm::Stored,
             leading_dense: true,
             ..PLAIN
@@ -271,6 +282,13 @@ fn check(spec: &Spec, arch: &Arch) -> Result<()> {
     let gemma = arch.name.starts_with("gemma");
     let plus_one = gemma || arch.name == "nemotron";
     let cohere = ["command-r", "cohere2"].contains(&arch.name);
+    let rotates = match spec.pairing {
+        RopePairing::Neighbors => arch.neighbors,
+        RopePairing::Halves => !arch.neighbors || arch.permuted,
+    };
+    if !rotates {
+        return no("other elements of a head are rotated together (`rope_interleave`)");
+    }
     if spec.activation != arch.activation && spec.clamped_glu.is_none() {
         return no("another activation");
     }

@@ -5,6 +5,7 @@ use crate::base::{Error, Result};
 use crate::formats::config::Config;
 use crate::formats::gguf::MetadataValue;
 use crate::formats::tokenizer::{TextSplitting, Tokenizer, Vocabulary};
+use crate::model::rope::Rope;
 use crate::model::spec::Mixer;
 use crate::model::{Spec, families};
 use crate::ops::routing::Score;
@@ -140,21 +141,18 @@ pub(super) fn of_model(
     Ok((keys, ropes.factors))
 }
 
-/// The base of frequencies without scaling, from the first two.
-fn base_of(inv_freq: &[f32]) -> f64 {
-    let Some(second) = inv_freq.get(1) else { return 10_000.0 };
-    let base = f64::from(*second).powf(-(inv_freq.len() as f64));
-    // The frequencies are rounded to f32; most bases have few digits.
-    let digit = 10f64.powf(base.log10().floor() - 3.0);
-    let round = (base / digit).round() * digit;
-    if (round / base - 1.0).abs() < 1e-5 { round } else { base }
-}
-
-/// True if the frequencies are scaled with YaRN.
-pub(super) fn is_yarn(config: &Config) -> Result<bool> {
-    let parameters = families::rope_of_config(config)?;
-    let kind = parameters.get("rope_type").or_else(|| parameters.get("type"));
-    Ok(kind.and_then(Json::as_str) == Some("yarn"))
+/// The base of the frequencies before a scaling, which llama.cpp applies itself.
+fn base_of(rope: &Rope, place: &str) -> Result<f32> {
+    let base = rope.theta as f32;
+    if base.is_finite() && base > 1.0 {
+        return Ok(base);
+    }
+    Err(
+        Error::unsupported("the base of the rotary frequencies cannot be written as GGUF")
+            .at(place)
+            .found(rope.theta)
+            .expected("a finite number above 1 (`rope_theta`)"),
+    )
 }
 
 fn ropes(spec: &Spec, config: &Config, arch: &Arch) -> Result<Ropes> {
@@ -171,20 +169,15 @@ fn ropes(spec: &Spec, config: &Config, arch: &Arch) -> Result<Ropes> {
     let kind = parameters.get("rope_type").or_else(|| parameters.get("type"));
     let kind = kind.and_then(Json::as_str).unwrap_or("default").to_string();
     let rotary = 2 * rope.inv_freq.len();
-    let stored = float(&parameters, "rope_theta").filter(|base| *base > 0.0);
-    // Hunyuan's `alpha` is another base, which only the frequencies have.
-    let base = match stored.filter(|_| !parameters.contains_key("alpha")) {
-        None => base_of(&rope.inv_freq),
-        Some(base) => base,
-    };
+    let base = base_of(rope, &place())?;
     put("dimension_count", MetadataValue::U32(rotary as u32));
-    put("freq_base", MetadataValue::F32(base as f32));
+    put("freq_base", MetadataValue::F32(base));
     if arch.name == "gemma3"
         && let Some(local) = spec.ropes.get(1)
     {
-        put("freq_base_swa", MetadataValue::F32(base_of(&local.inv_freq) as f32));
+        put("freq_base_swa", MetadataValue::F32(base_of(local, &place())?));
     }
-    let plain = |i: usize| 1.0 / (base as f32).powf((2 * i) as f32 / rotary as f32);
+    let plain = |i: usize| 1.0 / base.powf((2 * i) as f32 / rotary as f32);
     let ratios = |inv: &[f32]| inv.iter().enumerate().map(|(i, f)| plain(i) / f).collect::<Vec<f32>>();
     let mut factors = Vec::new();
     let unsupported = |what: &str| {
@@ -192,34 +185,29 @@ fn ropes(spec: &Spec, config: &Config, arch: &Arch) -> Result<Ropes> {
             .at(place())
             .found(&kind)
     };
-    match kind.as_str() {
-        "default" | "mrope" | "dynamic" => {}
-        "linear" => {
-            put("scaling.type", "linear".into());
-            put(
-                "scaling.factor",
-                MetadataValue::F32(float(&parameters, "factor").unwrap_or(1.0) as f32),
-            );
-        }
-        "llama3" if arch.rope_factors => factors.push(("rope_freqs.weight", ratios(&rope.inv_freq))),
-        "yarn" if arch.name != "phi3" => {
-            let factor = float(&parameters, "factor").unwrap_or(1.0);
+    match (kind.as_str(), rope.yarn) {
+        // Also of a family that has YaRN where the config has no rope parameters.
+        (_, Some(yarn)) => {
+            let factor = yarn.factor;
             let usual = if factor > 1.0 { 0.1 * factor.ln() + 1.0 } else { 1.0 };
             let all = float(&parameters, "mscale_all_dim").filter(|m| *m != 0.0);
             let latent = arch.name == "deepseek2" && all.is_some();
             if !latent && (f64::from(rope.attention_factor) - usual).abs() > 1e-4 {
                 return Err(unsupported("an attention factor of its own"));
             }
-            let original = float(&parameters, "original_max_position_embeddings");
+            if !(1.0..=f64::from(u32::MAX)).contains(&yarn.original) {
+                return Err(unsupported("no context length of the pretraining")
+                    .found(yarn.original)
+                    .expected("`original_max_position_embeddings` or `max_position_embeddings`"));
+            }
             put("scaling.type", "yarn".into());
             put("scaling.factor", MetadataValue::F32(factor as f32));
-            let original = original.unwrap_or(spec.max_positions as f64 / factor);
-            put("scaling.original_context_length", MetadataValue::U32(original as u32));
-            for (own, key) in [("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")] {
-                if let Some(x) = float(&parameters, own).filter(|x| *x != 0.0) {
-                    put(&format!("scaling.{key}"), MetadataValue::F32(x as f32));
-                }
-            }
+            put(
+                "scaling.original_context_length",
+                MetadataValue::U32(yarn.original as u32),
+            );
+            put("scaling.yarn_beta_fast", MetadataValue::F32(yarn.beta_fast as f32));
+            put("scaling.yarn_beta_slow", MetadataValue::F32(yarn.beta_slow as f32));
             if latent {
                 put(
                     "scaling.yarn_log_multiplier",
@@ -227,7 +215,16 @@ fn ropes(spec: &Spec, config: &Config, arch: &Arch) -> Result<Ropes> {
                 );
             }
         }
-        "longrope" | "su" | "yarn" if arch.name == "phi3" => {
+        ("default" | "mrope" | "dynamic", None) => {}
+        ("linear", None) => {
+            put("scaling.type", "linear".into());
+            put(
+                "scaling.factor",
+                MetadataValue::F32(float(&parameters, "factor").unwrap_or(1.0) as f32),
+            );
+        }
+        ("llama3", None) if arch.rope_factors => factors.push(("rope_freqs.weight", ratios(&rope.inv_freq))),
+        ("longrope" | "su" | "yarn", None) if arch.name == "phi3" => {
             let Some(long) = &rope.long else {
                 return Err(unsupported("no long factors"));
             };

@@ -10,3 +10,6 @@ mod names;
 pub use adapter::{AdapterFile, adapter};
 pub use arch::families;
 pub use model::{Fidelity, FileType, ModelFile, WrittenModel, model};
+
+#[cfg(test)]
+mod tests;

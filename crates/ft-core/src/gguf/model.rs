@@ -7,6 +7,7 @@ use crate::formats::config::Config;
 use crate::formats::gguf::{self, BlockType, EncodingErrors, GgufReader, MetadataValue, TensorEntry};
 use crate::formats::tokenizer::Tokenizer;
 use crate::formats::{ChatTemplate, Weights};
+use crate::model::rope::Rope;
 use crate::model::{Spec, families};
 use crate::source::{ParamInfo, stored};
 use ft_base::named;
@@ -165,30 +166,7 @@ pub fn model(file: &ModelFile<'_>, out: &Path) -> Result<WrittenModel> {
     let (of_model, factors) = keys::of_model(&spec, &config, &arch, attention_scale)?;
     let template = template.as_ref().map(ChatTemplate::source);
     let (of_vocabulary, mut warnings) = keys::of_vocabulary(&vocabulary, &tokenizer, file.pre_tokenizer, template)?;
-    let window = spec.layers.iter().filter_map(|layer| layer.window).min();
-    if let Some(window) = window.filter(|w| arch.windows == arch::WindowLayout::Ignored && *w < spec.max_positions) {
-        warnings.push(format!(
-            "llama.cpp does not apply the sliding window of this model: texts of more than {window} tokens get other answers"
-        ));
-    }
-    if arch.name == "deepseek2" && keys::is_yarn(&config)? {
-        warnings.push("with YaRN some answers of small models of this family differed in llama.cpp: check them".into());
-    }
-    if spec
-        .ropes
-        .iter()
-        .any(|rope| rope.long.as_ref().is_some_and(|long| long.inv_freq.is_some()))
-    {
-        warnings.push(
-            "llama.cpp takes the long or the short factors of LongRoPE by the size of its context (`-c`), not by the length of the text"
-                .into(),
-        );
-    }
-    if arch.name == "gpt-oss" && spec.ropes.iter().any(|rope| rope.attention_factor != 1.0) {
-        warnings.push(
-            "llama.cpp rounds the limits of YaRN, which this model does not: some frequencies differ a little".into(),
-        );
-    }
+    warnings.extend(differences(&spec, &arch));
     let mut all: Vec<(String, MetadataValue)> = vec![
         ("general.architecture".into(), arch.name.into()),
         ("general.type".into(), "model".into()),
@@ -263,6 +241,37 @@ pub fn model(file: &ModelFile<'_>, out: &Path) -> Result<WrittenModel> {
     })
 }
 
+/// Warnings for the user: where llama.cpp computes something else.
+pub(super) fn differences(spec: &Spec, arch: &arch::Arch) -> Vec<String> {
+    let mut all = Vec::new();
+    let window = spec.layers.iter().filter_map(|layer| layer.window).min();
+    if let Some(window) = window.filter(|w| arch.windows == arch::WindowLayout::Ignored && *w < spec.max_positions) {
+        all.push(format!(
+            "llama.cpp does not apply the sliding window of this model: texts of more than {window} tokens get other answers"
+        ));
+    }
+    if arch.name == "deepseek2" && spec.ropes.iter().any(|rope| rope.yarn.is_some()) {
+        all.push("with YaRN some answers of small models of this family differed in llama.cpp: check them".into());
+    }
+    let long = |rope: &Rope| rope.long.as_ref().is_some_and(|long| long.inv_freq.is_some());
+    if spec.ropes.iter().any(long) {
+        all.push(
+            "llama.cpp takes the long or the short factors of LongRoPE by the size of its context (`-c`), not by the length of the text"
+                .into(),
+        );
+    }
+    if spec
+        .ropes
+        .iter()
+        .any(|rope| rope.yarn.is_some_and(|yarn| !yarn.truncate))
+    {
+        all.push(
+            "llama.cpp rounds the limits of YaRN, which this model does not: some frequencies differ a little".into(),
+        );
+    }
+    all
+}
+
 /// llama.cpp looks for these tokens if the name says that it is Phi-3, and fails without them.
 fn name_of<'a>(name: &'a str, tokenizer: &Tokenizer) -> &'a str {
     let lower = name.to_lowercase();
@@ -325,7 +334,13 @@ fn each_piece(weights: &Weights, part: &TensorPart, mut give: impl FnMut(Vec<f32
 }
 
 /// Passes the encoded values to the sink, and measures what encoding lost.
-fn encode(entry: &TensorEntry, values: &[f32], sink: &mut dyn FnMut(&[u8]) -> Result<()>) -> Result<EncodingErrors> {
+///
+/// Errors: a value that is not finite, or too large for the format.
+pub(super) fn encode(
+    entry: &TensorEntry,
+    values: &[f32],
+    sink: &mut dyn FnMut(&[u8]) -> Result<()>,
+) -> Result<EncodingErrors> {
     let block = entry.block;
     let one = |share: &[f32]| {
         let mut bytes = Vec::with_capacity(block.bytes(share.len()) as usize);

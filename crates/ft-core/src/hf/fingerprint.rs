@@ -15,7 +15,7 @@ use crate::formats::weights::{TensorInfo, Weights};
 use crate::model::spec::{KeySource, Mixer};
 use crate::model::{Spec, families};
 use crate::ops::routing::RouterSpec;
-use crate::source::stored;
+use crate::source::stored::{self, StoredNumbers};
 use half::{bf16, f16};
 use rayon::prelude::*;
 use serde_json::{Value, json};
@@ -36,6 +36,10 @@ const PLACES: usize = 4;
 const NUMBERS: usize = 16;
 /// Smaller models are always hashed: that is as fast as a cache lookup.
 const WORTH_KEEPING: u64 = 64 << 20;
+
+/// The format of a cached fingerprint. That of earlier versions (`ft weights 1`) does not say that the numbers of quantized
+/// weights are finite.
+const CACHED: &str = "ft weights 2";
 
 /// Identifies a base model.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -126,6 +130,8 @@ struct HashJob<'a> {
     info: &'a TensorInfo,
     /// Number format of the values; `None`: raw bytes.
     dtype: Option<StoredDtype>,
+    /// The numbers in the bytes that have to be finite.
+    numbers: Option<StoredNumbers>,
     first: usize,
     count: usize,
 }
@@ -139,12 +145,13 @@ fn compute(spec: &Spec, weights: &Weights) -> Result<Fingerprint> {
     };
     let params = spec.params();
     let mut jobs: Vec<HashJob> = Vec::new();
-    let mut split = |info, dtype: Option<StoredDtype>, total: usize| {
+    let mut split = |info, dtype: Option<StoredDtype>, numbers: Option<StoredNumbers>, total: usize| {
         for first in (0..total.max(1)).step_by(PIECE) {
             let count = PIECE.min(total - first);
             jobs.push(HashJob {
                 info,
                 dtype,
+                numbers,
                 first,
                 count,
             });
@@ -169,7 +176,8 @@ fn compute(spec: &Spec, weights: &Weights) -> Result<Fingerprint> {
                 let info = weights.info(&part).ok_or_else(|| {
                     Error::not_found(format!("tensor `{part}` is missing")).at_path(&weights.files()[0])
                 })?;
-                split(info, None, info.bytes as usize);
+                let numbers = StoredNumbers::of(layout, format, &p.name, (part.as_str(), info.dtype));
+                split(info, None, numbers, info.bytes as usize);
                 parts.push((format!("{head} {part}"), (info.bytes as usize).max(1).div_ceil(PIECE)));
             }
             continue;
@@ -185,7 +193,8 @@ fn compute(spec: &Spec, weights: &Weights) -> Result<Fingerprint> {
                 .map(|x| format!("{:04x}", x.to_bits()))
                 .collect::<String>(),
         );
-        split(info, Some(info.dtype), info.count());
+        let numbers = StoredNumbers::Plain(info.dtype);
+        split(info, Some(info.dtype), Some(numbers), info.count());
         parts.push((format!("{} {head}", p.name), info.count().max(1).div_ceil(PIECE)));
     }
     let hash = |(raw, rounded): &mut (Vec<u8>, Vec<u8>), job: &HashJob| -> Result<([u8; 32], [u8; 32])> {
@@ -193,21 +202,25 @@ fn compute(spec: &Spec, weights: &Weights) -> Result<Fingerprint> {
         raw.resize(job.count * size, 0);
         read(job.info, (job.first * size) as u64, raw).map_err(|e| unreadable(weights, job.info, e))?;
         let exact = *blake3::hash(raw).as_bytes();
+        if let Some(numbers) = job.numbers
+            && let Some(at) = numbers.not_finite(raw)
+        {
+            let value = numbers.value(raw, at);
+            let what = if value.is_finite() {
+                "a scale whose products with the codes are not finite"
+            } else {
+                "a value that is not finite"
+            };
+            // Quantized data is counted in bytes: its pieces hold whole numbers.
+            let before = job.first * size / numbers.size();
+            return Err(Error::non_finite(format!("tensor `{}` has {what}", job.info.name))
+                .at_path(&weights.files()[job.info.file])
+                .found(format!("{value} as number {}", before + at))
+                .hint("the file is corrupt, or the training that saved it diverged: download the model again"));
+        }
         let Some(dtype) = job.dtype else {
             return Ok((exact, exact));
         };
-        if let Some(at) = not_finite(dtype, raw) {
-            return Err(
-                Error::non_finite(format!("tensor `{}` has a value that is not finite", job.info.name))
-                    .at_path(&weights.files()[job.info.file])
-                    .found(format!(
-                        "{} as number {}",
-                        number(dtype, &raw[at * size..(at + 1) * size]),
-                        job.first + at
-                    ))
-                    .hint("the file is corrupt, or the training that saved it diverged: download the model again"),
-            );
-        }
         if dtype == StoredDtype::Bf16 {
             return Ok((exact, exact));
         }
@@ -259,28 +272,6 @@ impl Texts {
 
     fn name(&self, kind: &str) -> String {
         format!("{kind}:{}", self.0.finalize().to_hex())
-    }
-}
-
-/// Index of the first non-finite value in `raw`: all exponent bits are set.
-fn not_finite(dtype: StoredDtype, raw: &[u8]) -> Option<usize> {
-    fn find<const N: usize>(raw: &[u8], bad: impl Fn([u8; N]) -> bool) -> Option<usize> {
-        let (all, _) = raw.as_chunks::<N>();
-        // No early exit in the inner loop, so that the compiler vectorizes it.
-        let any = all
-            .chunks(4096)
-            .position(|some| some.iter().fold(false, |any, b| any | bad(*b)))?;
-        all.iter()
-            .skip(any * 4096)
-            .position(|b| bad(*b))
-            .map(|at| at + any * 4096)
-    }
-    match dtype {
-        StoredDtype::F32 => find(raw, |b| u32::from_le_bytes(b) & 0x7f80_0000 == 0x7f80_0000),
-        StoredDtype::F16 => find(raw, |b| u16::from_le_bytes(b) & 0x7c00 == 0x7c00),
-        StoredDtype::Bf16 => find(raw, |b| u16::from_le_bytes(b) & 0x7f80 == 0x7f80),
-        StoredDtype::F64 => find(raw, |b| u64::from_le_bytes(b) & (0x7ff << 52) == 0x7ff << 52),
-        _ => None,
     }
 }
 
@@ -423,10 +414,7 @@ impl FileMetadata {
     fn text(&self, found: &Fingerprint) -> String {
         let body = json!([self.0, found.exact, found.weights, found.sampled]);
         let seal = blake3::hash(body.to_string().as_bytes()).to_hex().to_string();
-        format!(
-            "{:#}\n",
-            json!({"format": "ft weights 1", "seal": seal, "weights": body})
-        )
+        format!("{:#}\n", json!({"format": CACHED, "seal": seal, "weights": body}))
     }
 
     /// The cached fingerprint, if it is intact and belongs to exactly these files.
@@ -435,7 +423,7 @@ impl FileMetadata {
         let body = &value["weights"];
         let seal = blake3::hash(body.to_string().as_bytes()).to_hex().to_string();
         let same = body[0].as_array().is_some_and(|files| *files == self.0);
-        if value["format"] != "ft weights 1" || value["seal"] != seal.as_str() || !same {
+        if value["format"] != CACHED || value["seal"] != seal.as_str() || !same {
             return None;
         }
         let text = |i: usize| body[i].as_str().map(str::to_string);

@@ -25,7 +25,7 @@ pub use load_adapter::{SEQUENCE_CLASSIFIER, alpha_of, choice, rank_of, row_table
 pub use merged::{WeightedAdapter, merged};
 pub use mlx::mlx_adapter;
 pub use model::{ModelExport, ParamFill, TensorFill, WriteMore, model, rehearse_model};
-pub use model::{OutputModel, set_dtype, stored};
+pub use model::{OutputModel, set_dtype, set_language_key, stored};
 pub use new_adapters::{AdapterSet, TrainedRows, adapter_shapes, adapters_to_fill, new_adapters, subtracts_init};
 pub use open::{OpenModel, open, open_dequantized};
 pub use python_numbers::{config_note, left_out_note, writable_config};
@@ -71,7 +71,8 @@ const BESIDE: [&str; 10] = [
 fn copy_beside(from: &Path, to: &Path, names: &[&str]) -> Result<()> {
     for name in names {
         let source = from.join(name);
-        if source.is_file() {
+        // A pipe or a device is refused: without this file the result would be incomplete.
+        if source.exists() && !source.is_dir() {
             stays_inside(&source)?;
             files::copy_atomic(&source, &to.join(name))?;
         }
@@ -157,4 +158,4 @@ mod adapter_tests;
 #[cfg(test)]
 mod model_tests;
 #[cfg(test)]
-mod testing;
+pub(crate) mod testing;

@@ -236,6 +236,21 @@ pub fn stored(dtype: Dtype) -> StoredDtype {
     }
 }
 
+/// Sets a key of the language model. In the config of a multimodal model it is in `text_config`, and also at the top if that
+/// has the key already.
+pub fn set_language_key(config: &mut Map<String, Value>, key: &str, value: &Value) {
+    let inner = match config.get_mut("text_config") {
+        Some(Value::Object(text)) => {
+            text.insert(key.into(), value.clone());
+            true
+        }
+        _ => false,
+    };
+    if !inner || config.contains_key(key) {
+        config.insert(key.into(), value.clone());
+    }
+}
+
 /// Sets the number format under the key that the config uses: `torch_dtype` (transformers 4) or `dtype` (transformers
 /// 5); if it has neither, under the first one, which both versions read. Also in the part of a multimodal model's config from which
 /// transformers opens the text model alone.

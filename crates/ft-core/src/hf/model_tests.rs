@@ -103,6 +103,33 @@ fn the_number_format_is_set_under_the_key_that_is_there() {
 }
 
 #[test]
+fn a_key_of_the_language_model_is_set_where_it_is_read() {
+    let set = |value: Value| {
+        let mut map = value.as_object().unwrap().clone();
+        set_language_key(&mut map, "vocab_size", &json!(9));
+        Value::Object(map)
+    };
+    assert_eq!(set(json!({"vocab_size": 8, "x": 1})), json!({"vocab_size": 9, "x": 1}));
+    assert_eq!(
+        set(json!({"text_config": {"vocab_size": 8}, "x": 1})),
+        json!({"text_config": {"vocab_size": 9}, "x": 1})
+    );
+    // The config may leave out a default, and old files have the keys in both places.
+    assert_eq!(
+        set(json!({"text_config": {}})),
+        json!({"text_config": {"vocab_size": 9}})
+    );
+    assert_eq!(
+        set(json!({"vocab_size": 8, "text_config": {"vocab_size": 8}})),
+        json!({"vocab_size": 9, "text_config": {"vocab_size": 9}})
+    );
+    assert_eq!(
+        set(json!({"text_config": null, "vision_config": {}})),
+        json!({"text_config": null, "vision_config": {}, "vocab_size": 9})
+    );
+}
+
+#[test]
 fn an_older_directory_is_replaced_whole_or_stays_whole() {
     let dir = tempfile::tempdir().unwrap();
     let base = base(dir.path(), true, StoredDtype::F32);

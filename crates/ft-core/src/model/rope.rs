@@ -15,10 +15,29 @@ pub struct Rope {
     pub inv_freq: Vec<f32>,
     /// Factor of cos and sin (YaRN, LongRoPE).
     pub attention_factor: f32,
+    /// The base of the frequencies, before they are scaled; 0: they have none.
+    pub theta: f64,
+    /// The options of YaRN, if it scales the frequencies.
+    pub yarn: Option<Yarn>,
     /// Longer documents have other frequencies.
     pub long: Option<LongDocuments>,
     /// Ministral 3: queries grow with their position.
     pub growth: Option<Growth>,
+}
+
+/// The options of YaRN, with the values that it has where the config leaves one out.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Yarn {
+    /// By how much the context is longer than `original`.
+    pub factor: f64,
+    /// The context length of the pretraining.
+    pub original: f64,
+    /// Dimensions with more rotations than this over `original` keep their frequency.
+    pub beta_fast: f64,
+    /// Dimensions with fewer rotations than this have the whole `factor`.
+    pub beta_slow: f64,
+    /// The limits between these dimensions are rounded to whole dimensions.
+    pub truncate: bool,
 }
 
 /// The frequencies of long documents.
@@ -82,7 +101,8 @@ impl Rope {
             .and_then(Value::as_str);
         let theta = r.positive("rope_theta")?;
         if kind == Some("proportional") {
-            return proportional(&r, head_dim, theta);
+            let rope = proportional(&r, head_dim, theta)?;
+            return Ok(Self { theta, ..rope });
         }
         let partial = r.opt("partial_rotary_factor")?.unwrap_or(1.0);
         let dim = (head_dim as f64 * partial) as usize;
@@ -100,30 +120,33 @@ impl Rope {
             .step_by(2)
             .map(|i| 1.0 / (theta as f32).powf(i as f32 / dim as f32))
             .collect();
-        match kind.unwrap_or("default") {
+        let rope = match kind.unwrap_or("default") {
             // mrope: the sections of a token of text have the same position.
-            "default" | "mrope" => Ok(Self::plain(inv)),
+            "default" | "mrope" => Self::plain(inv),
             "linear" => {
                 let factor = r.positive("factor")? as f32;
-                Ok(Self::plain(inv.iter().map(|f| f / factor).collect()))
+                Self::plain(inv.iter().map(|f| f / factor).collect())
             }
-            "llama3" => Ok(Self::plain(llama3(&r, &inv)?)),
+            "llama3" => Self::plain(llama3(&r, &inv)?),
             "dynamic" => {
                 r.positive("factor")?;
-                Ok(Self {
+                Self {
                     long: Some(LongDocuments {
                         beyond: max_positions,
                         inv_freq: None,
                     }),
                     ..Self::plain(inv)
-                })
+                }
             }
-            "longrope" => longrope(&r, &inv, max_positions),
-            "yarn" => yarn(&r, &inv, dim, theta, max_positions),
-            other => Err(Error::unsupported(format!("rope type `{other}` is not supported"))
-                .at(place)
-                .expected("default, linear, dynamic, yarn, llama3, longrope or proportional")),
-        }
+            "longrope" => longrope(&r, &inv, max_positions)?,
+            "yarn" => yarn(&r, &inv, dim, theta, max_positions)?,
+            other => {
+                return Err(Error::unsupported(format!("rope type `{other}` is not supported"))
+                    .at(place)
+                    .expected("default, linear, dynamic, yarn, llama3, longrope or proportional"));
+            }
+        };
+        Ok(Self { theta, ..rope })
     }
 
     /// The frequencies `inv_freq` `[R/2]`, in radians per position, without scaling.
@@ -322,11 +345,17 @@ fn yarn(r: &RopeReader, inv: &[f32], dim: usize, theta: f64, max_positions: usiz
         _ => get_mscale(factor, 1.0),
     };
     let or = |x: Option<f64>, default: f64| x.filter(|v| *v != 0.0).unwrap_or(default);
-    let (fast, slow) = (or(r.opt("beta_fast")?, 32.0), or(r.opt("beta_slow")?, 1.0));
+    let yarn = Yarn {
+        factor,
+        original,
+        beta_fast: or(r.opt("beta_fast")?, 32.0),
+        beta_slow: or(r.opt("beta_slow")?, 1.0),
+        truncate: r.map.get("truncate").and_then(Value::as_bool).unwrap_or(true),
+    };
     // The dimension whose wavelength makes `n` rotations over the original context.
     let dimension = |n: f64| dim as f64 * (original / (n * std::f64::consts::TAU)).ln() / (2.0 * theta.ln());
-    let (mut low, mut high) = (dimension(fast), dimension(slow));
-    if r.map.get("truncate").and_then(Value::as_bool).unwrap_or(true) {
+    let (mut low, mut high) = (dimension(yarn.beta_fast), dimension(yarn.beta_slow));
+    if yarn.truncate {
         (low, high) = (low.floor(), high.ceil());
     }
     let (low, mut high) = (low.max(0.0), high.min(dim as f64 - 1.0));
@@ -343,6 +372,7 @@ fn yarn(r: &RopeReader, inv: &[f32], dim: usize, theta: f64, max_positions: usiz
         .collect();
     Ok(Rope {
         attention_factor: attention_factor as f32,
+        yarn: Some(yarn),
         ..Rope::plain(inv_freq)
     })
 }

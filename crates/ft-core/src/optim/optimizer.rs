@@ -183,6 +183,11 @@ impl Optimizer {
         Ok(())
     }
 
+    /// True if a parameter was updated in `step` or later, even if a gate held it back.
+    pub fn has_updated(&self, step: u64) -> bool {
+        self.states.values().any(|state| state.updated >= step)
+    }
+
     /// Corrects the counts of updates after `gate` has disabled those of `step`.
     pub fn take_back(&mut self, step: u64) {
         for state in self.states.values_mut().filter(|state| state.updated == step) {

@@ -1,7 +1,7 @@
 //! The quantization formats, and their sizes in bytes.
 
 use crate::ops::Dtype;
-use crate::ops::quantized::{BLOCK, CodeType, NESTED, ScaledKind};
+use crate::ops::quantized::{BLOCK, CodeType, NESTED, ProductType, ScaledKind};
 
 /// The part of a quantized weight with its quantized data; the other parts are scales.
 pub const QDATA: &str = "codes";
@@ -49,6 +49,25 @@ pub struct ScaledFormat {
     pub zeros: bool,
     /// The group of each column is stored (`desc_act`, `actorder`).
     pub ordered: bool,
+}
+
+impl ScaledFormat {
+    /// True if the product of this scale and every code is finite in the type of the product.
+    pub(crate) fn takes(self, scale: f32) -> bool {
+        let highest = match self.kind.code {
+            CodeType::U4 => 15.0,
+            CodeType::U8 => 255.0,
+            CodeType::I8 => 128.0,
+            CodeType::E2m1 => 6.0,
+            CodeType::E4m3 => 448.0,
+        };
+        let limit = match self.kind.product {
+            ProductType::F16 => 65_504.0,
+            _ => 1e38,
+        };
+        // NaN is not below the limit.
+        scale.abs() * highest <= limit
+    }
 }
 
 /// The storage type of a parameter.

@@ -14,6 +14,7 @@ mod weight;
 
 pub use device::DeviceQMatrix;
 pub use format::{Format, QDATA, ScaledFormat, StorageDtype};
+pub(crate) use qmatrix::is_finite_pair;
 pub use qmatrix::{MatrixPart, QMatrix};
 pub use quantize::{Quantizable, quantize};
 /// Returns the 16 levels of NF4, and the table of 256 values that quantizes its absmax.

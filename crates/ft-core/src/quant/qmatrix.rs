@@ -5,7 +5,7 @@ use super::format::{Format, QDATA, ScaledFormat};
 use crate::base::{Error, Result};
 use crate::ops::Dtype;
 use crate::ops::quantized::{
-    Absmax, CodeType, FP4_TABLE, NF4_TABLE, ProductType, QData, QMatrixView, ScaledData, scale_and_minimum,
+    Absmax, CodeType, FP4_TABLE, NF4_TABLE, QData, QMatrixView, ScaledData, scale_and_minimum,
 };
 use half::bf16;
 use rayon::prelude::*;
@@ -281,11 +281,7 @@ impl QMatrix {
                     .iter()
                     .map(|b| u32::from_le_bytes(*b))
                     .collect();
-                let infinite = |w: &u32| {
-                    let (scale, minimum) = scale_and_minimum(*w);
-                    !(scale.is_finite() && minimum.is_finite() && (15.0 * scale + minimum).is_finite())
-                };
-                if words.iter().any(infinite) {
+                if !words.iter().all(|word| is_finite_pair(*word)) {
                     return Err(not_finite("scales"));
                 }
                 BlockScales::Pairs(words)
@@ -356,21 +352,9 @@ pub(super) fn levels(format: Format) -> &'static [f32; 16] {
 /// Checks that no value of a weight is infinite or NaN.
 fn check_scaled(scaled: ScaledFormat, codes: &[u8], scales: &[u8], zeros: &[u8]) -> Result<()> {
     let kind = scaled.kind;
-    let zero = if zeros.is_empty() { kind.code.middle() } else { 0 };
-    let (highest, most) = match kind.code {
-        CodeType::U4 => (15.0f32.max(f32::from(zero)), 15),
-        CodeType::U8 => (255.0, 255),
-        CodeType::I8 => (128.0, 255),
-        CodeType::E2m1 => (6.0, 15),
-        CodeType::E4m3 => (448.0, 255),
-    };
-    let limit = match kind.product {
-        ProductType::F16 => 65_504.0,
-        _ => 1e38,
-    };
+    let most = if kind.code.is_nibble() { 15 } else { 255 };
     let count = scales.len() / kind.scale.bytes();
-    // NaN is not below the limit.
-    if !(0..count).all(|at| kind.scale.get(scales, at).abs() * highest <= limit) {
+    if !(0..count).all(|at| scaled.takes(kind.scale.get(scales, at))) {
         return Err(not_finite("scales"));
     }
     if zeros.iter().any(|zero| *zero > most) {
@@ -382,6 +366,12 @@ fn check_scaled(scaled: ScaledFormat, codes: &[u8], scales: &[u8], zeros: &[u8])
         return Err(Error::non_finite("a quantized weight has a code that is not a number").at("part `codes`"));
     }
     Ok(())
+}
+
+/// True if the values of all codes with this scale and minimum are finite.
+pub(crate) fn is_finite_pair(word: u32) -> bool {
+    let (scale, minimum) = scale_and_minimum(word);
+    scale.is_finite() && minimum.is_finite() && (15.0 * scale + minimum).is_finite()
 }
 
 fn not_finite(part: &str) -> Error {

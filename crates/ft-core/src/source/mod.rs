@@ -81,7 +81,7 @@ impl ParamInfo {
         self.shape.iter().product()
     }
 
-    /// Norm weights and biases: never decayed.
+    /// Norm weights, biases and other vectors (DoRA magnitudes, attention sinks): never decayed.
     pub fn is_vector(&self) -> bool {
         is_vector(&self.name, self.shape.len())
     }

@@ -8,12 +8,14 @@
 //! `ft`: one tensor for each part of `quant::QMatrix`, `NAME.codes` and so on; `NAME.format` contains the format as text,
 //! for example `int4:64`, padded with spaces.
 
+mod finite;
 mod grid;
 mod other;
 mod settings;
 mod unpack;
 mod wide;
 
+pub(crate) use finite::StoredNumbers;
 pub use other::ToolLayout;
 pub use settings::check as check_config;
 

@@ -46,7 +46,7 @@ fn an_epoch_has_every_row_once_and_without_shuffling_it_has_the_order_of_the_fil
         for epoch in 0..2 {
             let mut found = Vec::new();
             while found.len() < all.len() {
-                found.extend(stream.unit().unwrap().into_iter().map(|e| e.ids));
+                found.extend(stream.unit().unwrap().into_iter().map(|(e, _)| e.ids));
             }
             assert_eq!(stream.epoch(), epoch);
             seen.push(found);
@@ -114,7 +114,7 @@ fn a_stream_has_the_columns_and_the_limits_of_its_sources() {
     for _ in 0..2 {
         let mut found = Vec::new();
         while found.len() < all.len() {
-            found.extend(stream.unit().unwrap().into_iter().map(|e| e.ids));
+            found.extend(stream.unit().unwrap().into_iter().map(|(e, _)| e.ids));
         }
         found.sort();
         assert_eq!(found, all);
@@ -141,6 +141,32 @@ fn a_sample_has_the_first_rows_and_a_broken_row_is_named_when_it_is_read() {
         ..order(false, false)
     };
     assert!(RowStream::new(&spec(&files), &codec, None, epochs, 10).is_err());
+}
+
+#[test]
+fn the_rows_of_a_step_are_known_until_a_few_steps_later() {
+    let (files, codec) = (rows(57), real());
+    let all = Dataset::load(&spec(&files), &codec, None).unwrap();
+    for (packing, shuffle) in [(false, false), (false, true), (true, true)] {
+        let mut stream = RowStream::new(&spec(&files), &codec, None, order(packing, shuffle), 10).unwrap();
+        for step in 0..6 {
+            let batches = stream.step(step).unwrap();
+            let used = stream.used(step).unwrap();
+            assert_eq!(used.len(), batches.len());
+            for (batch, rows) in batches.iter().zip(used) {
+                let documents = documents(batch);
+                assert_eq!(documents.len(), rows.len());
+                // A long row has several pieces.
+                let is_of = |i: usize, ids: &[u32], origin: &RowOrigin| {
+                    all.origin(i).unwrap() == *origin && all.examples.get(i).unwrap().ids == ids
+                };
+                for (ids, origin) in documents.iter().zip(rows) {
+                    assert!((0..all.examples.len()).any(|i| is_of(i, ids, origin)), "{origin:?}");
+                }
+            }
+        }
+        assert!(stream.used(2).is_some() && stream.used(1).is_none() && stream.used(6).is_none());
+    }
 }
 
 /// Sources of 40 and 10 rows, the second with three times the weight of the first one.

@@ -254,31 +254,36 @@ impl TokenFile {
 
     /// The bytes between the ends of two parts.
     fn part(&self, from: &PartEnd, to: &PartEnd) -> std::io::Result<CachePart> {
-        let rows = (to.rows - from.rows) as usize;
-        let mut out = [
-            vec![0; ((to.tokens - from.tokens) * TOKEN_BYTES) as usize],
-            vec![0; rows * ENTRY_BYTES],
-            Vec::new(),
-        ];
-        self.tokens.read_exact_at(&mut out[0], from.tokens * TOKEN_BYTES)?;
-        self.index.read_exact_at(&mut out[1], from.rows * ENTRY_BYTES as u64)?;
-        if let Some(pairs) = &self.pairs {
-            out[2].resize(rows * PAIR_BYTES, 0);
-            pairs.read_exact_at(&mut out[2], from.rows * PAIR_BYTES as u64)?;
-        }
-        Ok(out)
+        // `from` is not behind `to`.
+        let read = |file: &File, from: u64, to: u64, size: u64| -> std::io::Result<Vec<u8>> {
+            // Checked before memory is allocated for it.
+            let length = file.metadata()?.len();
+            if to.checked_mul(size).is_none_or(|end| end > length) {
+                return Err(std::io::ErrorKind::UnexpectedEof.into());
+            }
+            let mut bytes = vec![0; ((to - from) * size) as usize];
+            file.read_exact_at(&mut bytes, from * size)?;
+            Ok(bytes)
+        };
+        let pairs = self.pairs.as_ref();
+        let pairs = pairs.map(|pairs| read(pairs, from.rows, to.rows, PAIR_BYTES as u64));
+        Ok([
+            read(&self.tokens, from.tokens, to.tokens, TOKEN_BYTES)?,
+            read(&self.index, from.rows, to.rows, ENTRY_BYTES as u64)?,
+            pairs.transpose()?.unwrap_or_default(),
+        ])
     }
 
     /// Number of parts, from the first, whose bytes have their hashes.
     fn intact(&self, chunks: &[PartEnd]) -> usize {
-        let bytes = chunks.last().map_or(0, |c| c.tokens * TOKEN_BYTES);
+        let bytes = chunks.last().map_or(0, |c| c.tokens.saturating_mul(TOKEN_BYTES));
         let phase = progress::bytes("checking the token cache", bytes);
         let good = |i: usize| {
             let (zero, to) = (PartEnd::default(), &chunks[i]);
             let from = if i == 0 { &zero } else { &chunks[i - 1] };
             let grows = from.tokens <= to.tokens && from.rows <= to.rows;
             let whole = grows && self.part(from, to).is_ok_and(|part| hash(&part) == to.hash);
-            phase.add((to.tokens.saturating_sub(from.tokens)) * TOKEN_BYTES);
+            phase.add(to.tokens.saturating_sub(from.tokens).saturating_mul(TOKEN_BYTES));
             whole
         };
         let found: Vec<bool> = (0..chunks.len()).into_par_iter().map(good).collect();

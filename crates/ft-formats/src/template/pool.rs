@@ -214,18 +214,17 @@ mod tests {
     use std::os::unix::fs::PermissionsExt;
     use std::path::Path;
     use std::process::Command;
+    use std::time::Duration;
 
     /// A directory with the file `worker`, a script that counts its starts in `starts` and runs the file `way`.
     const DIR: &str = "FT_TEST_WORKER_DIR";
 
-    #[test]
-    #[ignore = "runs only as the child of the test below"]
-    fn renders_with_workers_that_end() {
-        let Some(dir) = std::env::var_os(DIR) else { return };
-        let dir = Path::new(&dir);
+    /// Sets the command of workers and writes their answer. Returns a template to render with them.
+    fn template_of_workers(dir: &Path, silence: Duration) -> ChatTemplate {
         worker::set_program(worker::WorkerCommand {
             path: dir.join("worker"),
             variables: vec![("PATH".into(), std::env::var_os("PATH").unwrap_or_default())],
+            silence,
         });
         let mut answer = Vec::new();
         let rendered = RenderedChat {
@@ -234,17 +233,31 @@ mod tests {
         };
         wire::put_job(&mut answer, &[Ok(rendered)]);
         std::fs::write(dir.join("answer"), answer).unwrap();
-        let template = ChatTemplate::with_tokens("hi", "t.jinja", Map::new()).unwrap();
-        let render = || {
-            let rendered = template.render(&[json!({"role": "user", "content": "x"})], None, false);
-            rendered.map_err(|e| e.to_string())
-        };
+        ChatTemplate::with_tokens("hi", "t.jinja", Map::new()).unwrap()
+    }
+
+    fn render(template: &ChatTemplate) -> std::result::Result<String, String> {
+        let rendered = template.render(&[json!({"role": "user", "content": "x"})], None, false);
+        rendered.map_err(|e| e.to_string())
+    }
+
+    fn starts(dir: &Path) -> usize {
+        std::fs::read_to_string(dir.join("starts")).unwrap().lines().count()
+    }
+
+    #[test]
+    #[ignore = "runs only as the child of a test below"]
+    fn renders_with_workers_that_end() {
+        let Some(dir) = std::env::var_os(DIR) else { return };
+        let dir = Path::new(&dir);
+        let template = template_of_workers(dir, worker::SILENCE);
+        let render = || render(&template);
         let way = |script: &str| {
             template.rest();
             std::fs::write(dir.join("way"), script).unwrap();
             std::fs::write(dir.join("starts"), "").unwrap();
         };
-        let starts = || std::fs::read_to_string(dir.join("starts")).unwrap().lines().count();
+        let starts = || starts(dir);
 
         // It answers once and is killed while it is idle.
         way("head -c 8 >request; cat answer; kill -KILL $$");
@@ -280,21 +293,61 @@ mod tests {
         std::fs::write(dir.join("passed"), "").unwrap();
     }
 
-    /// The command of workers is set once for a process, so a child has it.
+    #[test]
+    #[ignore = "runs only as the child of a test below"]
+    fn renders_with_a_worker_that_is_silent() {
+        let Some(dir) = std::env::var_os(DIR) else { return };
+        let dir = Path::new(&dir);
+        let template = template_of_workers(dir, Duration::from_secs(2));
+        std::fs::write(dir.join("starts"), "").unwrap();
+        // Only the first one is silent.
+        let way = "head -c 8 >request; [ $(wc -l <starts) -gt 1 ] || { echo $$ >silent; exec sleep 600; }; cat answer";
+        std::fs::write(dir.join("way"), way).unwrap();
+        assert_eq!(render(&template).as_deref(), Ok("hi"));
+        assert_eq!(starts(dir), 2);
+        let silent: i32 = std::fs::read_to_string(dir.join("silent"))
+            .unwrap()
+            .trim()
+            .parse()
+            .unwrap();
+        // SAFETY: sends no signal, only asks for the process; touches no memory.
+        let found = unsafe { libc::kill(silent, 0) };
+        assert_eq!(found, -1, "the silent process is still there");
+        std::fs::write(dir.join("passed"), "").unwrap();
+    }
+
+    #[test]
+    fn a_worker_that_is_silent_is_replaced() {
+        in_child("renders_with_a_worker_that_is_silent");
+    }
+
+    #[test]
+    fn two_silent_workers_are_no_fault_of_the_template() {
+        let end = AskError::Ended(WorkerEnd::Silence);
+        assert!(end.may_pass());
+        let e = end.explain().to_string();
+        assert!(
+            e.contains("no process rendered the chat template: the second one did not answer for 60 s"),
+            "{e}"
+        );
+        assert!(e.contains("look at its load") && !e.contains("loop"), "{e}");
+    }
+
     #[test]
     fn a_worker_that_was_killed_is_replaced_once() {
+        in_child("renders_with_workers_that_end");
+    }
+
+    /// Runs a test in a child, because the command of workers is set once for a process.
+    fn in_child(test: &str) {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("worker");
         let script = "#!/bin/sh\ncd \"${0%/*}\"\necho x >>starts\n. ./way\n";
         std::fs::write(&path, script).unwrap();
         std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o700)).unwrap();
         let out = Command::new(std::env::current_exe().unwrap())
-            .args([
-                "template::pool::tests::renders_with_workers_that_end",
-                "--exact",
-                "--ignored",
-                "--nocapture",
-            ])
+            .arg(format!("template::pool::tests::{test}"))
+            .args(["--exact", "--ignored", "--nocapture"])
             .env(DIR, dir.path())
             .output()
             .unwrap();

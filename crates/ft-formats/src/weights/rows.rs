@@ -52,8 +52,9 @@ impl Weights {
         if let Some(info) = self.tensors.get_mut(name) {
             info.shape[0] = rows;
             info.bytes = info.bytes.max(patch.at + patch.bytes.len() as u64);
+            // In a multimodal checkpoint it is not `name`.
+            self.patches.insert(info.name.clone(), patch);
         }
-        self.patches.insert(name.to_string(), patch);
         Ok(())
     }
 
@@ -82,6 +83,7 @@ impl Weights {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::weights::LANGUAGE_MODEL;
     use crate::writer::{self, TensorPlan, Values};
 
     #[test]
@@ -118,6 +120,32 @@ mod tests {
             assert!(weights.with_rows("e", 5, &[0.0; 3]).is_err());
             assert!(weights.with_rows("e", 4, &[0.0; 2]).is_err());
             assert!(weights.with_rows("no", 0, &[0.0; 3]).is_err());
+        }
+    }
+
+    /// Its stored name is another one than that of a text-only checkpoint.
+    #[test]
+    fn rows_are_added_to_the_embedding_of_a_multimodal_checkpoint() {
+        for [prefix, head] in LANGUAGE_MODEL {
+            let dir = tempfile::tempdir().unwrap();
+            let plan = |name: String| TensorPlan {
+                name,
+                dtype: StoredDtype::F32,
+                shape: vec![4, 3],
+            };
+            let plans = [
+                plan(format!("{prefix}embed_tokens.weight")),
+                plan(format!("{head}weight")),
+            ];
+            let stored: Vec<f32> = (0..12u8).map(f32::from).collect();
+            let file = dir.path().join("model.safetensors");
+            writer::write_file(&file, &plans, &[], |_, sink| sink(Values::F32(&stored))).unwrap();
+            for name in ["model.embed_tokens.weight", "lm_head.weight"] {
+                let mut weights = Weights::open(dir.path()).unwrap();
+                weights.with_rows(name, 3, &[100.0; 6]).unwrap();
+                let wanted = [&stored[..9], &[100.0; 6]].concat();
+                assert_eq!(weights.read_f32(name).unwrap(), wanted, "{prefix} {name}");
+            }
         }
     }
 }

@@ -76,7 +76,7 @@ impl FileSender<'_> {
                 sha256,
             });
         }
-        let url = format!("{}/{}", self.settings.endpoint, self.upload.id);
+        let url = format!("{}/{}", self.settings.public_endpoint(), self.upload.id);
         if planned.is_empty() {
             return Ok(UploadReport {
                 url,
@@ -115,7 +115,7 @@ impl FileSender<'_> {
                 "the hub does not allow this token to write `{}`",
                 self.upload.id
             ))
-            .at(&self.settings.endpoint)
+            .at(self.settings.public_endpoint())
             .hint("HF_TOKEN needs write access to this owner: create such a token in the hub's settings"),
             None if matches!(e, HttpFault::Unreachable(_)) => explain(e, wanted, self.settings)
                 .hint("check the network and HF_ENDPOINT, then upload again: what arrived is not sent again"),

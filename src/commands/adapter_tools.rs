@@ -10,6 +10,7 @@ use crate::peft::lora::scaling;
 use crate::peft::start::algebra::{self, CompressedPair};
 use crate::peft::{Adapter, DropoutMask, Lora};
 use crate::setup::locate;
+use crate::train::verify;
 use candle_core::{Device, Tensor};
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
@@ -246,6 +247,7 @@ pub fn combine(adapters: &[(PathBuf, f32)], out: &Path, rank: Option<usize>) -> 
     let mut base: Option<(BaseHashes, &Path)> = None;
     let mut first: Option<(AdapterConfig, &Path)> = None;
     for (dir, weight) in adapters {
+        verify::check_result(dir)?;
         let (config, weights) = open(dir)?;
         if config.kind != AdapterKind::Lora
             || config.use_dora

@@ -19,6 +19,7 @@ use crate::source::ParamInfo;
 use crate::source::policy::is_projection;
 use crate::source::stored::{self, QuantizedLayout};
 use crate::train::verify;
+use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -172,9 +173,19 @@ fn write(request: &QuantizeRequest, work: &QuantizedModel, measured: Option<Meas
         shard_bytes: writer::SHARD_BYTES,
         chat_template: None,
     };
-    let mut errors = QuantizationErrors::default();
+    let mut counts: BTreeMap<String, usize> = BTreeMap::new();
+    for p in params.iter().filter(|p| is_projection(p)) {
+        let format = formats
+            .get(&p.name)
+            .map_or(dequantized_dtype.name().to_string(), |f| f.to_string());
+        *counts.entry(format).or_default() += 1;
+    }
+    let errors = RefCell::new(QuantizationErrors::default());
+    let text = || text(&counts, (before, after), errors.borrow().ratio(), measured.as_ref());
+    // Without it the directory would not say how its weights are stored.
+    let more = |dir: &Path| files::write_atomic(&dir.join(REPORT), text().as_bytes());
     let mut now: Option<(Arc<str>, QMatrix)> = None;
-    let out = directory.write(&mut |plan, sink| {
+    let mut fill = |plan: &TensorPlan, sink: &mut dyn FnMut(Values) -> Result<()>| {
         let owner = owners
             .get(&plan.name)
             .ok_or_else(|| Error::new("no such parameter").at(&plan.name))?;
@@ -187,37 +198,29 @@ fn write(request: &QuantizeRequest, work: &QuantizedModel, measured: Option<Meas
             let values = weights.read_f32(&owner.name)?;
             let quantized = quant::quantize(&values, (rows, columns), *format, dequantized_dtype)
                 .map_err(|e| e.or_at(&*owner.name))?;
-            errors.add(&values, &quantized);
+            errors.borrow_mut().add(&values, &quantized);
             now = Some((owner.name.clone(), quantized));
         }
         match &now {
             Some((name, quantized)) => sink(Values::Raw(&stored::bytes(layout, quantized, name, plan)?)),
             None => Ok(()),
         }
-    })?;
+    };
+    let out = directory.write_with(&mut fill, Some(&more))?;
 
     if let Some(note) = hf::config_note(&raw, request.model) {
         report::note(&note);
     }
-    let mut counts: BTreeMap<String, usize> = BTreeMap::new();
-    for p in params.iter().filter(|p| is_projection(p)) {
-        let format = formats
-            .get(&p.name)
-            .map_or(dequantized_dtype.name().to_string(), |f| f.to_string());
-        *counts.entry(format).or_default() += 1;
-    }
-    let mut report = QuantizeReport {
+    let (text, error) = (text(), errors.borrow().ratio());
+    Ok(QuantizeReport {
         out,
         layout,
         counts,
         before,
         after,
-        error: errors.ratio(),
-        text: String::new(),
-    };
-    report.text = text(&report, measured.as_ref());
-    files::write_atomic(&report.out.join(REPORT), report.text.as_bytes())?;
-    Ok(report)
+        error,
+        text,
+    })
 }
 
 /// Sums of squares.
@@ -249,17 +252,23 @@ impl QuantizationErrors {
     }
 }
 
-fn text(report: &QuantizeReport, measured: Option<&MeasuredChoice>) -> String {
+/// The bytes of all weights are those before and after. `error`: RMS of the quantization error divided by RMS of the weights.
+fn text(
+    counts: &BTreeMap<String, usize>,
+    (before, after): (u64, u64),
+    error: f64,
+    measured: Option<&MeasuredChoice>,
+) -> String {
     let mut out = String::from("# How the weights are stored\n\n| storage | projections |\n|---|---|\n");
-    for (format, n) in &report.counts {
+    for (format, n) in counts {
         out.push_str(&format!("| {format} | {n} |\n"));
     }
     out.push_str(&format!(
         "\nAll weights: {} before, {} after. Norms, biases, embedding and output head are not quantized.\n\
          The relative quantization error is {:.2} % (RMS of the error divided by RMS of the weights).\n",
-        bytes(report.before),
-        bytes(report.after),
-        100.0 * report.error
+        bytes(before),
+        bytes(after),
+        100.0 * error
     ));
     if let Some(found) = measured {
         out.push_str(&found.sensitivity.text(&found.choice));

@@ -388,7 +388,8 @@ fn a_damaged_result_is_not_uploaded_merged_or_exported() {
     damage(&bench.path("full/final/model.safetensors"), "flipped");
     restore(&bench);
     damage(&bench.path("run/final/adapter_model.safetensors"), "flipped");
-    let others: [&[&str]; 7] = [
+    let others: [&[&str]; 8] = [
+        &["adapter", "combine", "run=1", "--out", "out"],
         &["export", "full", "--out", "out"],
         &["export", "full", "--to", "gguf", "--out", "out"],
         &["export", "full", "--to", "mlx", "--out", "out"],

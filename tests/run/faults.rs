@@ -55,7 +55,7 @@ const CRASHES: [Row; 14] = [
     (
         "C8",
         "a bit flipped, the end cut off, a file removed: each file of a checkpoint, of `final/`, a cache, a run directory",
-        "the file is named; `--resume --allow-older` continues from the newest whole checkpoint and says so; a cache is computed again, stored outputs of a teacher are an error with the command that repairs them; `ft runs verify` compares checkpoints and `final/` with their hashes; `ft push`, `merge`, `export`, `quantize` and `convert` refuse a damaged `final/`; `ft runs list` shows a damaged run with its reason beside the others, and `compare`, `plot` and `export` of a folder leave it out with a warning",
+        "the file is named; `--resume --allow-older` continues from the newest whole checkpoint and says so; a cache is computed again, stored outputs of a teacher are an error with the command that repairs them; `ft runs verify` compares checkpoints and `final/` with their hashes; `ft push`, `merge`, `export`, `quantize`, `convert` and `adapter combine` refuse a damaged `final/`; `ft runs list` shows a damaged run with its reason beside the others, and `compare`, `plot` and `export` of a folder leave it out with a warning",
         "tests/run/decay.rs::damage_in_a_checkpoint_is_named_and_an_older_one_is_used_only_if_allowed tests/run/decay.rs::damage_beside_the_checkpoints_changes_no_result tests/run/decay.rs::damage_in_a_result_is_named tests/run/decay.rs::a_flipped_bit_in_a_result_is_named src/checkpoint/tests.rs::every_flipped_bit_of_every_file_is_noticed_and_named tests/run/directory.rs::a_stored_start_that_was_damaged_is_computed_again tests/run/distill.rs::stored_outputs_teach_like_the_teacher crates/ft-data/src/tokens/tests.rs::a_damaged_file_is_found_and_written_again_with_one_note crates/ft-data/src/tokens/tests.rs::a_flipped_bit_in_each_file_of_the_cache_is_found crates/ft-data/src/tokens/tests.rs::damage_in_each_file_of_the_cache_changes_no_row_and_no_fingerprint crates/ft-data/src/tokens/tests.rs::a_flipped_bit_in_a_made_result_makes_it_again_with_a_note src/train/teacher_cache/tests.rs::a_flipped_bit_in_any_byte_is_an_error_or_changes_nothing src/train/teacher_cache/tests.rs::a_changed_value_in_the_manifest_is_named src/train/teacher_cache/tests.rs::only_damaged_files_of_the_same_outputs_are_stored_again src/checkpoint/tests.rs::damage_in_files_that_only_some_runs_have_is_named tests/run/decay.rs::damage_in_the_averages_and_in_the_state_of_a_stage_is_named tests/run/decay.rs::a_damaged_token_cache_is_written_again_and_the_run_resumes tests/run/decay.rs::damage_in_stored_outputs_is_named_and_the_same_command_repairs_it tests/cli/unreadable.rs::damaged_runs_are_rows_with_a_reason_and_do_not_hide_the_others tests/cli/unreadable.rs::the_page_and_the_completions_have_the_runs_beside_a_damaged_one tests/cli/unreadable.rs::commands_over_a_folder_leave_damaged_runs_out_with_a_warning tests/cli/unreadable.rs::verify_goes_on_after_a_run_that_cannot_be_read tests/run/decay.rs::a_damaged_result_is_not_uploaded_merged_or_exported",
     ),
     (
@@ -328,7 +328,7 @@ const RUNNING: [Row; 11] = [
     (
         "S1",
         "a loss or a gradient that is not finite",
-        "the run stops, and the state of the step before is saved, except right after a block switch; the error names the step, its rows and the first tensor. If gradients are applied at once (`train.max_grad_norm = 0` with one micro-batch, or to save memory) and some were applied, it is not saved: the steps after the last checkpoint are lost. Nothing that is not finite is saved",
+        "the run stops, and the state of the step before is saved if checkpoints are on and there is a step before; not right after a block switch, with the block corrections `sgd` and `signsgd`, with `distributed.sync_every`, and after the error of one rank whose state is in parts. The error names the step and its rows (8 at most; of the micro-batch, if it is known), for a gradient also the first tensor, if it is known (on a GPU not always). If gradients are applied at once (`train.max_grad_norm = 0` with one micro-batch, or to save memory) and some were applied, it is not saved: the steps after the last checkpoint are lost. Nothing that is not finite is saved",
         "tests/run/hostile.rs::numbers_that_are_not_finite_stop_the_run_and_save_nothing crates/ft-formats/src/writer/tests.rs::a_number_that_is_not_finite_never_reaches_a_file tests/run/hostile.rs::a_gradient_that_is_not_finite_names_its_tensor_and_the_rows_of_the_step tests/run/hostile.rs::a_loss_that_is_not_finite_names_the_row",
     ),
     (
@@ -340,7 +340,7 @@ const RUNNING: [Row; 11] = [
     (
         "S3",
         "SIGINT once and twice, SIGTERM, SIGHUP, SIGUSR1, in steps, evaluations, rollouts, saves, while rows are prepared, in commands that write a model, in an upload; SIGINT in answers; a terminal that is closed",
-        "the state is saved, a result is whole or not there; exit 128 + signal, 131 after the second Ctrl-C",
+        "in steps, evaluations, rollouts and saves the state is saved; while rows are prepared nothing is left; a result is whole or not there; an upload ends without a commit; exit 128 + signal, 131 after the second Ctrl-C",
         "tests/run/resume.rs::a_run_stopped_within_steps_resumes_to_the_same_bits tests/terminal.rs::a_run_whose_terminal_is_closed_saves_its_state tests/run/resume.rs::signals_save_the_state_and_exit_with_their_code tests/terminal.rs::a_second_interrupt_says_what_is_lost tests/run/chat.rs::a_signal_stops_an_answer tests/run/resume.rs::a_signal_in_the_last_evaluation_leaves_it_to_the_resume tests/run/scratch.rs::a_model_written_from_a_checkpoint_leaves_the_run_directory_with_its_process tests/run/stopped.rs::a_signal_in_a_save_ends_the_run_with_that_checkpoint tests/run/stopped.rs::a_signal_while_rows_are_prepared_ends_the_program_and_leaves_nothing tests/run/stopped.rs::a_signal_in_a_command_that_writes_a_model_leaves_nothing tests/run/stopped.rs::a_signal_while_outputs_of_a_teacher_are_stored_leaves_whole_files tests/hub/push.rs::a_signal_in_an_upload_ends_it_without_a_commit_and_the_next_one_goes_on",
     ),
     (
@@ -352,7 +352,7 @@ const RUNNING: [Row; 11] = [
     (
         "S5",
         "more memory than the budget during a run; a hard limit on memory",
-        "the state is saved and the run stops; under a hard limit the plan is one whose forecast is below it. If the system has no more memory, the message of the abort names the checkpoint from which the run goes on",
+        "the state is saved and the run stops; under a hard limit the plan is one whose forecast is below it. If the system has no more memory, the message of the abort names the checkpoint from which a run on one rank goes on, or says that there is none",
         "tests/memory/stages.rs::a_run_that_passes_its_budget_stops_and_saves_its_state tests/run/caps.rs::a_model_larger_than_the_cap_trains_from_the_disk_to_the_same_bits tests/run/caps.rs::the_same_run_from_memory_does_not_fit_under_the_cap",
     ),
     (

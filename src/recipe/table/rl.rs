@@ -22,7 +22,8 @@ section! {
         /// (a rollout, or a part of an evaluation) without a restart, the count begins again at 0.
         reward_restarts: usize = 3, "tolerates a rare crash, and reports a persistent one", in from(0);
         /// A reward program may use the network, also that of this machine (`localhost`), and gets all variables of the
-        /// environment. Without it, the system refuses its sockets, and variables such as `HF_TOKEN` are removed.
+        /// environment but `FT_JOB`. Without it, Linux (x86-64, aarch64) refuses it new sockets, also local ones, and variables
+        /// that hold secrets, such as `HF_TOKEN`, are removed.
         reward_network: bool = false, "a program that only computes needs none", resume FREE;
         /// Most memory that a reward program may allocate.
         reward_memory: Option<u64> = "auto", "the free memory of this machine when the program starts", resume FREE;

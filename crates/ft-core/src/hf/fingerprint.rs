@@ -7,7 +7,7 @@
 //! Hashing a large model takes a while, so the result is stored in ft's cache, keyed by the file paths and the model's
 //! computation. It is valid while size, inode and change times of every file are unchanged.
 
-use crate::base::{Error, Result, cache, files};
+use crate::base::{Error, Result, cache, files, stalled};
 use crate::formats::StoredDtype;
 use crate::formats::adapter;
 use crate::formats::config::Config;
@@ -140,7 +140,12 @@ fn compute(spec: &Spec, weights: &Weights) -> Result<Fingerprint> {
     let handles: Vec<File> = weights.files().iter().map(|p| files::open(p)).collect::<Result<_>>()?;
     // Reads the values in the file, also if rows of the tensor are replaced in memory.
     let read = |info: &TensorInfo, at: u64, out: &mut [u8]| match info.view {
-        None => handles[info.file].read_exact_at(out, info.offset + at),
+        None => {
+            let path = &weights.files()[info.file];
+            stalled::reading(path, out.len(), || {
+                handles[info.file].read_exact_at(out, info.offset + at)
+            })
+        }
         Some(_) => weights.read_part(info, at, out),
     };
     let params = spec.params();

@@ -2,7 +2,7 @@
 //! memory of others too.
 
 /// Allowed: reads and writes of open files, memory, the clock, random bytes for hash tables, signals of this process, and exit.
-/// One list for both processors; on aarch64 it was only read, never run (docs/platforms.md).
+/// One list for both processors; on aarch64 it ran by hand in a virtual machine (docs/platforms.md).
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 const ALLOWED: &[libc::c_long] = &[
     libc::SYS_read,

@@ -421,14 +421,14 @@ mod tests {
         ("FT_TEST_TOKEN", "x", false),
         ("OPENAI_API_KEY_2", "x", false),
         ("PGPASSWORD", "x", false),
-        ("SSH_AUTH_SOCK", "/tmp/agent", false),
-        ("DBUS_SESSION_BUS_ADDRESS", "unix:path=/tmp/bus", false),
-        ("DOCKER_HOST", "unix:///tmp/docker", false),
+        ("SSH_AUTH_SOCK", "agent.sock", false),
+        ("DBUS_SESSION_BUS_ADDRESS", "unix:path=bus.sock", false),
+        ("DOCKER_HOST", "unix://docker.sock", false),
         ("DATABASE_URL", "postgres://me:pw@db/x", false),
         ("HTTPS_PROXY", "http://me:pw@proxy:3128", false),
         ("HTTP_PROXY", "http://proxy:3128", true),
         ("TOKENIZERS_PARALLELISM", "false", true),
-        ("XAUTHORITY", "/tmp/x", true),
+        ("XAUTHORITY", "cookies", true),
         ("KEYBOARD", "us", true),
     ];
 

@@ -192,7 +192,7 @@ fn variables_with_secrets_are_known_by_name_or_value() {
         ("OLDPWD", "/tmp"),
         ("KEYBOARD", "us"),
         ("PYTHONPATH", "lib"),
-        ("XAUTHORITY", "/tmp/me/.Xauthority"),
+        ("XAUTHORITY", "cookies"),
         ("TOKENIZERS_PARALLELISM", "false"),
         ("HTTPS_PROXY", "http://proxy:3128"),
         ("SSH_ASKPASS", "/usr/bin/ask"),

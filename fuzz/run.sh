@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Builds and runs the fuzz targets: fuzz/README.md.
-# Usage: run.sh build | seed | all SECONDS [TARGET...] | forever SECONDS [TARGET...] | one TARGET SECONDS | sum | keep
+# Usage: run.sh build | seed | all SECONDS [TARGET...] | forever SECONDS [TARGET...] | one TARGET SECONDS | sum | keep [TARGET...]
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(dirname "$here")
 target=${CARGO_TARGET_DIR:-$here/target}
 host=$(rustc -vV | sed -n 's/^host: //p')
 data=${FT_FUZZ_DATA:-$here}
-# Seconds on the clock: more where the fuzzer has the lowest priority, or is paused.
-timeout=${FT_FUZZ_TIMEOUT:-30}
+# Seconds on the clock, which also run while the fuzzer is paused: the program has a limit of its own on the processor time.
+timeout=${FT_FUZZ_TIMEOUT:-1800}
 program=$target/$host/release/parse
 # The program reads files of the repository.
 export FT_FUZZ_ROOT=$root
@@ -36,7 +36,7 @@ build() {
     (cd "$here" && CARGO_TARGET_DIR=$target RUSTFLAGS=$flags cargo "${toolchain[@]}" build --release --target "$host")
 }
 
-# seed TARGET FILE...: copies the files that exist and are at most 64 KiB.
+# put TARGET FILE...: copies the files that exist and are at most 64 KiB.
 put() {
     local name=$1 file
     shift
@@ -48,7 +48,7 @@ put() {
 }
 
 seed() {
-    local goldens=$root/tests/parity/goldens
+    local goldens=$root/tests/parity/goldens name
     shopt -s nullglob globstar
     put safetensors "$goldens"/**/*.safetensors
     put index "$goldens"/**/*.index.json
@@ -112,13 +112,34 @@ seed() {
     printf 'GET /token/live?runs=0:5 HTTP/1.1\r\nHost:  127.0.0.1:8000 \r\nAccept: */*' >"$data/corpus/request/one"
     printf '0.5' >"$data/corpus/score/one"
     printf '{"score": -1e-3, "why": "short"}' >"$data/corpus/score/object"
+    local file
+    for file in "$here"/kept/*.txt; do
+        name=$(basename "$file" .txt)
+        mkdir -p "$data/corpus/$name"
+        "$here/kept.py" files "$file" "$data/corpus/$name"
+    done
 }
 
+# The longest inputs: a small format is explored with small ones.
+longest() {
+    case $1 in
+    request | score | lock | hub | run | argument | kwargs | manifest | state | index | adapter | special_tokens | generation_config | quantized | \
+        metrics | events | resolved | token_cache | teacher_cache | yaml) echo 8192 ;;
+    recipe | csv | json | jsonl | preference | prompts | template | config | tokenizer_config) echo 16384 ;;
+    *) echo 65536 ;;
+    esac
+}
+
+# one TARGET SECONDS [OPTION...]: with options of libFuzzer.
 one() {
-    local name=$1 seconds=$2
-    mkdir -p "$data/corpus/$name" "$data/artifacts/$name"
+    local name=$1 seconds=$2 words=$data/dict/$1.txt
+    shift 2
+    mkdir -p "$data/corpus/$name" "$data/artifacts/$name" "$data/dict"
+    FT_FUZZ=dict:$name "$program" >"$words"
+    [ ! -s "$words" ] || set -- "$@" -dict="$words"
+    # The program has a mutator of its own, with which libFuzzer would begin with long inputs.
     FT_FUZZ=$name "$program" "$data/corpus/$name" -max_total_time="$seconds" -timeout="$timeout" -report_slow_units="$timeout" -rss_limit_mb=2048 \
-        -malloc_limit_mb=1024 -max_len=65536 -print_final_stats=1 -artifact_prefix="$data/artifacts/$name/" &
+        -malloc_limit_mb=1024 -max_len="$(longest "$name")" -len_control=100 -print_final_stats=1 -artifact_prefix="$data/artifacts/$name/" "$@" &
     local process=$! code=0
     wait "$process" || code=$?
     rm -rf "/dev/shm/ft-fuzz-$process"
@@ -149,16 +170,19 @@ first() {
 # The named targets, or all of them, one after the other; a line of figures for each: target, processor seconds, executions,
 # files that failed.
 all() {
-    local seconds=$1 name list log before TIMEFORMAT='%U %S' used
+    local seconds=$1 name list log before TIMEFORMAT='%U %S' used rounds
     shift
     list=${*:-$(names)}
     [ -n "$list" ] || return 1
+    touch "$data/figures.tsv"
     for name in $list; do
         log=$data/$name.log
         mkdir -p "$data/artifacts/$name"
         first "$name"
         before=$(find "$data/artifacts/$name" -type f | wc -l)
-        used=$({ time one "$name" "$seconds" >"$log" 2>&1 || true; } 2>&1 | awk '{print $1 + $2}')
+        # Each second round of a target also keeps inputs that come nearer to a comparison.
+        rounds=$(awk -F'\t' -v name="$name" '$1 == name { n++ } END { print n + 0 }' "$data/figures.tsv")
+        used=$({ time one "$name" "$seconds" -use_value_profile=$((rounds % 2)) >"$log" 2>&1 || true; } 2>&1 | awk '{print $1 + $2}')
         printf '%s\t%s\t%s\t%s\n' "$name" "$used" "$(sed -n 's/stat::number_of_executed_units: *//p' "$log")" \
             $(($(find "$data/artifacts/$name" -type f | wc -l) - before)) >>"$data/figures.tsv"
         [ "$(find "$data/artifacts/$name" -type f | wc -l)" -eq "$before" ] || echo "$name: see $log and $data/artifacts/$name"
@@ -173,27 +197,40 @@ sum() {
               printf "| all | %.2f | %.2f | %d |\n", c / 3600, r / 1e6, b }'
 }
 
-# The smallest inputs that reach what the corpus reaches, as lines of fuzz/kept, which `cargo test` replays.
+# Adds inputs of the corpus that reach what those of fuzz/kept do not reach, as lines, which `cargo test` replays. No line is taken away.
 keep() {
-    local name list
-    mkdir -p "$here/kept"
-    list=$(names)
+    local name list merged=$data/merged control=$data/merge.control file process
+    list=${*:-$(names)}
+    [ -n "$list" ] || return 1
     for name in $list; do
-        rm -rf "$data/merged"
-        mkdir -p "$data/merged"
-        FT_FUZZ=$name "$program" -merge=1 -timeout=30 -max_len=2048 "$data/merged" "$data/corpus/$name" >"$data/merge.log" 2>&1 || true
-        # A merge that failed leaves the file as it was.
-        [ -z "$(ls "$data/merged")" ] || "$here/kept.py" "$data/merged" >"$here/kept/$name.txt"
+        [ -n "$(find "$data/corpus/$name" -type f 2>/dev/null | sed -n 1p)" ] || { echo "$name has no inputs: $0 seed" >&2; continue; }
+        file=$here/kept/$name.txt
+        rm -rf "$merged" "$control"
+        mkdir -p "$merged"
+        "$here/kept.py" files "$file" "$merged"
+        # An input that fails is left out, and the merge goes on.
+        if FT_FUZZ=$name "$program" -merge=1 -merge_control_file="$control" -timeout="$timeout" -rss_limit_mb=2048 -malloc_limit_mb=1024 \
+            -max_len="$(longest "$name")" -artifact_prefix=/dev/shm/ft-fuzz-merge- "$merged" "$data/corpus/$name" >"$data/merge.log" 2>&1 &&
+            "$here/kept.py" add "$file" "$control" >"$data/merge.txt"; then
+            cp "$data/merge.txt" "$file"
+        else
+            echo "$name: the merge failed, and $file is as it was: see $data/merge.log" >&2
+        fi
+        rm -rf "$merged" "$control" "$data/merge.txt" /dev/shm/ft-fuzz-merge-*
+        # A merge runs the inputs in processes of its own: what they left goes, what runs stays.
+        for process in $(find /dev/shm -maxdepth 1 -name 'ft-fuzz-[0-9]*' | sed 's/.*-//'); do
+            [ -d "/proc/$process" ] || rm -rf "/dev/shm/ft-fuzz-$process"
+        done
     done
 }
 
 case "${1:-}" in
 build) build ;;
 seed) seed ;;
-one) one "$2" "$3" ;;
+one) one "${@:2}" ;;
 all) all "${@:2}" ;;
 forever) while :; do all "${@:2}"; done ;;
 sum) sum ;;
-keep) keep ;;
+keep) keep "${@:2}" ;;
 *) sed -n '2,3s/^# //p' "$0"; exit 2 ;;
 esac

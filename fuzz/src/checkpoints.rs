@@ -1,9 +1,12 @@
 //! Checkpoints: the manifest with its hash, and the state that it lists.
 
+use super::caches::parts;
 use super::{put, said};
-use ft::checkpoint;
+use ft::checkpoint::{self, LoadedState};
 use ft::train::{resumed, state};
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
+use std::collections::BTreeMap;
+use std::fs;
 
 /// The hash of a manifest: its fields, each with its length. `None`: a field is missing, or has another type.
 fn seal(manifest: &Value) -> Option<String> {
@@ -28,21 +31,146 @@ fn seal(manifest: &Value) -> Option<String> {
     Some(hasher.finalize().to_hex().to_string())
 }
 
-/// The bytes as they are, then with the right hash: what is behind it is read too.
+/// A file with tensors, each with its number format and shape; the bytes of their values count up.
+fn tensors(of_file: &[(&str, &str, Vec<usize>)]) -> Vec<u8> {
+    let (mut head, mut data): (Map<String, Value>, Vec<u8>) = (Map::new(), Vec::new());
+    for (name, dtype, shape) in of_file {
+        let first = data.len();
+        let size = match *dtype {
+            "F64" | "I64" | "U64" => 8,
+            "F16" | "BF16" | "I16" | "U16" => 2,
+            "U8" | "I8" | "BOOL" => 1,
+            _ => 4,
+        };
+        let bytes = size * shape.iter().product::<usize>();
+        data.extend((first..first + bytes).map(|at| (at % 120) as u8));
+        let place = json!({"dtype": dtype, "shape": shape, "data_offsets": [first, data.len()]});
+        head.insert(name.to_string(), place);
+    }
+    let mut head = Value::Object(head).to_string();
+    head += &" ".repeat(head.len().next_multiple_of(8) - head.len());
+    [&(head.len() as u64).to_le_bytes()[..], head.as_bytes(), &data].concat()
+}
+
+/// `manifest.json`, then after a byte 0 `state.json`: as they are, with the right hash of the manifest, and also with the right
+/// sizes and hashes of the files that there are.
 pub fn manifest(bytes: &[u8]) {
-    let path = put("checkpoint-1/manifest.json", bytes);
+    let (text, state) = parts(bytes);
+    let state = if state.is_empty() { &b"{}"[..] } else { state };
+    let weights = tensors(&[("w", "F32", vec![2, 3])]);
+    let (stage, moments) = (
+        tensors(&[("state", "U8", vec![4])]),
+        tensors(&[("w#m", "F32", vec![6])]),
+    );
+    let files: [(&str, &[u8]); 4] = [
+        ("state.json", state),
+        ("weights.safetensors", &weights),
+        ("optimizer.safetensors", &moments),
+        ("stage.safetensors", &stage),
+    ];
+    for (name, content) in files {
+        put(&format!("checkpoint-1/{name}"), content);
+    }
+    let path = put("checkpoint-1/manifest.json", text);
     let dir = path.parent().unwrap();
     said(checkpoint::verify(dir));
-    let Ok(mut sealed) = serde_json::from_slice::<Value>(bytes) else {
+    let Ok(mut sealed) = serde_json::from_slice::<Value>(text) else {
         return;
     };
-    let Some(hash) = seal(&sealed) else { return };
-    sealed["seal"] = hash.into();
-    put("checkpoint-1/state.json", b"{}");
-    put("checkpoint-1/manifest.json", sealed.to_string().as_bytes());
+    for is_exact in [false, true] {
+        let entries = sealed
+            .get_mut("files")
+            .and_then(Value::as_array_mut)
+            .filter(|_| is_exact);
+        for entry in entries.into_iter().flatten() {
+            let name = entry.get("name").and_then(Value::as_str);
+            let known = files.iter().find(|(known, _)| name == Some(*known));
+            if let Some((_, content)) = known {
+                entry["size"] = content.len().into();
+                entry["blake3"] = blake3::hash(content).to_hex().as_str().into();
+            }
+        }
+        let Some(hash) = seal(&sealed) else { continue };
+        sealed["seal"] = hash.into();
+        put("checkpoint-1/manifest.json", sealed.to_string().as_bytes());
+        if let Some(loaded) = said(checkpoint::load(dir)) {
+            assert_eq!(loaded.step, 1);
+            read(&loaded);
+        }
+    }
+}
+
+/// All that a run reads of a checkpoint before it has a model.
+fn read(loaded: &LoadedState) {
+    said(state::sizes(loaded));
+    said(state::stage_state(loaded));
+    for name in ["weights", "optimizer", "averages", "ranks", "stage"] {
+        let Some(file) = said(loaded.open(&format!("{name}.safetensors"))) else {
+            continue;
+        };
+        for tensor in file.names() {
+            let info = file.info(tensor).unwrap();
+            let bytes = file.read_bytes(tensor).unwrap();
+            assert_eq!(bytes.len() as u64, info.bytes);
+            if let Some(values) = said(file.read_f32(tensor)) {
+                assert_eq!(values.len(), info.count());
+            }
+            // Over the ends of pieces.
+            let middle = bytes.len() / 3;
+            let mut part = vec![0; bytes.len() / 2];
+            file.read_bytes_at(tensor, middle, &mut part).unwrap();
+            assert_eq!(part, bytes[middle..middle + part.len()]);
+        }
+    }
+}
+
+/// Name, number format and shape.
+type NamedTensor<'a> = (&'a str, &'a str, Vec<usize>);
+
+/// `state.json` in the first line, then a tensor in each line: its file, its name, its number format, its shape (`2x3`).
+pub fn checkpoint_tensors(bytes: &[u8]) {
+    const MOST: usize = 1 << 8;
+    let Ok(text) = std::str::from_utf8(bytes) else { return };
+    let mut lines = text.lines();
+    let state = lines.next().unwrap_or_default();
+    let mut files: BTreeMap<&str, Vec<NamedTensor>> = BTreeMap::new();
+    for line in lines.take(64) {
+        let words: Vec<&str> = line.split(' ').collect();
+        let [file, name, dtype, shape] = words[..] else { return };
+        let is_letter = |c: char| c.is_ascii_alphanumeric() || c == '-';
+        let stem = file.strip_suffix(".safetensors");
+        if !stem.is_some_and(|stem| (1..=64).contains(&stem.len()) && stem.chars().all(is_letter)) {
+            return;
+        }
+        let sizes: Vec<usize> = shape.split('x').map_while(|size| size.parse().ok()).take(8).collect();
+        let count = sizes
+            .iter()
+            .try_fold(1usize, |product, size| product.checked_mul(*size));
+        if count.is_none_or(|count| count > MOST) {
+            return;
+        }
+        files.entry(file).or_default().push((name, dtype, sizes));
+    }
+    let mut contents: Vec<(&str, Vec<u8>)> = vec![("state.json", state.as_bytes().to_vec())];
+    contents.extend(files.iter().map(|(file, of_file)| (*file, tensors(of_file))));
+    let path = put("checkpoint-3/state.json", b"");
+    let dir = path.parent().unwrap();
+    // Files of the last input.
+    fs::remove_dir_all(dir).unwrap();
+    for (name, content) in &contents {
+        put(&format!("checkpoint-3/{name}"), content);
+    }
+    let entry = |(name, content): &(&str, Vec<u8>)| {
+        let hash = blake3::hash(content).to_hex().to_string();
+        json!({"name": name, "size": content.len(), "blake3": hash})
+    };
+    let entries: Vec<Value> = contents.iter().map(entry).collect();
+    let mut manifest = json!({"format": 1, "ft": "0", "step": 3, "files": entries});
+    manifest["seal"] = seal(&manifest).unwrap().into();
+    put("checkpoint-3/manifest.json", manifest.to_string().as_bytes());
+    checkpoint::verify(dir).unwrap();
     if let Some(loaded) = said(checkpoint::load(dir)) {
-        assert_eq!(loaded.step, 1);
-        said(state::sizes(&loaded));
+        read(&loaded);
     }
 }
 
@@ -64,9 +192,11 @@ pub fn state(bytes: &[u8]) {
     assert_eq!(loaded.as_ref().map(|loaded| &loaded.state), wanted.as_ref());
     if let Some(loaded) = loaded {
         let own = state::fingerprint(&loaded);
-        said(resumed::check_same(&own, &own));
-        resumed::other_bits(&loaded, &own);
-        resumed::allowed_changes(&loaded, &own);
+        resumed::check_same(&own, &own).unwrap();
+        assert_eq!(resumed::other_bits(&loaded, &own), None);
+        assert_eq!(resumed::allowed_changes(&loaded, &own), None);
+        assert_eq!(resumed::other_program(&loaded, &own), None);
+        said(resumed::check_length(&loaded, 1));
         resumed::other_rates(&loaded, 7, &Default::default());
         said(state::stage_state(&loaded));
     }

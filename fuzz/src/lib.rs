@@ -2,22 +2,29 @@
 //!
 //! Bytes that are read by path are put into a file of a directory in memory, beside good files that it belongs to.
 
+mod caches;
 mod checkpoints;
 mod events;
+mod models;
+mod network;
 mod others;
+mod pages;
 pub mod quantized;
+mod rows;
+mod runs;
+mod templates;
+pub mod words;
 
 use ft::base::Result;
-use ft::data::preference::PreferencePart;
-use ft::data::prompts::{PromptLimits, PromptSpec, Prompts};
-use ft::data::{self, ChatRender, Dataset, Long, Render, TrainOn};
+use ft::formats::adapter::AdapterKind;
 use ft::formats::tokenizer::NewToken;
 use ft::formats::writer::{TensorPlan, Values, write_file};
 use ft::formats::{AdapterConfig, ChatTemplate, Config, Tokenizer, Weights, gguf as ggufs};
 use ft::recipe::import::{Registry, import, registry_folder};
-use ft::{hf, history, model, recipe};
+use ft::{hf, model, recipe};
+use rows::with_file;
 use serde_json::{Map, Value, json};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
@@ -28,7 +35,7 @@ const CHATML: &str = include_str!("../../crates/ft-formats/src/template/named/ch
 pub type Target = fn(&[u8]);
 
 /// Name and function of each target.
-pub const TARGETS: [(&str, Target); 34] = [
+pub const TARGETS: &[(&str, Target)] = &[
     ("safetensors", safetensors),
     ("index", index),
     ("config", config),
@@ -37,32 +44,53 @@ pub const TARGETS: [(&str, Target); 34] = [
     ("template", template),
     ("kwargs", kwargs),
     ("adapter", adapter),
-    ("jsonl", jsonl),
-    ("json", json_rows),
-    ("csv", csv),
-    ("parquet", parquet),
+    ("jsonl", rows::jsonl),
+    ("json", rows::json),
+    ("csv", rows::csv),
+    ("parquet", rows::parquet),
     ("gguf", gguf),
-    ("arrow", arrow),
+    ("arrow", rows::arrow),
     ("recipe", recipe_text),
     ("argument", argument),
     ("manifest", checkpoints::manifest),
     ("state", checkpoints::state),
-    ("metrics", metrics),
-    ("events", event_lines),
-    ("resolved", resolved),
+    ("metrics", runs::metrics),
+    ("events", runs::event_lines),
+    ("resolved", runs::resolved),
     ("special_tokens", special_tokens),
     ("generation_config", generation_config),
     ("quantized", quantized::target),
-    ("preference", preference),
-    ("prompts", prompts),
+    ("preference", rows::preference),
+    ("prompts", rows::prompts),
+    ("text", rows::text),
+    ("packed", rows::packed),
+    ("options", rows::options),
     ("yaml", yaml),
     ("run", others::run),
     ("lock", others::lock),
-    ("token_cache", others::token_cache),
-    ("teacher_cache", others::teacher_cache),
+    ("token_cache", caches::token_cache),
+    ("teacher_cache", caches::teacher_cache),
+    ("pair_cache", caches::pair_cache),
+    ("prompt_cache", caches::prompt_cache),
+    ("row_index", caches::row_index),
+    ("rollout", caches::rollout),
+    ("position", caches::position),
+    ("checkpoint_tensors", checkpoints::checkpoint_tensors),
     ("hub", others::hub),
     ("request", others::request),
     ("score", others::score),
+    ("adapter_weights", models::adapter_weights),
+    ("quantized_weights", models::quantized_weights),
+    ("shards", models::shards),
+    ("template_dir", templates::template_dir),
+    ("messages", templates::messages),
+    ("dash", pages::dash),
+    ("page", pages::page),
+    ("hub_address", network::hub_address),
+    ("environment", network::environment),
+    ("greeting", network::greeting),
+    ("rendered", network::rendered),
+    ("reward", network::reward),
 ];
 
 /// The tiny model of the repository; this file is also a module of `tests/run`. `run.sh` names the repository, because the program
@@ -194,14 +222,32 @@ fn config(bytes: &[u8]) {
         // As a plan does it.
         if spec.layers.len() <= 64 {
             drop(spec.params());
+            let again = model::families::read(&config).unwrap();
+            assert_eq!(format!("{again:?}"), format!("{spec:?}"));
         }
     }
 }
 
+/// True if the tokenizer of the directory chooses by chance.
+fn is_random(dir: &Path) -> bool {
+    let bytes = fs::read(dir.join("tokenizer.json")).unwrap();
+    let file: Value = serde_json::from_slice(&bytes).unwrap_or_default();
+    ["dropout", "alpha"].iter().any(|key| !file["model"][key].is_null())
+}
+
 fn with_tokenizer(dir: &Path) -> Option<Tokenizer> {
+    // Some of the white space has several bytes.
+    const TEXT: &str = "Two plus three is\n<|im_end|>\u{3000}\u{e9}\u{1f600} \u{a0}<s> x";
     let tokenizer = said(Tokenizer::load(dir))?;
-    if let Some(ids) = said(tokenizer.encode("Two plus three is\n<|im_end|> \u{e9}\u{1f600}", true)) {
+    if let Some(ids) = said(tokenizer.encode(TEXT, true)) {
         said(tokenizer.decode(&ids, false));
+        if let Some((same, offsets)) = said(tokenizer.encode_with_offsets(TEXT, true)) {
+            assert!(same == ids || is_random(dir), "{same:?}, {ids:?}");
+            assert_eq!(offsets.len(), same.len());
+            for (start, end) in offsets {
+                assert!(TEXT.get(start..end).is_some(), "{start}..{end}");
+            }
+        }
     }
     tokenizer.end_conflict();
     said(ChatTemplate::from_dir(dir, &tokenizer));
@@ -289,115 +335,27 @@ fn kwargs(bytes: &[u8]) {
     }
 }
 
+/// A config that ft accepts is written, read again, and the same after that. (The first one may have keys that PEFT does not write
+/// for this kind.)
 fn adapter(bytes: &[u8]) {
     let path = put("adapter/adapter_config.json", bytes);
-    said(AdapterConfig::load(path.parent().unwrap()));
-}
-
-/// Passes the bytes to `load` as a file with rows, with the chat template.
-fn with_rows(name: &str, bytes: &[u8], load: impl FnOnce(&data::DatasetSpec, &dyn ChatRender)) {
-    with_file(&put(name, bytes), load);
-}
-
-fn with_file(path: &Path, load: impl FnOnce(&data::DatasetSpec, &dyn ChatRender)) {
-    static TEMPLATE: OnceLock<ChatTemplate> = OnceLock::new();
-    let template = TEMPLATE.get_or_init(|| {
-        let text = ChatTemplate::from_text(CHATML, "chatml", good_tokenizer()).unwrap();
-        text.trusted(|_| {})
-    });
-    let spec = data::DatasetSpec {
-        sources: &[data::Source::new(vec![path.to_string_lossy().into_owned()])],
-        render: Render::Auto,
-        max_length: 128,
-        long: Long::Auto,
-        overlap: 1,
-        train_on: TrainOn::Assistant,
-        embedding_rows: 512,
-        screen: None,
+    let dir = path.parent().unwrap();
+    // Before the weights are read there must be a file with them.
+    put("adapter/adapter_model.safetensors", b"");
+    let Some(first) = said(AdapterConfig::load(dir)) else {
+        return;
     };
-    load(&spec, template);
-}
-
-fn rows(name: &str, bytes: &[u8]) {
-    with_rows(name, bytes, |spec, template| {
-        said(Dataset::load(spec, good_tokenizer(), Some(template)));
-    });
-}
-
-/// Pairs of answers, and answers with a label.
-fn preference(bytes: &[u8]) {
-    use PreferencePart::{Judged, Pairs, PairsAndPrompts, WholePairs};
-    const LABEL: &[u8] = b"\"label\"";
-    let parts: &[PreferencePart] = if bytes.windows(LABEL.len()).any(|part| part == LABEL) {
-        &[Judged]
-    } else {
-        &[Pairs, PairsAndPrompts, WholePairs, Judged]
+    first.name();
+    let written = |config: &AdapterConfig| match config.to_json() {
+        Value::Object(map) => AdapterConfig::from_map(&map, &path).unwrap_or_else(|e| panic!("{config:?}\n{e}")),
+        other => panic!("{other}"),
     };
-    with_rows("preference.jsonl", bytes, |spec, template| {
-        for part in parts {
-            let Some(rows) = said(data::preference::load(spec, *part, good_tokenizer(), Some(template))) else {
-                continue;
-            };
-            for row in 0..rows.examples.len() {
-                let documents = rows.parts(row).unwrap();
-                let length: usize = documents.iter().map(|document| document.ids.len()).sum();
-                assert_eq!(length, rows.examples.length(row));
-            }
-            if *part == Judged
-                && let Some(rows) = said(rows.mismatched(2, spec.max_length, Some(1)))
-            {
-                said(rows.flat());
-            }
-        }
-    });
-}
-
-/// Prompts with known answers, as GRPO and PPO read them.
-fn prompts(bytes: &[u8]) {
-    with_rows("prompts.jsonl", bytes, |spec, template| {
-        let encoder = spec.encoder(good_tokenizer(), Some(template));
-        let limits = PromptLimits {
-            window: spec.max_length,
-            answer: 16,
-            long: Long::Drop,
-        };
-        let asked = PromptSpec {
-            sources: spec.sources,
-            render: spec.render,
-            encoder: &encoder,
-            answer: "answer",
-            limits,
-            screen: None,
-        };
-        let Some(found) = said(Prompts::load(&asked)) else {
-            return;
-        };
-        assert_eq!(found.rows.len(), found.origins.len());
-        for prompt in &found.rows {
-            assert!((1..=limits.window - limits.answer).contains(&prompt.ids.len()));
-            said(encoder.encode(&prompt.answered("four")));
-        }
-    });
-}
-
-fn jsonl(bytes: &[u8]) {
-    rows("rows.jsonl", bytes);
-}
-
-fn json_rows(bytes: &[u8]) {
-    rows("rows.json", bytes);
-}
-
-fn csv(bytes: &[u8]) {
-    rows("rows.csv", bytes);
-}
-
-fn parquet(bytes: &[u8]) {
-    rows("rows.parquet", bytes);
-}
-
-fn arrow(bytes: &[u8]) {
-    rows("rows.arrow", bytes);
+    let second = written(&first);
+    // The names in it may have the end that is left out more than once.
+    if !matches!(&second.kind, AdapterKind::Adalora(ranks) if !ranks.kept.is_empty()) {
+        assert_eq!(written(&second), second);
+    }
+    first.save(dir).unwrap();
 }
 
 /// A file that can be read is written again and read again.
@@ -447,101 +405,49 @@ fn recipe_text(bytes: &[u8]) {
     }
 }
 
-/// A configuration of another tool, as `ft import` reads it. The same text is the list of datasets that LLaMA-Factory has.
+/// A configuration of another tool, as `ft import` reads it, and the list of datasets that LLaMA-Factory has. Without a separator the
+/// text is both.
 fn yaml(bytes: &[u8]) {
     let Ok(text) = std::str::from_utf8(bytes) else { return };
-    let registry = registry_folder(text).and_then(|folder| said(Registry::read(text, &folder)));
-    if let Some(imported) = said(import(text, "c.yaml", registry.as_ref()))
-        && let Err(e) = recipe::parse(&imported.text, "c.toml", &[])
-    {
-        // A recipe that is not complete is an answer, one that is no TOML is not.
-        let e = e.to_string();
-        assert!(!e.contains("recipe is not valid TOML"), "{}\n{e}", imported.text);
-    }
-}
-
-/// An argument `key=value`.
-fn argument(bytes: &[u8]) {
-    const TEXT: &str = "[model]\npath = \"m\"\n[data]\ntrain = \"t.jsonl\"\n";
-    if let Ok(text) = std::str::from_utf8(bytes) {
-        let words: Vec<String> = text.split('\n').map(str::to_string).collect();
-        said(recipe::parse(TEXT, "r.toml", &words));
-    }
-}
-
-fn run_with(name: &str, bytes: &[u8]) {
-    for (file, good) in [
-        ("resolved.toml", "[train]\nmax_steps = 2\n"),
-        ("events.jsonl", "{\"event\":\"start\",\"steps\":2,\"time\":1.0}\n"),
-        (
-            "metrics.jsonl",
-            "{\"step\":1,\"loss\":2.0}\n{\"step\":2,\"loss\":1.0}\n",
-        ),
-        ("plan.json", "{}"),
-    ] {
-        put(&format!("run/{file}"), good.as_bytes());
-    }
-    let path = put(&format!("run/{name}"), bytes);
-    if let Some(run) = said(history::RunRecord::read(path.parent().unwrap())) {
-        for name in run.curves.names() {
-            if let Some(curve) = run.curves.get(name) {
-                curve.recent(3);
-                curve.smoothed().thinned(7);
+    let (text, registry) = text.split_once("\n\0\n").unwrap_or((text, text));
+    let registry = registry_folder(text).and_then(|folder| said(Registry::read(registry, &folder)));
+    let Some(imported) = said(import(text, "c.yaml", registry.as_ref())) else {
+        return;
+    };
+    let least = ["model.path=m", "data.train=t"].map(String::from);
+    for arguments in [&[] as &[String], &least] {
+        match recipe::parse(&imported.text, "c.toml", arguments) {
+            Ok(loaded) => starts_nothing(&loaded.values, &imported.text),
+            // A recipe that is not complete is an answer, one that is no TOML is not.
+            Err(e) => {
+                let e = e.to_string();
+                assert!(!e.contains("recipe is not valid TOML"), "{}\n{e}", imported.text);
             }
         }
     }
 }
 
-/// A line of metrics as an event of TensorBoard.
-fn numbers(line: &[u8]) -> Option<events::Event> {
-    let line: Value = serde_json::from_slice(line).ok()?;
-    let step = line.get("step")?.as_u64()?;
-    let others = line
-        .as_object()?
-        .iter()
-        .filter(|(name, _)| *name != "step" && *name != "time");
-    let values = others.filter_map(|(name, value)| {
-        let tag = match name.strip_prefix("eval_") {
-            Some(rest) => format!("eval/{rest}"),
-            None => format!("train/{name}"),
-        };
-        Some((tag, value.as_f64()? as f32))
-    });
-    Some((
-        line.get("time").and_then(Value::as_f64).unwrap_or(10.0),
-        step,
-        values.collect(),
-    ))
-}
-
-/// Also what is written of them for other tools.
-fn metrics(bytes: &[u8]) {
-    run_with("metrics.jsonl", bytes);
-    let write = |form| {
-        said(history::export(
-            &dir().join("run"),
-            form,
-            10.0,
-            &BTreeMap::new(),
-            &dir().join("out"),
-        ))
-    };
-    if let Some(files) = write(history::ExportFormat::TensorBoard) {
-        let written = events::read(&fs::read(&files[0]).unwrap());
-        let wanted: Vec<events::Event> = bytes.split(|b| *b == b'\n').filter_map(numbers).collect();
-        assert_eq!(format!("{written:?}"), format!("{wanted:?}"));
-    }
-    write(history::ExportFormat::Csv);
-    if let Some(files) = write(history::ExportFormat::Wandb) {
-        let text = fs::read_to_string(&files[0]).unwrap();
-        assert!(text.lines().all(|line| serde_json::from_str::<Value>(line).is_ok()));
+/// The file may come from somebody else.
+fn starts_nothing(values: &[(String, String)], text: &str) {
+    for (key, value) in values {
+        match key.as_str() {
+            "rlhf.reward_network" => assert_eq!(Some(value), recipe::default_value(key).as_ref(), "{text}"),
+            "rlhf.rewards" => assert!(!value.contains("program:"), "{text}"),
+            _ => {}
+        }
     }
 }
 
-fn event_lines(bytes: &[u8]) {
-    run_with("events.jsonl", bytes);
-}
-
-fn resolved(bytes: &[u8]) {
-    run_with("resolved.toml", bytes);
+/// An argument `key=value`: it gives what the same key in the recipe gives.
+fn argument(bytes: &[u8]) {
+    const TEXT: &str = "[model]\npath = \"m\"\n[data]\ntrain = \"t.jsonl\"\n";
+    if let Ok(text) = std::str::from_utf8(bytes) {
+        let words: Vec<String> = text.split('\n').map(str::to_string).collect();
+        if let Some(loaded) = said(recipe::parse(TEXT, "r.toml", &words)) {
+            match recipe::parse(&loaded.resolved, "resolved.toml", &[]) {
+                Ok(again) => assert_eq!(again.values, loaded.values),
+                Err(e) => panic!("{}\n{e}", loaded.resolved),
+            }
+        }
+    }
 }

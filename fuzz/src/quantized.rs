@@ -9,8 +9,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
-const ROWS: usize = 32;
-const COLUMNS: usize = 64;
+pub(super) const ROWS: usize = 32;
+pub(super) const COLUMNS: usize = 64;
 /// Groups of columns.
 const GROUPS: usize = 2;
 
@@ -19,7 +19,8 @@ const NAMES: [&str; 12] = [
     "gptq2", "gptq3", "gptq4", "gptq8", "awq", "packed4", "packed8", "int8", "block", "tensor", "integers", "nf4",
 ];
 
-fn tensors() -> Vec<(TensorPlan, Vec<u8>)> {
+/// The tensors of all weights.
+pub(super) fn tensors() -> Vec<(TensorPlan, Vec<u8>)> {
     use StoredDtype::{Bf16, F8E4M3, F16, F32, I8, I32, I64, U8};
     // The numbers 0.1 and 1.
     const F16_SCALE: [u8; 2] = [0x66, 0x2e];

@@ -181,8 +181,15 @@ pub fn verify(dir: &Path) -> Result<CheckpointManifest> {
     let manifest = CheckpointManifest::read(dir)?;
     for entry in &manifest.files {
         let path = dir.join(&entry.name);
-        if !path.is_file() {
+        if path.symlink_metadata().is_err() {
             return Err(Error::new("checkpoint file is missing").at_path(&path).hint(OTHER));
+        }
+        // A pipe, a directory, or a link to nothing.
+        if !path.is_file() {
+            return Err(Error::new("checkpoint file is damaged")
+                .at_path(&path)
+                .found("not a regular file")
+                .hint(OTHER));
         }
         let size = files::size(&path)?;
         if size != entry.size {

@@ -245,6 +245,16 @@ fn a_checkpoint_that_lacks_something_is_refused_by_name() {
             e.contains(name) && e.contains("checkpoint-4") && e.contains("--resume DIR"),
             "{e}"
         );
+        // A directory in its place.
+        std::fs::create_dir(path.join(name)).unwrap();
+        let e = text(latest(dir.path()));
+        let kind = if name == "manifest.json" {
+            "damaged"
+        } else {
+            "regular file"
+        };
+        assert!(e.contains(name) && e.contains(kind), "{e}");
+        std::fs::remove_dir(path.join(name)).unwrap();
         std::fs::rename(&aside, path.join(name)).unwrap();
     }
     let file = std::fs::OpenOptions::new()

@@ -48,8 +48,8 @@ enum AdapterAction {
         #[arg(long, value_name = "DIR")]
         out: PathBuf,
         /// Compress to this rank [default: the sum of the ranks, without loss]
-        #[arg(long, value_name = "R")]
-        rank: Option<usize>,
+        #[arg(long, value_name = "R", value_parser = clap::value_parser!(u32).range(1..))]
+        rank: Option<u32>,
     },
 }
 
@@ -101,7 +101,13 @@ pub fn run(args: Args) -> Result<i32> {
         } => {
             let found = adapters.iter().map(|(name, w)| Ok((tools::find(name)?, *w)));
             let adapters = found.collect::<Result<Vec<_>>>()?;
+            let rank = rank.map(|rank| rank as usize);
             let report = tools::combine(&adapters, &to, rank)?;
+            if let Some(rank) = rank.filter(|rank| *rank > report.rank) {
+                super::note(&format!(
+                    "rank {rank} is more than the sum of the ranks: more would be zeros"
+                ));
+            }
             if let Some(lost) = report.lost {
                 super::note(&format!(
                     "compressed: at most {lost:.2e} of the weight change of a linear is lost"

@@ -4,7 +4,7 @@ use super::out::{out, out_text};
 use super::recipe_args::RecipeArgs;
 use crate::base::{Error, Result};
 use crate::commands::evaluate::{EvaluateRequest, evaluate};
-use crate::recipe::{self, Auto, DeviceRef, Dtype, Render, RowFormat, TrainOn};
+use crate::recipe::{self, Auto, DeviceRef, Dtype, Recipe, Render, RowFormat, TrainOn};
 use std::path::PathBuf;
 
 const LONG: &str = "Examples:
@@ -29,7 +29,8 @@ Metrics by the type of rows:
             undesirable_logp: log-probability per token of the desirable and
             of the undesirable answers
   prompts   accuracy: exact answers of greedy decoding; numeric_accuracy: the
-            last number is correct";
+            last number is correct; truncated: answers that were cut at
+            --max-new-tokens or at the context length of the model";
 
 /// Measure a model on rows: loss, exact answers, or preferences
 #[derive(Debug, clap::Args)]
@@ -71,9 +72,9 @@ pub struct Args {
     /// Pairs: the reference model of implicit rewards [default: the model without its adapter]
     #[arg(long, hide_short_help = true, value_name = "MODEL")]
     pub reference: Option<String>,
-    /// Prompts: longest answer in tokens
-    #[arg(long, hide_short_help = true, value_name = "N", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..))]
-    pub max_new_tokens: u32,
+    /// Prompts: longest answer in tokens [default: rlhf.max_completion_length of a recipe for RL, else 256]
+    #[arg(long, hide_short_help = true, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub max_new_tokens: Option<u32>,
     /// auto, cpu or cuda:0 [default: that of the recipe, else auto]
     #[arg(long, hide_short_help = true, value_name = "DEVICE")]
     pub device: Option<String>,
@@ -126,6 +127,14 @@ pub fn run(mut args: Args) -> Result<i32> {
                 .hint("`ft eval --model runs/NAME --data FILE`"));
         }
     };
+    // Flags that change how rows are read do not change which rows the run of a recipe held out.
+    let reads_otherwise = args.format.is_some()
+        || args.max_length.is_some()
+        || args.train_on.is_some()
+        || args.render.is_some()
+        || args.chat_template.is_some()
+        || !args.template_kwarg.is_empty();
+    let run_recipe = (args.recipe.recipe.is_some() && reads_otherwise).then(|| recipe.clone());
     if let Some(data) = &args.data {
         recipe.data.set_train(vec![data.clone()]);
     } else if args.recipe.recipe.is_none() {
@@ -158,11 +167,12 @@ pub fn run(mut args: Args) -> Result<i32> {
         adapter: args.adapter.as_deref(),
         reference: args.reference.as_deref(),
         recipe: &recipe,
+        run_recipe: run_recipe.as_ref(),
         all_rows: args.data.is_some(),
         own_length,
         device: device.as_ref().unwrap_or(&recipe.model.device),
         dtype: args.dtype,
-        max_new_tokens: args.max_new_tokens as usize,
+        max_new_tokens: longest_answer(args.max_new_tokens, &recipe),
     })?;
     report.notes.iter().for_each(|line| super::note(line));
     if args.json {
@@ -173,7 +183,38 @@ pub fn run(mut args: Args) -> Result<i32> {
     Ok(0)
 }
 
+/// The longest answer to a prompt in tokens: as given, else that of training.
+fn longest_answer(given: Option<u32>, recipe: &Recipe) -> usize {
+    const LONGEST: usize = 256;
+    match given {
+        Some(n) => n as usize,
+        None if recipe.train.stage.is_rl() => recipe.rl.max_completion_length,
+        None => LONGEST,
+    }
+}
+
 /// Formats a text as TOML.
 fn toml_text(text: &str) -> String {
     serde_json::Value::from(text).to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn answers_are_as_long_as_in_the_training_of_a_recipe() {
+        let of = |given, values: &[&str]| {
+            let values: Vec<String> = values.iter().map(|value| (*value).to_string()).collect();
+            let text = "[model]\npath = \"m\"\n[data]\ntrain = \"t\"\n";
+            longest_answer(given, &recipe::parse(text, "a recipe", &values).unwrap().recipe)
+        };
+        let rl = [
+            "train.stage=grpo",
+            "rlhf.rewards=numeric",
+            "rlhf.max_completion_length=700",
+        ];
+        assert_eq!((of(None, &rl), of(Some(9), &rl)), (700, 9));
+        assert_eq!((of(None, &[]), of(Some(9), &[])), (256, 9));
+    }
 }

@@ -47,7 +47,9 @@ pub fn launched() -> Result<Option<JobPlace>> {
     place_in(&|name| std::env::var(name).ok())
 }
 
-fn place_in(variable: &dyn Fn(&str) -> Option<String>) -> Result<Option<JobPlace>> {
+/// As `launched`, with other variables.
+#[doc(hidden)]
+pub fn place_in(variable: &dyn Fn(&str) -> Option<String>) -> Result<Option<JobPlace>> {
     let text = |name: &str| variable(name).filter(|text| !text.is_empty());
     let number = |name: &str| text(name)?.parse().ok();
     let of_mpi = |(rank, size): (&str, &str)| {

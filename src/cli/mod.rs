@@ -37,6 +37,9 @@ mod tune_lr;
 mod watch;
 
 pub use codes::{CODES, ErrorCode};
+// For the fuzz targets.
+#[doc(hidden)]
+pub use launch::place_in;
 pub use out::{out, out_raw, out_text};
 pub use recipes::SHIPPED;
 

@@ -58,6 +58,7 @@ pub fn run(args: Args) -> Result<i32> {
     })?;
     let settings = HubSettings::from_env();
     let number = prepared.files.len();
+    prepared.notes.iter().for_each(|note| super::note(note));
     if prepared.card.as_ref().is_some_and(|card| card.contains(secrets::MASK)) {
         super::note(&format!(
             "texts of the run that look like secrets are `{}` in the card; read the card (`--dry-run`) before you publish it",

@@ -14,7 +14,8 @@ use std::path::PathBuf;
   ft quantize --model base --to nf4 --out base-nf4
   ft quantize --model base --to int4 --budget 6GiB --data rows.jsonl --out mixed
 
-nf4 uses the format of bitsandbytes: transformers can load the directory. The other formats are specific to ft.
+nf4 uses the format of bitsandbytes: transformers can load the directory. The other formats, and nf4 of a model with experts,
+are specific to ft.
 With --budget the attention and the MLP of each layer get 16 bits, 8 bits or the bits of --to, chosen by the measured
 increase of the loss on the rows of --data; quantization.md in the new directory reports the measurements and the choice.")]
 pub struct Args {

@@ -245,10 +245,7 @@ fn steps(run: &RunRecord) -> String {
 fn results(run: &RunRecord) -> Vec<(&'static str, Value, String)> {
     let recent = |name: &str| run.curves.get(name).and_then(|c| c.recent(RECENT));
     let last = |name: &str| run.curves.get(name).and_then(Curve::last);
-    let lowest = run
-        .curves
-        .get("eval_loss")
-        .map(|c| c.points.iter().map(|p| p.1).fold(f64::INFINITY, f64::min));
+    let lowest = run.curves.get("eval_loss").and_then(Curve::lowest);
     let plain = |x: f64| format!("{x:.4}");
     let mut all = Vec::new();
     let mut add = |name, value: Option<f64>, text: &dyn Fn(f64) -> String| {
@@ -268,7 +265,9 @@ fn results(run: &RunRecord) -> Vec<(&'static str, Value, String)> {
         .get("peak_memory_bytes")
         .and_then(|c| c.points.iter().map(|p| p.1).reduce(f64::max));
     add("peak_memory_bytes", peak, &|x| bytes(x as u64));
-    let time = run.began.zip(run.ended).map(|(began, ended)| (ended - began).max(0.0));
+    // A run in progress, or one that was killed, has made steps since its last event.
+    let ended = run.ended.into_iter().chain(last("time")).reduce(f64::max);
+    let time = run.began.zip(ended).map(|(began, ended)| (ended - began).max(0.0));
     add("seconds", time, &|x| {
         duration(Duration::try_from_secs_f64(x).unwrap_or_default())
     });
@@ -381,18 +380,12 @@ fn show(run: &RunRecord, json: bool) -> Result<()> {
 
 /// Keys that the recipe or the command line set.
 fn chosen(run: &RunRecord) -> Result<Vec<(String, String)>> {
-    let text = files::read_text(&run.path.join("resolved.toml"))?;
-    let (mut table, mut all) = (String::new(), Vec::new());
-    for line in text.lines() {
-        if let Some(name) = line.strip_prefix('[').and_then(|l| l.strip_suffix(']')) {
-            table = name.to_string();
-        } else if line.ends_with("  # recipe") || line.ends_with("  # argument") {
-            let (key, value) = line.split_once(" = ").unwrap_or((line, ""));
-            let value = value.rsplit_once("  # ").map_or(value, |(value, _)| value);
-            all.push((format!("{table}.{key}"), secrets::mask(value)));
-        }
-    }
-    Ok(all)
+    let resolved = run.path.join("resolved.toml");
+    let all = history::settings(&files::read_text(&resolved)?).map_err(|e| e.at_path(&resolved))?;
+    let chosen = all
+        .into_iter()
+        .filter(|[_, _, from]| from == "recipe" || from == "argument");
+    Ok(chosen.map(|[key, value, _]| (key, secrets::mask(&value))).collect())
 }
 
 /// Settings that are not the same in all runs: their values by key, one for each run.
@@ -557,5 +550,24 @@ mod tests {
         std::fs::write(dir.path().join("events.jsonl"), events).unwrap();
         let numbers = results(&RunRecord::read(dir.path()).unwrap());
         assert_eq!(numbers.last().unwrap().2, duration(Duration::ZERO));
+    }
+
+    #[test]
+    fn the_time_goes_to_the_last_step_and_texts_with_lines_are_one_setting() {
+        let dir = tempfile::tempdir().unwrap();
+        let write = |name: &str, text: &str| std::fs::write(dir.path().join(name), text).unwrap();
+        let text = "[data]\nprompt_template = \"\"\"\n{context}\n[train]\na = 1  # recipe\n\"\"\"  # argument\nshuffle = true  # default: x\n";
+        write("resolved.toml", text);
+        write("events.jsonl", "{\"event\":\"start\",\"time\":100}\n");
+        write(
+            "metrics.jsonl",
+            "{\"step\":0,\"eval_loss\":1.0,\"time\":150}\n{\"step\":1,\"loss\":2.0,\"eval_loss\":3.0,\"time\":700}\n",
+        );
+        let run = RunRecord::read(dir.path()).unwrap();
+        let numbers = results(&run);
+        let of = |name: &str| numbers.iter().find(|(n, ..)| *n == name).unwrap().1.clone();
+        assert_eq!((of("seconds"), of("best_eval_loss")), (json!(600.0), json!(3.0)));
+        let value = r#""{context}\n[train]\na = 1  # recipe\n""#.to_string();
+        assert_eq!(chosen(&run).unwrap(), [("data.prompt_template".to_string(), value)]);
     }
 }

@@ -279,22 +279,32 @@ pub fn combine(adapters: &[(PathBuf, f32)], out: &Path, rank: Option<usize>) -> 
                 _ => base = Some((named, dir)),
             }
         }
+        let mut parts = Vec::new();
         for name in weights.names() {
             let Some(AdapterKey::Of(module, below)) = adapter::parse(name, &config.kind, false) else {
                 return Err(Error::new("not a tensor of a LoRA adapter").at(name));
             };
+            parts.push((name, module, below));
+        }
+        let ranks = hf::ranks_and_alphas(&config, parts.iter().map(|(_, module, _)| module))?;
+        for ((name, module, below), (r, alpha)) in parts.into_iter().zip(ranks) {
             let Some(info) = weights.info(name) else { continue };
             let tensor = Tensor::from_vec(weights.read_f32(name)?, info.shape.as_slice(), &Device::Cpu)?;
-            let entry = pairs.entry(module.clone()).or_default();
+            let entry = pairs.entry(module).or_default();
             if below == "lora_A.weight" {
                 entry.0.push(tensor);
             } else {
-                let r = hf::rank_of(&config, &module)?;
-                let scale = scaling(hf::alpha_of(&config, &module)?, r, config.use_rslora);
+                let scale = scaling(alpha, r, config.use_rslora);
                 entry.1.push((tensor * f64::from(scale * weight))?);
             }
         }
         first.get_or_insert((config, dir));
+    }
+    if rank == Some(0) {
+        return Err(Error::usage("an adapter of rank 0 changes nothing")
+            .at("--rank")
+            .found(0)
+            .expected("1 or more"));
     }
     let Some((mut config, dir)) = first else {
         return Err(Error::usage("no adapter is given"));
@@ -306,6 +316,8 @@ pub fn combine(adapters: &[(PathBuf, f32)], out: &Path, rank: Option<usize>) -> 
     config.target_modules = Targets::List(pairs.keys().cloned().collect());
     config.exclude_modules = None;
     config.layers_to_transform = None;
+    // PEFT refuses it without a list of layers.
+    config.layers_pattern.clear();
     let mut all = Adapters::new();
     let (mut most, mut ranks) = (None, BTreeMap::new());
     for (module, (a, b)) in pairs {
@@ -320,7 +332,8 @@ pub fn combine(adapters: &[(PathBuf, f32)], out: &Path, rank: Option<usize>) -> 
             return Err(Error::new("a linear layer has only one LoRA factor").at(&module));
         }
         let mut lora = Lora::new(&module, (a, b), 1.0, DropoutMask::default());
-        if let Some(r) = rank {
+        // A rank above the sum of the ranks would only add zeros.
+        if let Some(r) = rank.map(|rank| rank.min(lora.rank())) {
             let CompressedPair { a, b, error } = algebra::compressed(&lora, r, 1.0)?;
             let pair = (
                 Tensor::from_vec(a, (r, lora.a.dim(1)?), &Device::Cpu)?,
@@ -345,4 +358,46 @@ pub fn combine(adapters: &[(PathBuf, f32)], out: &Path, rank: Option<usize>) -> 
         modules: all.len(),
         lost: most,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::formats::StoredDtype;
+    use crate::formats::writer::{self, TensorPlan, Values};
+
+    /// The sum names its modules, so it has neither layers nor the name of their list, which PEFT refuses alone.
+    #[test]
+    fn a_sum_of_adapters_on_some_layers_has_no_list_of_layers() {
+        let dir = tempfile::tempdir().unwrap();
+        let one = dir.path().join("one");
+        std::fs::create_dir(&one).unwrap();
+        let config = json!({
+            "peft_type": "LORA", "r": 1, "lora_alpha": 2, "target_modules": ["q_proj"],
+            "layers_to_transform": [1], "layers_pattern": ["layers"]});
+        std::fs::write(one.join(adapter::CONFIG), config.to_string()).unwrap();
+        let module = "model.layers.1.self_attn.q_proj";
+        let plans = [("lora_A", vec![1, 4]), ("lora_B", vec![4, 1])].map(|(side, shape)| TensorPlan {
+            name: adapter::file_key(&format!("{module}.{side}.weight")),
+            dtype: StoredDtype::F32,
+            shape,
+        });
+        writer::write_file(&one.join(adapter::WEIGHTS), &plans, &[], |_, sink| {
+            sink(Values::F32(&[0.5; 4]))
+        })
+        .unwrap();
+        let out = dir.path().join("out");
+        combine(&[(one.clone(), 1.0)], &out, None).unwrap();
+        let written = AdapterConfig::load(&out).unwrap();
+        assert_eq!(written.target_modules, Targets::List(vec![module.into()]));
+        assert_eq!(
+            (written.layers_to_transform, written.layers_pattern),
+            (None, Vec::new())
+        );
+        // A rank above the sum of the ranks is that sum.
+        let more = dir.path().join("more");
+        assert_eq!(combine(&[(one.clone(), 1.0)], &more, Some(3)).unwrap().rank, 1);
+        assert_eq!(AdapterConfig::load(&more).unwrap().r, 1);
+        assert!(combine(&[(one, 1.0)], &dir.path().join("none"), Some(0)).is_err());
+    }
 }

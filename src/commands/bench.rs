@@ -104,7 +104,7 @@ pub(super) fn folder(recipe: &LoadedRecipe) -> PathBuf {
 
 /// The overrides of a run that only makes `steps` steps in the directory `run`. Prints a warning for each of the user's
 /// overrides that has no effect.
-pub(super) fn steps_only(overrides: &[String], steps: u64, run: &Path) -> Vec<String> {
+fn steps_only(overrides: &[String], steps: u64, run: &Path) -> Vec<String> {
     let mut own: Vec<String> = STEPS_ONLY.map(String::from).to_vec();
     own.push(format!("train.max_steps={steps}"));
     own.push(format!("train.output_dir={}", run.display()));
@@ -115,7 +115,7 @@ pub(super) fn steps_only(overrides: &[String], steps: u64, run: &Path) -> Vec<St
         .partition(|given| own.iter().any(|own| key(own) == key(given)));
     for key in without.iter().map(|given| key(given)) {
         match key.as_str() {
-            "train.max_steps" => warn("`train.max_steps` has no effect here: `--steps` is the number of steps"),
+            "train.max_steps" => warn("`train.max_steps` is not the number of steps here: `--steps` is"),
             // It says where the folder of the measurements is.
             "train.output_dir" => {}
             _ => warn(&format!("`{key}` has no effect here: the run only makes steps")),
@@ -125,13 +125,27 @@ pub(super) fn steps_only(overrides: &[String], steps: u64, run: &Path) -> Vec<St
     all
 }
 
+/// The recipe of a run that only makes `steps` steps in the directory `run`. Its `auto` keys are chosen for the run of the recipe
+/// as it is, `whole`: the length of a run changes the rows of its steps.
+pub(super) fn first_steps(
+    file: &Path,
+    overrides: &[String],
+    whole: &LoadedRecipe,
+    steps: u64,
+    run: &Path,
+) -> Result<LoadedRecipe> {
+    let mut loaded = recipe::load(file, &steps_only(overrides, steps, run))?;
+    loaded.recipe.open.whole_steps = Some(whole.recipe.train.max_steps);
+    Ok(loaded)
+}
+
 /// Makes the first `steps` steps of a recipe, after one that is not counted, in a directory that is removed.
 ///
 /// Errors: those of the run.
 pub fn measure(file: &Path, overrides: &[String], steps: u64) -> Result<BenchMeasurement> {
-    let place = folder(&recipe::load(file, overrides)?);
-    let run = place.join(format!("run-{}", std::process::id()));
-    let loaded = recipe::load(file, &steps_only(overrides, steps + 1, &run))?;
+    let whole = recipe::load(file, overrides)?;
+    let run = folder(&whole).join(format!("run-{}", std::process::id()));
+    let loaded = first_steps(file, overrides, &whole, steps + 1, &run)?;
     let options = TrainOptions {
         only_steps: true,
         ..TrainOptions::default()
@@ -312,6 +326,21 @@ impl BenchMeasurement {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_measured_run_is_short_and_has_the_steps_of_the_recipe() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("r.toml");
+        std::fs::write(&file, "[model]\npath = \"m\"\n[data]\ntrain = \"t.jsonl\"\n").unwrap();
+        let of = |overrides: &[String]| {
+            let whole = recipe::load(&file, overrides).unwrap();
+            let recipe = first_steps(&file, overrides, &whole, 21, &dir.path().join("run"));
+            let recipe = recipe.unwrap().recipe;
+            (recipe.train.max_steps, recipe.whole_steps())
+        };
+        assert_eq!(of(&[]), (21, -1));
+        assert_eq!(of(&["train.max_steps=300".to_string()]), (21, 300));
+    }
 
     #[test]
     fn steps_are_measured_between_lines_and_compared() {

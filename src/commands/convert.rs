@@ -103,11 +103,6 @@ pub fn convert(request: &ConvertRequest) -> Result<ConvertReport> {
     let parts = parts(&mixture);
     let params = mixture.params();
     let tensors = plans(&weights, &params, &parts)?;
-    checkpoint::check_space(request.out, tensors.iter().filter_map(TensorPlan::bytes).sum())?;
-    let splits = match request.origin {
-        ExpertOrigin::Copy => None,
-        ExpertOrigin::Split(data, tokens) => Some(neurons::split(request, data, tokens)?),
-    };
     let directory = OutputModel {
         out: request.out,
         base_dir: request.model,
@@ -115,6 +110,11 @@ pub fn convert(request: &ConvertRequest) -> Result<ConvertReport> {
         tensors: &tensors,
         shard_bytes: writer::SHARD_BYTES,
         chat_template: None,
+    };
+    checkpoint::check_space(request.out, directory.bytes()?)?;
+    let splits = match request.origin {
+        ExpertOrigin::Copy => None,
+        ExpertOrigin::Split(data, tokens) => Some(neurons::split(request, data, tokens)?),
     };
     let shapes: HashMap<&str, usize> = params.iter().map(|p| (&*p.name, p.elements())).collect();
     let out = directory.write(&mut |plan, sink| match parts.get(&plan.name) {

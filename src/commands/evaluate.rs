@@ -11,7 +11,7 @@ use crate::base::{Error, Result, progress, signal};
 use crate::commands::named::{self, ModelAndAdapter};
 use crate::data::order::eval_batches;
 use crate::data::peek::{self, RowKind};
-use crate::data::{Batch, Dataset};
+use crate::data::{Batch, Dataset, RowOrigin};
 use crate::engine::{self, Totals};
 use crate::model::{Network, Objective};
 use crate::recipe::{DeviceRef, Dtype, Recipe, Stage};
@@ -25,6 +25,7 @@ use crate::sft::CausalLm;
 use crate::train::samples;
 use crate::train::stage::preference;
 use candle_core::Tensor;
+use std::collections::BTreeSet;
 use std::path::Path;
 
 /// Tokens per batch, and pairs per batch.
@@ -40,6 +41,8 @@ pub struct EvaluateRequest<'a> {
     pub reference: Option<&'a str>,
     /// Settings for reading the rows. `model.path` and `tune` are ignored.
     pub recipe: &'a Recipe,
+    /// The recipe of the run, if `recipe` reads rows in another way: training held out rows by this one.
+    pub run_recipe: Option<&'a Recipe>,
     /// Use all rows of `recipe.data.train` instead of the evaluation rows of the recipe.
     pub all_rows: bool,
     /// Apply `data.max_length`; otherwise rows are not cut.
@@ -61,19 +64,7 @@ struct EvaluatedModel {
 
 fn open(model: &str, adapter: Option<&Path>, request: &EvaluateRequest) -> Result<EvaluatedModel> {
     let named = named::find(model, adapter)?;
-    let changes = TextChanges {
-        template: request
-            .recipe
-            .data
-            .chat_template
-            .given()
-            .or(named.template.as_ref())
-            .cloned(),
-        kwargs: request.recipe.data.template_kwargs.clone(),
-        adapters: named.adapter.iter().cloned().collect(),
-        ..TextChanges::default()
-    };
-    let model_dir = ModelDir::open(&named.model, &request.recipe.model.revision, &changes)?;
+    let model_dir = open_files(&named, request.recipe)?;
     let device = setup::device(request.device)?;
     let (network, score) = model_dir.infer_scored(named.adapter.as_deref(), request.dtype, &device)?;
     Ok(EvaluatedModel {
@@ -83,6 +74,18 @@ fn open(model: &str, adapter: Option<&Path>, request: &EvaluateRequest) -> Resul
         adapter: named.adapter.is_some(),
         named,
     })
+}
+
+/// Opens the files of a model with the chat template of the recipe.
+fn open_files(named: &ModelAndAdapter, recipe: &Recipe) -> Result<ModelDir> {
+    let changes = TextChanges {
+        template: recipe.data.chat_template.given().cloned(),
+        adapter_template: named.template.clone(),
+        kwargs: recipe.data.template_kwargs.clone(),
+        adapters: named.adapter.iter().cloned().collect(),
+        ..TextChanges::default()
+    };
+    ModelDir::open(&named.model, &recipe.model.revision, &changes)
 }
 
 /// Errors: an invalid model, adapter or row; a signal.
@@ -148,15 +151,69 @@ fn files(recipe: &Recipe, request: &EvaluateRequest) -> Vec<String> {
 fn read(opened: &EvaluatedModel, recipe: &Recipe, request: &EvaluateRequest, stage: Stage) -> Result<Dataset> {
     let mut recipe = recipe.clone();
     recipe.train.stage = stage;
-    let held_out = !request.all_rows && recipe.data.eval.is_empty();
-    if held_out && recipe.data.eval_fraction == 0.0 {
+    let model_dir = &opened.model_dir;
+    if !is_held_out(request)? {
+        return rows::read(&recipe, rows_of(&recipe, request), model_dir);
+    }
+    let is_run = request.model == request.recipe.train.output_dir;
+    if is_run && request.run_recipe.is_none() && request.own_length && stage == request.recipe.train.stage {
+        return rows::held_out(&recipe, model_dir);
+    }
+    let rows = rows::read_at(&recipe, model_dir, &held_out_places(opened, request)?)?;
+    if rows.examples.is_empty() {
+        return Err(none_left(&recipe, request));
+    }
+    Ok(rows)
+}
+
+/// The error if the settings of the evaluation leave out every row that training held out.
+fn none_left(recipe: &Recipe, request: &EvaluateRequest) -> Error {
+    Error::new("no held-out row is left")
+        .at(files(recipe, request).join(", "))
+        .expected("at least one of the rows that the run held out (`data.eval_fraction`)")
+        .hint(
+            "the settings of this evaluation (such as `--max-length`, or `data.long = \"drop\"`) leave out all of them",
+        )
+}
+
+/// True if the rows are those that training held out. Errors: there are no rows.
+fn is_held_out(request: &EvaluateRequest) -> Result<bool> {
+    let data = &request.recipe.data;
+    let held_out = !request.all_rows && data.eval.is_empty();
+    if held_out && data.eval_fraction == 0.0 {
         return Err(no_rows());
     }
-    let rows = rows::read(&recipe, rows_of(&recipe, request), &opened.model_dir)?;
-    if held_out {
-        Ok(rows.split(recipe.data.eval_fraction, recipe.train.seed)?.1)
+    Ok(held_out)
+}
+
+/// The places of the rows that training held out. The number of rows decides which ones these are, so rows are read,
+/// and dropped, with the settings and the tokenizer of the run.
+fn held_out_places(opened: &EvaluatedModel, request: &EvaluateRequest) -> Result<BTreeSet<RowOrigin>> {
+    let recipe = request.run_recipe.unwrap_or(request.recipe);
+    if request.model != recipe.train.output_dir {
+        match files_of_run(recipe) {
+            Ok(model_dir) => return rows::held_out_places(recipe, &model_dir),
+            Err(e) => terminal::warn(&format!(
+                "the model of the run cannot be opened ({}), so the held-out rows are found with the tokenizer of {}: \
+                 if it is another one and rows are dropped by their length, rows of the training may be evaluated",
+                e.what(),
+                request.model
+            )),
+        }
+    }
+    match request.run_recipe {
+        None => rows::held_out_places(recipe, &opened.model_dir),
+        Some(recipe) => rows::held_out_places(recipe, &open_files(&opened.named, recipe)?),
+    }
+}
+
+/// The tokenizer and the chat template of the run of a recipe: of its result, or of the model that it starts from.
+fn files_of_run(recipe: &Recipe) -> Result<ModelDir> {
+    let result = Path::new(&recipe.train.output_dir).join("final");
+    if result.is_dir() {
+        open_files(&named::find(&result.to_string_lossy(), None)?, recipe)
     } else {
-        Ok(rows)
+        ModelDir::of_recipe(recipe)
     }
 }
 

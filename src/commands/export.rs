@@ -4,6 +4,7 @@ use crate::base::staging::{ScratchDirectory, Staging};
 use crate::base::{Error, Result, files};
 use crate::commands::merge;
 use crate::formats::index::stays_inside;
+use crate::formats::read_json_to_rewrite;
 use crate::recipe::{DeviceRef, Dtype, ModelRef};
 use crate::setup;
 use crate::setup::locate::{self, NamedKind};
@@ -122,10 +123,12 @@ fn name_own_base(copy: &Path, out: &Path) -> Result<()> {
     if !copy.join("base").is_dir() || !path.is_file() {
         return Ok(());
     }
-    let bad = |e: serde_json::Error| Error::format("file is not valid JSON").at_path(&path).cause(e);
-    let mut config: serde_json::Value = serde_json::from_str(&files::read_text(&path)?).map_err(bad)?;
-    config["base_model_name_or_path"] = format!("{}/base", out.display()).into();
-    files::write_atomic(&path, format!("{config:#}\n").as_bytes())
+    let mut config = read_json_to_rewrite(&path)?;
+    config.insert(
+        "base_model_name_or_path".into(),
+        format!("{}/base", out.display()).into(),
+    );
+    files::write_atomic(&path, format!("{:#}\n", serde_json::Value::Object(config)).as_bytes())
 }
 
 /// Opens the device of `--device`, for commands that do not train.

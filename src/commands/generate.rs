@@ -2,6 +2,7 @@
 
 use crate::base::{Error, Result, progress, signal};
 use crate::commands::{export, named};
+use crate::data::plain_prompt;
 use crate::formats::Tokenizer;
 use crate::generate::{
     CopyFormats, GenerateLimits, GenerateSettings, GenerateStats, KvDtype, QuantizedCopy, Request, SampledModel,
@@ -93,7 +94,8 @@ impl ChatWriter {
     ) -> Result<Self> {
         let named = named::find(model, adapter)?;
         let changes = TextChanges {
-            template: template.map(str::to_string).or(named.template.clone()),
+            template: template.map(str::to_string),
+            adapter_template: named.template.clone(),
             kwargs,
             adapters: named.adapter.iter().cloned().collect(),
             ..TextChanges::default()
@@ -131,12 +133,7 @@ impl ChatWriter {
 
     /// Continues `prompt`; `show` receives the text while it is generated.
     pub fn complete(&mut self, prompt: &str, show: &mut dyn FnMut(&str) -> Result<()>) -> Result<GeneratedText> {
-        let tokenizer = &self.model_dir.tokenizer;
-        let mut ids = tokenizer.encode(prompt, true)?;
-        // Some tokenizers add an end-of-sequence token to every text. A prompt must not end with it.
-        while ids.len() > 1 && ids.last().copied() == tokenizer.eos_id() {
-            ids.pop();
-        }
+        let ids = plain_prompt(&self.model_dir.tokenizer, prompt)?;
         if ids.is_empty() {
             return Err(Error::usage("the prompt has no tokens").at("--prompt"));
         }

@@ -138,16 +138,19 @@ pub fn difference(
     let mut spec = families::read(&Config::load(base)?)?;
     spec.tied &= !untied;
     spec.vocab = new.map_or(spec.vocab, |new| new.vocab);
-    let score = adapters.iter().find_map(|a| a.adapter.score.clone());
-    let stored = match score {
-        Some(_) => {
-            // The model has no output projection.
-            spec.tied = true;
-            let values = Weights::open(merged)?.read_f32(hf::SCORE)?;
-            Some(Tensor::from_vec(values, (1, spec.hidden), &Device::Cpu)?)
+    let of_files = |dir: &Path| -> Result<Option<Tensor>> {
+        let weights = Weights::open(dir)?;
+        if !hf::has_score(&spec, &weights, dir)? {
+            return Ok(None);
         }
-        None => None,
+        let values = weights.read_f32(hf::SCORE)?;
+        Ok(Some(Tensor::from_vec(values, (1, spec.hidden), &Device::Cpu)?))
     };
+    let own = adapters.iter().find_map(|a| a.adapter.score.clone());
+    let score = own.map_or_else(|| of_files(base), |own| Ok(Some(own)))?;
+    let stored = of_files(merged)?;
+    // The model has no output projection.
+    spec.tied |= score.is_some();
     let beside = match adapters.as_slice() {
         [one] if one.weight == 1.0 && one.adapter.whole.is_empty() && one.adapter.rows.is_empty() => logits(
             (base, untied),

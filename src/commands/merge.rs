@@ -44,7 +44,7 @@ pub struct MergeReport {
 /// Adds adapters to the weights of the model in `model_dir`, in f32. Each has its directory and weight (1: added in
 /// full, -1: subtracted). Writes `out` with the stored type of each tensor, or with `dtype`. Tensors without an adapter
 /// keep their bytes. Every change is relative to the original weights. The adapter of a reward model turns the model
-/// into a sequence classifier: its score head replaces the output projection.
+/// into a sequence classifier: its score head replaces the output projection. A model that is one already keeps its head.
 ///
 /// Errors: `out` is not empty; a file of the `final/` of a run is not as the run wrote it; an adapter does not fit, or was
 /// trained on another base; a weight is missing, has another shape, or is not part of this model; not enough disk space. In these cases nothing is written.
@@ -63,7 +63,10 @@ pub fn merge(
     let mut spec = families::read(&config)?;
     let mut weights = Weights::open(model_dir)?;
     let quantized = quantized_format(&spec, &weights)?;
-    refuse_strangers(&spec, &weights)?;
+    let is_classifier = hf::has_score(&spec, &weights, model_dir)?;
+    refuse_others(&spec, &weights, is_classifier.then_some(hf::SCORE))?;
+    // The score head is in the place of an output projection.
+    spec.tied |= is_classifier;
     let dtype = dtype.or(quantized.map(|_| Dtype::Bf16));
     let base = hf::fingerprint_of(&spec, &weights)?.base();
     let dirs = adapter_dirs.iter().map(|(dir, _)| dir.clone()).collect();
@@ -98,7 +101,8 @@ pub fn merge(
     let score = score_of(&adapters)?.cloned();
     let mut tensors = Vec::new();
     let mut params = spec.params();
-    params.retain(|p| score.is_none() || &*p.name != LM_HEAD);
+    let has_score = is_classifier || score.is_some();
+    params.retain(|p| !has_score || &*p.name != LM_HEAD);
     for p in &params {
         let of_file = match stored::find(&weights, &p.name)? {
             Some(_) => StoredDtype::Bf16,
@@ -125,18 +129,20 @@ pub fn merge(
         raw.insert("tie_word_embeddings".into(), false.into());
         hf::set_language_key(&mut raw, "tie_word_embeddings", &false.into());
     }
-    if score.is_some() {
+    if score.is_some() && !is_classifier {
         let tokenizer = Tokenizer::load(model_dir)?;
         hf::as_classifier(&mut raw, pad_id(&tokenizer));
+    }
+    if has_score {
+        let of_others = tensors.first().map_or(StoredDtype::F32, |t: &TensorPlan| t.dtype);
+        let of_file = weights.info(hf::SCORE).map_or(of_others, |info| info.dtype);
         tensors.push(TensorPlan {
             name: hf::SCORE.into(),
-            dtype: tensors.first().map_or(StoredDtype::F32, |t: &TensorPlan| t.dtype),
+            dtype: dtype.map_or(of_file, hf::stored),
             shape: vec![1, spec.hidden],
         });
     }
     let bytes = tensors.iter().filter_map(TensorPlan::bytes).sum();
-    checkpoint::check_space(out, bytes)?;
-
     if let Some(dtype) = dtype {
         hf::set_dtype(&mut raw, hf::stored(dtype));
     }
@@ -157,6 +163,7 @@ pub fn merge(
         shard_bytes: writer::SHARD_BYTES,
         chat_template: template.as_deref(),
     };
+    checkpoint::check_space(out, directory.bytes()?)?;
     let settings = adapter_dirs
         .iter()
         .map(|(dir, _)| dir.join("generation_config.json"))
@@ -177,6 +184,10 @@ pub fn merge(
         &mut |plan, sink| match (by_name.get(plan.name.as_str()), &score) {
             (Some(param), _) => write_one(&weights, param, plan.dtype, &adapters, &mut rounding, sink),
             (None, Some(score)) => sink(Values::F32(&update::to_f32_vec(score)?)),
+            (None, None) if is_classifier => match weights.info(hf::SCORE) {
+                Some(info) if info.dtype == plan.dtype => sink(Values::Raw(&weights.read_bytes(hf::SCORE)?)),
+                _ => sink(Values::F32(&weights.read_f32(hf::SCORE)?)),
+            },
             (None, None) => Err(Error::new("no such parameter").at(&plan.name)),
         },
     )?;
@@ -338,10 +349,15 @@ pub(super) fn refuse_quantized(spec: &Spec, weights: &Weights) -> Result<()> {
     Ok(())
 }
 
-/// Refuses weights that this model does not use: they would be lost without notice.
+/// Refuses weights that this model does not have: they would be lost without notice. Those that no model uses may be lost.
 pub(super) fn refuse_strangers(spec: &Spec, weights: &Weights) -> Result<()> {
+    refuse_others(spec, weights, None)
+}
+
+/// As `refuse_strangers`, except the tensor `allowed`.
+fn refuse_others(spec: &Spec, weights: &Weights, allowed: Option<&str>) -> Result<()> {
     let params = spec.params();
-    let mut known: HashSet<&str> = params.iter().map(|p| &*p.name).collect();
+    let mut known: HashSet<&str> = params.iter().map(|p| &*p.name).chain(allowed).collect();
     let mut parts = Vec::new();
     for p in &params {
         if let (Some((layout, format)), &[rows, columns]) = (stored::find(weights, &p.name)?, p.shape.as_slice()) {
@@ -351,7 +367,10 @@ pub(super) fn refuse_strangers(spec: &Spec, weights: &Weights) -> Result<()> {
     known.extend(parts.iter().map(String::as_str));
     let harmless = |name: &str| {
         let tied = spec.tied && name == "lm_head.weight";
-        name.ends_with("rotary_emb.inv_freq") || tied || resident::is_beside_quantized(weights, name)
+        name.ends_with("rotary_emb.inv_freq")
+            || tied
+            || resident::is_beside_quantized(weights, name)
+            || resident::is_of_unused_keys(&known, name)
     };
     let unknown: Vec<&str> = weights.names().filter(|n| !known.contains(n) && !harmless(n)).collect();
     if unknown.is_empty() {

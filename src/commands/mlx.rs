@@ -4,6 +4,7 @@ use crate::base::staging::{ScratchDirectory, Staging};
 use crate::base::{Error, Result, files};
 use crate::commands::{export, merge, named};
 use crate::formats::index::stays_inside;
+use crate::formats::weights::Weights;
 use crate::hf;
 use crate::recipe::Dtype;
 use crate::setup::locate::{NamedKind, locate};
@@ -31,6 +32,7 @@ pub fn export(from: &str, out: &Path, dtype: Option<Dtype>) -> Result<MlxReport>
     merge::refuse_existing(out)?;
     let found = named::find(from, None)?;
     let Some(adapter) = &found.adapter else {
+        refuse_reward_model(&found.model)?;
         let scratch = ScratchDirectory::beside(out)?;
         let whole = scratch.path().join("model");
         let written = export::export(&found.model, &whole, dtype, None)?;
@@ -69,6 +71,22 @@ pub fn export(from: &str, out: &Path, dtype: Option<Dtype>) -> Result<MlxReport>
         base: Some(found.model.clone()),
         notes,
     })
+}
+
+/// Refuses a model with a score head: mlx-lm has language models only.
+fn refuse_reward_model(model: &str) -> Result<()> {
+    let NamedKind::Model(dir) = locate(model)? else {
+        return Ok(());
+    };
+    // Files that cannot be read are reported by the export.
+    if Weights::open(&dir).is_ok_and(|weights| weights.info(hf::SCORE).is_some()) {
+        return Err(Error::unsupported("mlx-lm has no reward models")
+            .at_path(&dir)
+            .found(format!("`{}` in the weights", hf::SCORE))
+            .expected("a language model")
+            .hint("`ft export` without `--to mlx` writes it for transformers"));
+    }
+    Ok(())
 }
 
 const CONFIG: &str = "config.json";
@@ -110,7 +128,30 @@ fn add_older_keys(config: &mut Map<String, Value>) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::formats::StoredDtype;
+    use crate::formats::writer::{self, TensorPlan, Values};
     use serde_json::json;
+
+    #[test]
+    fn a_reward_model_is_refused_before_anything_is_written() {
+        let dir = tempfile::tempdir().unwrap();
+        let model = dir.path().join("model");
+        std::fs::create_dir(&model).unwrap();
+        std::fs::write(model.join("config.json"), "{}").unwrap();
+        let plan = TensorPlan {
+            name: hf::SCORE.into(),
+            dtype: StoredDtype::F32,
+            shape: vec![1, 2],
+        };
+        writer::write_file(&model.join("model.safetensors"), &[plan], &[], |_, sink| {
+            sink(Values::F32(&[1.0, 2.0]))
+        })
+        .unwrap();
+        let out = dir.path().join("out");
+        let e = export(model.to_str().unwrap(), &out, None).unwrap_err().to_string();
+        assert!(e.contains("mlx-lm has no reward models"), "{e}");
+        assert!(!out.exists());
+    }
 
     #[test]
     fn older_keys_stand_beside_the_new_ones() {

@@ -17,7 +17,7 @@ pub struct ModelAndAdapter {
     pub model: String,
     pub adapter: Option<PathBuf>,
     /// The chat template of the adapter's training.
-    pub template: Option<String>,
+    pub template: Option<PathBuf>,
     /// The directories that were used, if they differ from the given names.
     pub notes: Vec<String>,
     /// Directories written from checkpoints; they are removed on drop.
@@ -59,9 +59,8 @@ pub fn find(model: &str, adapter: Option<&Path>) -> Result<ModelAndAdapter> {
         out.adapter = Some(out.adapter_of(named)?);
     }
     let template = out.adapter.as_ref().map(|dir| dir.join("chat_template.jinja"));
-    let template = template.filter(|t| t.is_file());
-    template.iter().try_for_each(|file| stays_inside(file))?;
-    out.template = template.map(|t| t.display().to_string());
+    out.template = template.filter(|t| t.is_file());
+    out.template.iter().try_for_each(|file| stays_inside(file))?;
     Ok(out)
 }
 

@@ -259,7 +259,7 @@ pub fn plan_for(recipe: &Recipe, like: Option<&'static GpuRates>, ranks: usize, 
     let checkpoint = CheckpointSize::new(recipe, &active_schedule, steps, &spec.params(), &adapters.adapters);
     let directory = Path::new(&recipe.train.output_dir);
     let disk = DiskSpace {
-        needed: directory::space_needed(recipe, spec, &checkpoint, memory.strategy.placement),
+        needed: directory::space_needed(recipe, &model, &checkpoint, memory.strategy.placement),
         free: files::free_space(directory),
         directory: recipe.train.output_dir.clone(),
     };

@@ -26,6 +26,11 @@ use std::sync::Arc;
 
 /// The report in the new directory, as Markdown.
 const REPORT: &str = "quantization.md";
+/// Why a directory with NF4 only is not one of bitsandbytes.
+const EXPERTS: &str = "\nThe files have the layout of ft: transformers has the experts of a layer in one parameter, which bitsandbytes does \
+                       not quantize.\n";
+const NAMES: &str = "\nThe files have the layout of ft: `llm_int8_skip_modules` of bitsandbytes cannot name the linears that are not quantized, \
+                     because the names of quantized ones begin or end in the same way.\n";
 
 #[derive(Debug, Clone, Copy)]
 pub struct QuantizeRequest<'a> {
@@ -55,17 +60,24 @@ pub struct QuantizeReport {
 }
 
 /// Quantizes the projections of the model and writes `out`; other tensors keep their bytes. If all formats are NF4 the
-/// directory has the layout of bitsandbytes, otherwise ft's own.
+/// directory has the layout of bitsandbytes, otherwise ft's own. A model with experts always has ft's own.
 ///
-/// Errors: `out` is not empty; a file of the `final/` of a run is not as the run wrote it; the model is quantized already; even
-/// the smallest choice exceeds the budget; a weight is missing, has another shape or is not finite; not enough disk space. In these
-/// cases nothing is written.
+/// Errors: `out` is not empty; a file of the `final/` of a run is not as the run wrote it; the model is quantized already, or is a
+/// reward model; even the smallest choice exceeds the budget; a weight is missing, has another shape or is not finite; not enough
+/// disk space. In these cases nothing is written.
 pub fn quantize(request: &QuantizeRequest) -> Result<QuantizeReport> {
     crate::commands::merge::refuse_existing(request.out)?;
     verify::check_result(request.model)?;
     let config = locate::model_config(request.model, Config::load)?;
     let spec = families::read(&config)?;
     let weights = Weights::open(request.model)?;
+    if weights.info(hf::SCORE).is_some() {
+        return Err(Error::unsupported("a reward model is not quantized")
+            .at_path(request.model)
+            .found(format!("`{}` in the weights", hf::SCORE))
+            .expected("a language model")
+            .hint("give the model from which it was trained"));
+    }
     crate::commands::merge::refuse_quantized(&spec, &weights)?;
     crate::commands::merge::refuse_strangers(&spec, &weights)?;
     let params = spec.params();
@@ -99,6 +111,7 @@ pub fn quantize(request: &QuantizeRequest) -> Result<QuantizeReport> {
         dequantized_dtype,
         formats: &formats,
         before,
+        has_experts: spec.layers.iter().any(|layer| layer.experts.is_some()),
     };
     write(request, &work, measured)
 }
@@ -122,6 +135,8 @@ struct QuantizedModel<'a> {
     formats: &'a ChosenFormats,
     /// Bytes of all weights.
     before: u64,
+    /// True for a mixture of experts.
+    has_experts: bool,
 }
 
 fn write(request: &QuantizeRequest, work: &QuantizedModel, measured: Option<MeasuredChoice>) -> Result<QuantizeReport> {
@@ -132,12 +147,19 @@ fn write(request: &QuantizeRequest, work: &QuantizedModel, measured: Option<Meas
         dequantized_dtype,
         formats,
         before,
+        has_experts,
     } = *work;
     let nf4 = |p: &&ParamInfo| matches!(formats.get(&p.name), Some(Format::Nf4 { .. }));
-    let layout = if params.iter().filter(|p| is_projection(p)).all(|p| nf4(&p)) {
-        QuantizedLayout::Bitsandbytes
+    let all_nf4 = params.iter().filter(|p| is_projection(p)).all(|p| nf4(&p));
+    // transformers has the experts of a layer in one parameter, which bitsandbytes does not quantize.
+    let kept = if all_nf4 && !has_experts {
+        stored::kept_modules(weights, params)
     } else {
-        QuantizedLayout::Ft
+        None
+    };
+    let layout = match kept {
+        Some(_) => QuantizedLayout::Bitsandbytes,
+        None => QuantizedLayout::Ft,
     };
     // Each tensor with its parameter.
     let mut tensors: Vec<TensorPlan> = Vec::new();
@@ -155,14 +177,13 @@ fn write(request: &QuantizeRequest, work: &QuantizedModel, measured: Option<Meas
         tensors.extend(of_param);
     }
     let after = tensors.iter().filter_map(TensorPlan::bytes).sum();
-    checkpoint::check_space(request.out, after)?;
 
     let mut raw = config.raw.clone();
     let used: Vec<Format> = formats.values().copied().collect();
     if !used.is_empty() {
         raw.insert(
             "quantization_config".into(),
-            stored::config(layout, &used, dequantized_dtype),
+            stored::config(layout, &used, dequantized_dtype, kept.as_deref().unwrap_or_default()),
         );
     }
     let directory = OutputModel {
@@ -173,15 +194,22 @@ fn write(request: &QuantizeRequest, work: &QuantizedModel, measured: Option<Meas
         shard_bytes: writer::SHARD_BYTES,
         chat_template: None,
     };
+    checkpoint::check_space(request.out, directory.bytes()?)?;
     let mut counts: BTreeMap<String, usize> = BTreeMap::new();
     for p in params.iter().filter(|p| is_projection(p)) {
         let format = formats
             .get(&p.name)
-            .map_or(dequantized_dtype.name().to_string(), |f| f.to_string());
+            .map_or_else(|| sensitivity::stored_type(weights, &p.name), |f| f.to_string());
         *counts.entry(format).or_default() += 1;
     }
     let errors = RefCell::new(QuantizationErrors::default());
-    let text = || text(&counts, (before, after), errors.borrow().ratio(), measured.as_ref());
+    let text = || {
+        let mut text = text(&counts, (before, after), errors.borrow().ratio(), measured.as_ref());
+        if all_nf4 && layout == QuantizedLayout::Ft {
+            text.push_str(if has_experts { EXPERTS } else { NAMES });
+        }
+        text
+    };
     // Without it the directory would not say how its weights are stored.
     let more = |dir: &Path| files::write_atomic(&dir.join(REPORT), text().as_bytes());
     let mut now: Option<(Arc<str>, QMatrix)> = None;
@@ -274,4 +302,110 @@ fn text(
         out.push_str(&found.sensitivity.text(&found.choice));
     }
     out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::Value;
+
+    /// Quantizes a golden model to NF4; returns its `quantization_config` too.
+    fn quantized(family: &str) -> (QuantizeReport, Value) {
+        let goldens = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/parity/goldens/families");
+        let dir = tempfile::tempdir().unwrap();
+        let request = QuantizeRequest {
+            model: &goldens.join(family),
+            out: &dir.path().join("out"),
+            to: Format::Nf4 { double: true },
+            budget: None,
+            calibration_tokens: 1,
+        };
+        let report = quantize(&request).unwrap();
+        let config = files::read_text(&report.out.join("config.json")).unwrap();
+        let config: Value = serde_json::from_str(&config).unwrap();
+        (report, config["quantization_config"].clone())
+    }
+
+    #[test]
+    fn a_directory_of_bitsandbytes_lists_the_linears_that_stay() {
+        for (family, listed) in [
+            ("llama", &["lm_head"][..]),
+            ("gemma3", &["vision_tower", "model.multi_modal_projector"]),
+            ("qwen3_5", &["model.visual"]),
+            (
+                "gemma3n_text",
+                &[
+                    "model.per_layer_model_projection",
+                    "model.altup_projections.1",
+                    "model.layers.0.altup.modality_router",
+                ],
+            ),
+        ] {
+            let (report, config) = quantized(family);
+            assert_eq!(report.layout, QuantizedLayout::Bitsandbytes, "{family}");
+            let kept: Vec<String> = serde_json::from_value(config["llm_int8_skip_modules"].clone()).unwrap();
+            assert!(
+                listed.iter().all(|entry| kept.iter().any(|k| k == entry)),
+                "{family}: {kept:?}"
+            );
+            assert_eq!(kept.len() == 1, family == "llama", "{kept:?}");
+            assert!(!report.text.contains("bitsandbytes"));
+        }
+    }
+
+    /// Published files of Gemma 3n and Gemma 4 have keys of layers that read those of another layer.
+    #[test]
+    fn keys_that_no_layer_uses_are_left_out() {
+        const KEYS: &str = "model.layers.0.self_attn.k_proj.weight";
+        let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/parity/goldens/families/gemma3n_text");
+        let weights = Weights::open(&golden).unwrap();
+        let with = |more: &str| {
+            let dir = tempfile::tempdir().unwrap();
+            std::fs::copy(golden.join("config.json"), dir.path().join("config.json")).unwrap();
+            let plan = |name: &str, from: &str| {
+                let info = weights.info(from).unwrap();
+                TensorPlan {
+                    name: name.into(),
+                    dtype: info.dtype,
+                    shape: info.shape.clone(),
+                }
+            };
+            let mut plans: Vec<TensorPlan> = weights.names().map(|name| plan(name, name)).collect();
+            plans.push(plan(more, KEYS));
+            writer::write_file(&dir.path().join("model.safetensors"), &plans, &[], |plan, sink| {
+                let from = if plan.name == more { KEYS } else { plan.name.as_str() };
+                sink(Values::Raw(&weights.read_bytes(from)?))
+            })
+            .unwrap();
+            let request = QuantizeRequest {
+                model: dir.path(),
+                out: &dir.path().join("out"),
+                to: Format::Nf4 { double: true },
+                budget: None,
+                calibration_tokens: 1,
+            };
+            let report = quantize(&request)?;
+            Ok::<_, Error>(Weights::open(&report.out)?.info(more).is_some())
+        };
+        for part in ["k_proj.weight", "v_proj.weight", "k_norm.weight"] {
+            assert!(!with(&format!("model.layers.4.self_attn.{part}")).unwrap(), "{part}");
+        }
+        for name in [
+            "model.layers.4.self_attn.x_proj.weight",
+            "model.layers.0.self_attn.v_norm.weight",
+            "model.layers.9.self_attn.k_proj.weight",
+        ] {
+            let e = with(name).unwrap_err().to_string();
+            assert!(e.contains(name) && e.contains("does not have"), "{e}");
+        }
+    }
+
+    /// transformers would look for one tensor of all experts, and for a quantized router.
+    #[test]
+    fn experts_in_nf4_have_the_layout_of_ft() {
+        let (report, config) = quantized("qwen3_moe");
+        assert_eq!(report.layout, QuantizedLayout::Ft);
+        assert_eq!(config["quant_method"], "ft");
+        assert!(report.text.contains("experts"), "{}", report.text);
+    }
 }

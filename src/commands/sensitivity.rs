@@ -23,7 +23,7 @@ use crate::source::{
     Group, GroupWeights, InMemoryWeights, ParamInfo, ResidentWeights, StoragePolicy, Sublayer, WeightSource,
 };
 use candle_core::{Device, Tensor};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -49,6 +49,8 @@ pub struct Sensitivity {
     measured: Arc<InMemoryWeights>,
     batches: Vec<Batch>,
     dequantized_dtype: Dtype,
+    /// The types of the projections in the files.
+    stored: String,
 }
 
 pub struct FormatChoice {
@@ -71,6 +73,12 @@ pub fn dense_bytes(weights: &Weights, params: &[ParamInfo]) -> u64 {
         .sum()
 }
 
+/// The type of a tensor in the files, as reports name it; `-` without the tensor.
+pub fn stored_type(weights: &Weights, name: &str) -> String {
+    let info = weights.info(name);
+    info.map_or("-".to_string(), |info| info.dtype.name().to_lowercase())
+}
+
 /// Measures every unit on at most `tokens` tokens of `data`. `smallest` is the smallest candidate; int8 is always one.
 ///
 /// Errors: an invalid model or invalid rows; a loss that is not finite.
@@ -89,6 +97,12 @@ pub fn measure(
     let measured = Arc::new(InMemoryWeights::new(model.spec.params()));
     let mut formats = vec![None, Some(Format::Int8 { group: 0 }), Some(smallest)];
     formats.dedup();
+    let params = model.spec.params();
+    let stored: BTreeSet<String> = params
+        .iter()
+        .filter(|p| is_projection(p))
+        .map(|p| stored_type(&weights, &p.name))
+        .collect();
     let mut out = Sensitivity {
         formats,
         base: 0.0,
@@ -99,6 +113,7 @@ pub fn measure(
         measured,
         batches,
         dequantized_dtype,
+        stored: stored.into_iter().collect::<Vec<_>>().join(" or "),
     };
     if out.tokens == 0 {
         return Err(Error::new("nothing can be measured: no row has a trained token").at_path(data));
@@ -120,11 +135,15 @@ pub fn calibration(model: &ModelDir, data: &Path, tokens: usize) -> Result<Vec<B
         ..dataset::DatasetSpec::default()
     };
     let rows = Dataset::load(&spec, &model.tokenizer, model.template())?;
-    let mut left = tokens;
-    eval_batches(&rows, BATCH_TOKENS.min(tokens.max(1)))
+    // One batch is needed, even of a row that is longer.
+    let (mut left, mut taken) = (tokens, false);
+    // Small batches leave little of a small number of tokens unused.
+    eval_batches(&rows, BATCH_TOKENS.min((tokens / 4).max(1)))
         .take_while(|batch| {
-            let fits = left > 0;
-            left = left.saturating_sub(batch.as_ref().map_or(0, Batch::len));
+            let (length, trained) = batch.as_ref().map_or((0, 0), |b| (b.len(), b.trained()));
+            let fits = !taken || (left > 0 && length <= left);
+            left = left.saturating_sub(length);
+            taken |= trained > 0;
             fits
         })
         .filter(|batch| batch.as_ref().map_or(true, |b| b.trained() > 0))
@@ -312,7 +331,7 @@ impl Sensitivity {
     }
 
     fn name(&self, candidate: usize) -> String {
-        self.formats[candidate].map_or(self.dequantized_dtype.name().to_string(), |f| f.name().to_string())
+        self.formats[candidate].map_or(self.stored.clone(), |f| f.name().to_string())
     }
 
     /// The measurements and the choice, as Markdown.
@@ -471,12 +490,38 @@ mod tests {
         let rows = assets.join("world/eval.jsonl");
         let measured = measure(&model, &rows, Format::Int4 { group: 64 }, Dtype::F32, 600).unwrap();
         assert!(measured.batches.len() > 1);
+        for most in [600, 700, 1000, 1700] {
+            let batches = calibration(&model, &rows, most).unwrap();
+            assert!(batches.iter().map(Batch::len).sum::<usize>() <= most, "{most}");
+        }
+        assert_eq!(calibration(&model, &rows, 1).unwrap().len(), 1);
         let (mut totals, objective) = (Totals::default(), CausalLm::new(model.spec.vocab));
         for batch in &measured.batches {
             totals.add(crate::engine::evaluate(&measured.network, &objective, batch).unwrap());
         }
         let (got, want) = (measured.base, totals.loss());
         assert!((got - want).abs() < 1e-9 * want, "{got} {want}");
+    }
+
+    #[test]
+    fn a_weight_that_stays_has_the_type_of_its_file() {
+        use crate::formats::StoredDtype;
+        use crate::formats::writer::{self, TensorPlan, Values};
+        let dir = tempfile::tempdir().unwrap();
+        let plan = TensorPlan {
+            name: "a".into(),
+            dtype: StoredDtype::F16,
+            shape: vec![1, 4],
+        };
+        writer::write_file(&dir.path().join("model.safetensors"), &[plan], &[], |_, sink| {
+            sink(Values::Raw(&[0; 8]))
+        })
+        .unwrap();
+        let weights = Weights::open(dir.path()).unwrap();
+        assert_eq!(
+            (&*stored_type(&weights, "a"), &*stored_type(&weights, "b")),
+            ("f16", "-")
+        );
     }
 
     #[test]

@@ -5,7 +5,7 @@
 //! fastai's `minimum`: a tenth of the rate at which the smoothed loss was lowest.
 
 use crate::base::{Error, ErrorKind, Result, files};
-use crate::commands::bench::{folder, steps_only};
+use crate::commands::bench::{first_steps, folder};
 use crate::history::{self, Curve, Curves};
 use crate::recipe;
 use crate::train::{self, RateSweep, TrainOptions};
@@ -36,7 +36,7 @@ pub fn measure(file: &Path, overrides: &[String], sweep: RateSweep) -> Result<Ra
     let place = folder(&first);
     let there = place.exists();
     let run = place.join(format!("tune-lr-{}", std::process::id()));
-    let loaded = recipe::load(file, &steps_only(overrides, sweep.steps, &run))?;
+    let loaded = first_steps(file, overrides, &first, sweep.steps, &run)?;
     let options = TrainOptions {
         only_steps: true,
         sweep: Some(sweep),

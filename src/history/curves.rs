@@ -19,6 +19,12 @@ impl Curve {
         self.points.last().map(|(_, y)| *y)
     }
 
+    /// The lowest value after the start: an evaluation before the first step is no result of the run.
+    pub fn lowest(&self) -> Option<f64> {
+        let after = self.points.iter().filter(|(step, _)| *step > 0);
+        after.map(|(_, y)| *y).reduce(f64::min)
+    }
+
     /// Mean of the last `n` values.
     pub fn recent(&self, n: usize) -> Option<f64> {
         let last = &self.points[self.points.len().saturating_sub(n)..];
@@ -40,12 +46,12 @@ impl Curve {
         }
     }
 
-    /// At most `n` points: the lowest and the highest of each part of the curve, so that no peak is lost.
+    /// At most `n` points, or 3: the lowest and the highest of each part of the curve, so that no peak is lost, and the last one.
     pub fn thinned(&self, n: usize) -> Self {
         if self.points.len() <= n.max(4) {
             return self.clone();
         }
-        let each = self.points.len().div_ceil((n / 2).max(1));
+        let each = self.points.len().div_ceil((n.saturating_sub(1) / 2).max(1));
         let mut points = Vec::new();
         for part in self.points.chunks(each) {
             let by = |a: &&(u64, f64), b: &&(u64, f64)| a.1.total_cmp(&b.1);
@@ -55,6 +61,8 @@ impl Curve {
             ends.dedup();
             points.extend(ends);
         }
+        let last = self.points.last().filter(|last| points.last() != Some(last));
+        points.extend(last.copied());
         Self { points }
     }
 }
@@ -192,6 +200,25 @@ mod tests {
         (1..5000).for_each(|step| curves.add(&serde_json::json!({"step": step, "loss": step % 7}), 200));
         assert!((50..=200).contains(&curves.get("loss").unwrap().points.len()));
         assert_eq!(curve(&[1.0, 2.0, 6.0]).recent(2), Some(4.0));
+        assert_eq!(curves.get("loss").unwrap().points.last(), Some(&(4999, 1.0)));
+        for n in 3..40 {
+            let waves: Vec<f64> = (0..500).map(|i| f64::from(i % 7)).collect();
+            let thin = curve(&waves).thinned(n).points;
+            assert!(thin.len() <= n.max(3), "{n}");
+            assert_eq!(thin.last(), Some(&(500, waves[499])), "{n}");
+        }
+    }
+
+    #[test]
+    fn the_evaluation_before_the_first_step_is_not_the_best_one() {
+        let of = |points: &[(u64, f64)]| {
+            Curve {
+                points: points.to_vec(),
+            }
+            .lowest()
+        };
+        assert_eq!(of(&[(0, 1.0), (10, 3.0), (20, 2.0)]), Some(2.0));
+        assert_eq!(of(&[(0, 1.0)]), None);
     }
 
     #[test]

@@ -218,7 +218,7 @@ pub fn export(
 
 /// A cell of a table.
 fn quoted(text: &str) -> String {
-    if text.contains([',', '"', '\n']) {
+    if text.contains([',', '"', '\n', '\r']) {
         format!("\"{}\"", text.replace('"', "\"\""))
     } else {
         text.to_string()
@@ -229,6 +229,19 @@ fn quoted(text: &str) -> String {
 mod tests {
     use super::*;
     use std::fs;
+
+    #[test]
+    fn a_cell_with_a_mark_of_the_table_is_quoted() {
+        assert_eq!(quoted("a b"), "a b");
+        for (text, wanted) in [
+            ("a,b", "\"a,b\""),
+            ("a\"b", "\"a\"\"b\""),
+            ("a\nb", "\"a\nb\""),
+            ("a\rb", "\"a\rb\""),
+        ] {
+            assert_eq!(quoted(text), wanted);
+        }
+    }
 
     #[test]
     fn each_form_has_all_numbers() {

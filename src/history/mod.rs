@@ -15,5 +15,5 @@ pub use curves::{Curve, Curves};
 pub use export::{ExportFormat, empty_event_files, event, export, is_event_file, new_event_file};
 pub use lines::{each_line, each_own_line, open_own, read_own_text};
 pub use plot::{ROWS, color, plot};
-pub use record::{RunRecord, find};
+pub use record::{RunRecord, find, settings};
 pub use svg::{CURVES, svg, write};

@@ -4,10 +4,10 @@ use super::{Curves, each_own_line, open_own, read_own_text};
 use crate::base::lock::{self, LockState};
 use crate::base::{Error, Result, files, secrets, units};
 use serde_json::Value;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
-use toml_edit::{DocumentMut, TableLike};
+use toml_edit::{DocumentMut, Item, TableLike};
 
 /// Keys with the ids of a model and of datasets.
 const PLACES: [&str; 3] = ["model.path", "data.train", "data.sources"];
@@ -40,6 +40,8 @@ pub struct RunRecord {
     /// Unix seconds of the first and the last event.
     pub began: Option<f64>,
     pub ended: Option<f64>,
+    /// Unix seconds of the last start or resume.
+    pub resumed: Option<f64>,
     /// Forecast of the peak memory in bytes.
     pub planned_bytes: Option<u64>,
     pub warnings: Vec<String>,
@@ -84,7 +86,25 @@ pub fn find(places: &[PathBuf]) -> Result<Vec<PathBuf>> {
         }
         below(place, LEVELS, &mut out)?;
     }
-    out.dedup();
+    let mut seen = BTreeSet::new();
+    out.retain(|run| seen.insert(run.clone()));
+    Ok(out)
+}
+
+/// Keys of a `resolved.toml` with their value, as TOML on one line, and its origin, in the order of the text: `train.batch_size`,
+/// `8`, `recipe`.
+///
+/// Errors: the text is not TOML, or is nested too deep.
+pub fn settings(resolved: &str) -> Result<Vec<[String; 3]>> {
+    let damaged = || Error::new("the file is damaged");
+    if nesting(resolved) > MOST_NESTED {
+        return Err(damaged()
+            .found("tables inside of tables, or keys with many parts")
+            .expected(format!("at most {MOST_NESTED} levels")));
+    }
+    let table: DocumentMut = resolved.parse().map_err(|e| damaged().cause(e))?;
+    let mut out = Vec::new();
+    flatten(table.as_table(), "", 0, &mut out);
     Ok(out)
 }
 
@@ -109,15 +129,8 @@ impl RunRecord {
         }
         let resolved = path.join("resolved.toml");
         let text = read_own_text(&resolved)?;
-        let damaged = || Error::new("the file is damaged").at_path(&resolved);
-        if nesting(&text) > MOST_NESTED {
-            return Err(damaged()
-                .found("tables inside of tables, or keys with many parts")
-                .expected(format!("at most {MOST_NESTED} levels")));
-        }
-        let table: DocumentMut = text.parse().map_err(|e| damaged().cause(e))?;
-        let mut settings = BTreeMap::new();
-        flatten(table.as_table(), "", 0, &mut settings);
+        let rows = settings(&text).map_err(|e| e.at_path(&resolved))?;
+        let mut settings: BTreeMap<String, String> = rows.into_iter().map(|[key, value, _]| (key, value)).collect();
         let place = |key: &'static str| Some((key, secrets::mask_users(settings.get(key)?)));
         let places = PLACES.into_iter().filter_map(place).collect();
         settings.values_mut().for_each(|value| *value = secrets::mask(value));
@@ -146,6 +159,7 @@ impl RunRecord {
             checkpoints,
             began: events.began,
             ended: events.ended,
+            resumed: events.resumed,
             planned_bytes: plan.and_then(|plan| plan["peak_bytes"].as_u64()),
             warnings: events.warnings,
         })
@@ -168,6 +182,7 @@ impl RunRecord {
             checkpoints: Vec::new(),
             began: None,
             ended: None,
+            resumed: None,
             planned_bytes: None,
             warnings: Vec::new(),
         }
@@ -196,6 +211,7 @@ struct Events {
     steps: Option<u64>,
     began: Option<f64>,
     ended: Option<f64>,
+    resumed: Option<f64>,
     /// The last start, resume or stop.
     last: Value,
     warnings: Vec<String>,
@@ -215,6 +231,9 @@ impl Events {
             }
             all.ended = time;
             all.steps = event["steps"].as_u64().or(all.steps);
+            if event["event"] == "start" || event["event"] == "resume" {
+                all.resumed = time;
+            }
             if ["start", "resume", "stop"].iter().any(|kind| event["event"] == *kind) {
                 all.last = event;
             } else if event["event"] == "warning"
@@ -320,18 +339,48 @@ fn after_text(bytes: &[u8], at: usize) -> usize {
     bytes.len()
 }
 
-fn flatten(table: &dyn TableLike, prefix: &str, depth: usize, out: &mut BTreeMap<String, String>) {
+fn flatten(table: &dyn TableLike, prefix: &str, depth: usize, out: &mut Vec<[String; 3]>) {
     for (name, item) in table.iter() {
         let key = format!("{prefix}{name}");
-        match item.as_table() {
-            Some(inner) if depth < 2 * MOST_NESTED => flatten(inner, &format!("{key}."), depth + 1, out),
-            Some(_) => {}
-            None => {
-                let text = item.to_string();
-                let value = text.split("  #").next().unwrap_or_default().trim();
-                out.insert(key, value.to_string());
+        match item {
+            Item::Table(inner) if depth < 2 * MOST_NESTED => flatten(inner, &format!("{key}."), depth + 1, out),
+            Item::Value(value) => {
+                let origin = value
+                    .decor()
+                    .suffix()
+                    .and_then(|text| text.as_str())
+                    .unwrap_or_default();
+                let origin = origin.trim().trim_start_matches('#').trim_start();
+                out.push([key, on_one_line(value), origin.to_string()]);
             }
+            Item::ArrayOfTables(_) => out.push([key, item.to_string().trim().to_string(), String::new()]),
+            Item::Table(_) | Item::None => {}
         }
+    }
+}
+
+/// A value as TOML. A text with line breaks has escapes, because readers show one line for each key.
+fn on_one_line(value: &toml_edit::Value) -> String {
+    let mut plain = value.clone();
+    plain.decor_mut().clear();
+    let text = plain.to_string();
+    if !text.contains('\n') {
+        return text.trim().to_string();
+    }
+    // The escapes of JSON are escapes of TOML too. Only DEL needs one more.
+    let quoted = |text: &str| Value::from(text).to_string().replace('\u{7f}', "\\u007F");
+    match value {
+        toml_edit::Value::String(text) => quoted(text.value()),
+        toml_edit::Value::Array(all) => {
+            let all: Vec<String> = all.iter().map(on_one_line).collect();
+            format!("[{}]", all.join(", "))
+        }
+        toml_edit::Value::InlineTable(table) => {
+            let row = |(key, value): (&str, &toml_edit::Value)| format!("{} = {}", quoted(key), on_one_line(value));
+            let rows: Vec<String> = table.iter().map(row).collect();
+            format!("{{ {} }}", rows.join(", "))
+        }
+        _ => text.trim().to_string(),
     }
 }
 
@@ -359,11 +408,39 @@ mod tests {
         assert_eq!((record.total_steps, &*record.state), (Some(20), "interrupted"));
         assert_eq!(record.checkpoints, [5, 10]);
         assert_eq!((record.began, record.ended), (Some(1.5), Some(2.5)));
+        assert_eq!(record.resumed, Some(1.5));
         assert_eq!(record.warnings, ["m"]);
         events("{\"event\":\"stop\",\"step\":20,\"reason\":\"done\",\"time\":9.0}\n");
         assert_eq!(RunRecord::read(&run).unwrap().state, "done");
         assert_eq!(find(&[dir.path().to_path_buf()]).unwrap(), std::slice::from_ref(&run));
         assert!(find(&[dir.path().join("none")]).is_err() && RunRecord::read(dir.path()).is_err());
+    }
+
+    #[test]
+    fn a_run_that_is_named_twice_is_there_once() {
+        let dir = tempfile::tempdir().unwrap();
+        let runs = ["a", "b"].map(|name| dir.path().join(name));
+        for run in &runs {
+            fs::create_dir(run).unwrap();
+            fs::write(run.join("resolved.toml"), "").unwrap();
+            fs::write(run.join("events.jsonl"), "").unwrap();
+        }
+        let [a, b] = runs;
+        assert_eq!(find(&[a.clone(), b.clone(), dir.path().into()]).unwrap(), [a, b]);
+    }
+
+    #[test]
+    fn a_setting_is_its_whole_value_on_one_line() {
+        let text = "[data]\na = \"x  # y\"  # recipe\nb = \"\"\"\n[c]\nd = 1  # argument\n\"\"\"  # default: a # b\n\
+                    e = [\"\"\"\n1\n2\"\"\", 'z']\n[data.f]\ng = { h = 1.5 }\n# i = 2\n";
+        let row = |all: [&str; 3]| all.map(String::from);
+        let expected = [
+            row(["data.a", "\"x  # y\"", "recipe"]),
+            row(["data.b", r#""[c]\nd = 1  # argument\n""#, "default: a # b"]),
+            row(["data.e", r#"["1\n2", 'z']"#, ""]),
+            row(["data.f.g", "{ h = 1.5 }", ""]),
+        ];
+        assert_eq!(settings(text).unwrap(), expected);
     }
 
     #[test]

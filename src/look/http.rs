@@ -24,13 +24,20 @@ pub fn read(stream: &mut TcpStream, patience: Duration) -> Option<HttpRequest> {
     stream.set_write_timeout(Some(PATIENCE)).ok()?;
     // One limit for all of it: single bytes would keep a connection for hours.
     let deadline = Instant::now() + patience;
-    let mut head = Vec::new();
-    let mut piece = [0; 1024];
-    let end = loop {
+    read_from(|piece| {
         let left = deadline.saturating_duration_since(Instant::now());
         // An error for no time at all.
         stream.set_read_timeout(Some(left)).ok()?;
-        let n = stream.read(&mut piece).ok().filter(|n| *n > 0)?;
+        stream.read(piece).ok()
+    })
+}
+
+/// As `read`; `next` gives the next bytes. 0 bytes are the end.
+pub fn read_from(mut next: impl FnMut(&mut [u8]) -> Option<usize>) -> Option<HttpRequest> {
+    let mut head = Vec::new();
+    let mut piece = [0; 1024];
+    let end = loop {
+        let n = next(&mut piece).filter(|n| *n > 0)?;
         let from = head.len().saturating_sub(3);
         head.extend_from_slice(&piece[..n]);
         if let Some(at) = head[from..].windows(4).position(|w| w == b"\r\n\r\n") {
@@ -80,10 +87,14 @@ pub fn head(status: &str, kind: &str, length: Option<usize>) -> String {
     )
 }
 
+/// A whole response.
+pub fn response(status: &str, kind: &str, body: &[u8]) -> Vec<u8> {
+    [head(status, kind, Some(body.len())).as_bytes(), body].concat()
+}
+
 /// Sends a response. A client that is gone is no error.
 pub fn send(stream: &mut TcpStream, status: &str, kind: &str, body: &[u8]) {
-    let head = head(status, kind, Some(body.len()));
-    let _ = stream.write_all(head.as_bytes()).and_then(|()| stream.write_all(body));
+    let _ = stream.write_all(&response(status, kind, body));
 }
 
 /// True for equal texts; the time depends on the lengths only.

@@ -12,4 +12,6 @@ mod watch;
 pub use http::parse as parse_request;
 pub use page::{MOST_RUNS, write_folder};
 pub use server::Server;
+#[doc(hidden)]
+pub use server::answer_of_bytes;
 pub use watch::{FrameStyle, WatchedRun, newest};

@@ -28,6 +28,7 @@ const SIGN_OF_LIFE: Duration = Duration::from_secs(15);
 
 const JSON: &str = "application/json";
 const TEXT: &str = "text/plain; charset=utf-8";
+const NO_REQUEST: &[u8] = b"not a request\n";
 
 /// A page for the runs in some directories.
 pub struct Server {
@@ -59,6 +60,14 @@ struct KnownRun {
 }
 
 impl KnownRuns {
+    fn find(places: &[PathBuf]) -> Result<Self> {
+        let mut runs = Self::default();
+        for run in history::find(places)? {
+            runs.id(&run);
+        }
+        Ok(runs)
+    }
+
     fn id(&mut self, path: &Path) -> usize {
         if let Some(id) = self.ids.get(path) {
             return *id;
@@ -86,10 +95,7 @@ impl Server {
     ///
     /// Errors: there is no run; the port is in use.
     pub fn open(places: &[PathBuf], port: u16) -> Result<Self> {
-        let mut runs = KnownRuns::default();
-        for run in history::find(places)? {
-            runs.id(&run);
-        }
+        let runs = KnownRuns::find(places)?;
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, port)).map_err(|e| {
             Error::io("cannot listen on this port of 127.0.0.1")
                 .at(format!("--port {port}"))
@@ -152,30 +158,39 @@ impl Drop for ConnectionPlace {
 impl ServerState {
     fn answer(&self, mut stream: TcpStream) {
         let Some(request) = http::read(&mut stream, http::PATIENCE) else {
-            return http::send(&mut stream, "400 Bad Request", TEXT, b"not a request\n");
+            return http::send(&mut stream, "400 Bad Request", TEXT, NO_REQUEST);
         };
+        match self.response(&request) {
+            Some((status, kind, body)) => http::send(&mut stream, status, kind, body.as_bytes()),
+            None => self.live(stream, &request),
+        }
+    }
+
+    /// Status, kind and body of a response. `None`: the lines that runs write, which have no end.
+    fn response(&self, request: &HttpRequest) -> Option<(&'static str, &'static str, String)> {
+        let plain = |status, text: &str| Some((status, TEXT, text.to_string()));
         // Another name would be a page of somebody else whose name leads to this machine.
         let hosts = ["127.0.0.1", "localhost"].map(|host| format!("{host}:{}", self.port));
         if !hosts.contains(&request.host) {
-            return http::send(&mut stream, "403 Forbidden", TEXT, b"unknown host\n");
+            return plain("403 Forbidden", "unknown host\n");
         }
         if request.method != "GET" {
-            return http::send(&mut stream, "405 Method Not Allowed", TEXT, b"only GET\n");
+            return plain("405 Method Not Allowed", "only GET\n");
         }
         let (given, rest) = request.path[1..].split_once('/').unwrap_or((&request.path[1..], ""));
         if !same(given, &self.token) {
-            return http::send(&mut stream, "404 Not Found", TEXT, b"not found\n");
+            return plain("404 Not Found", "not found\n");
         }
         if rest == "live" {
-            return self.live(stream, &request);
+            return None;
         }
         match self.body(rest) {
-            Some(Ok((kind, body))) => http::send(&mut stream, "200 OK", kind, body.as_bytes()),
+            Some(Ok((kind, body))) => Some(("200 OK", kind, body)),
             Some(Err(e)) => {
                 let body = json!({"error": e.to_string()}).to_string();
-                http::send(&mut stream, "500 Internal Server Error", JSON, body.as_bytes());
+                Some(("500 Internal Server Error", JSON, body))
             }
-            None => http::send(&mut stream, "404 Not Found", TEXT, b"not found\n"),
+            None => plain("404 Not Found", "not found\n"),
         }
     }
 
@@ -238,15 +253,17 @@ impl ServerState {
         Ok(json!({"runs": entries.collect::<Vec<_>>(), "most": MOST_RUNS}))
     }
 
+    /// The runs of a query.
+    fn followed(&self, request: &HttpRequest) -> Vec<FollowedRun> {
+        let asked = request.query.strip_prefix("runs=").unwrap_or("");
+        let runs = asked.split(',').filter_map(|text| FollowedRun::new(text, self));
+        runs.take(MOST_RUNS).collect()
+    }
+
     /// Sends the lines that runs write, as server-sent events. The query names the runs with the bytes that the page has:
     /// `runs=ID:METRICS:EVENTS:SAMPLES,...`.
     fn live(&self, mut stream: TcpStream, request: &HttpRequest) {
-        let asked = request.query.strip_prefix("runs=").unwrap_or("");
-        let mut followed: Vec<FollowedRun> = asked
-            .split(',')
-            .filter_map(|text| FollowedRun::new(text, self))
-            .take(MOST_RUNS)
-            .collect();
+        let mut followed = self.followed(request);
         let head = http::head("200 OK", "text/event-stream", None);
         let mut alive = stream.write_all(head.as_bytes()).is_ok();
         let mut said = Instant::now();
@@ -264,6 +281,36 @@ impl ServerState {
             }
         }
     }
+}
+
+/// For the fuzzer: the response to a request that comes in pieces of at most `piece` bytes, from a server at port 8000 with the token
+/// `token`. Of what has no end, the first turn.
+#[doc(hidden)]
+pub fn answer_of_bytes(places: &[PathBuf], mut request: &[u8], piece: usize) -> Result<Vec<u8>> {
+    let state = ServerState {
+        places: places.to_vec(),
+        runs: Mutex::new(KnownRuns::find(places)?),
+        token: "token".into(),
+        port: 8000,
+        connections: AtomicUsize::new(0),
+    };
+    let found = http::read_from(|to| {
+        let most = to.len().min(piece);
+        std::io::Read::read(&mut request, &mut to[..most]).ok()
+    });
+    let Some(request) = found else {
+        return Ok(http::response("400 Bad Request", TEXT, NO_REQUEST));
+    };
+    Ok(match state.response(&request) {
+        Some((status, kind, body)) => http::response(status, kind, body.as_bytes()),
+        None => {
+            let mut followed = state.followed(&request);
+            let messages = followed.iter_mut().filter_map(|run| run.message(&state));
+            messages
+                .flat_map(|message| format!("data: {message}\n\n").into_bytes())
+                .collect()
+        }
+    })
 }
 
 /// A run that a page follows.

@@ -3,7 +3,7 @@
 
 use crate::base::paths::shell_word;
 use crate::base::{Error, Result, files, secrets};
-use crate::history::{RunRecord, each_own_line, read_own_text};
+use crate::history::{self, RunRecord, each_own_line, read_own_text};
 use crate::report::visible;
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, VecDeque};
@@ -51,18 +51,19 @@ pub fn last_lines(run: &Path, name: &str, most: usize) -> Vec<Value> {
     lines.into_iter().map(|(_, value)| value).collect()
 }
 
-/// Keys with value and origin: `train.batch_size`, `8`, `recipe`.
+/// Keys with value and origin, without secrets. A damaged text has none.
 fn settings(resolved: &str) -> Vec<[String; 3]> {
-    let (mut table, mut all) = (String::new(), Vec::new());
-    for line in resolved.lines() {
-        if let Some(name) = line.strip_prefix('[').and_then(|l| l.strip_suffix(']')) {
-            table = format!("{name}.");
-        } else if let Some((key, rest)) = line.split_once(" = ").filter(|(key, _)| !key.starts_with('#')) {
-            let (value, origin) = rest.rsplit_once("  # ").unwrap_or((rest, ""));
-            all.push([format!("{table}{key}"), value.to_string(), origin.to_string()]);
-        }
-    }
-    all
+    let masked = |[key, value, origin]: [String; 3]| {
+        // The key may tell that the value is a secret.
+        let begin = format!("{key} = ");
+        let line = secrets::mask(&format!("{begin}{value}"));
+        let value = line
+            .strip_prefix(&begin)
+            .map_or_else(|| secrets::mask(&value), String::from);
+        [key, value, secrets::mask(&origin)]
+    };
+    let all = history::settings(resolved).unwrap_or_default();
+    all.into_iter().map(masked).collect()
 }
 
 /// The commands that started and resumed the run, as they were given; for a run that does not say them, the command that starts
@@ -149,7 +150,7 @@ pub fn unreadable(id: usize, run: &Path, e: &Error) -> Value {
 }
 
 fn view_of_record(id: usize, run: &Path, record: &RunRecord, [events_bytes, samples_bytes]: [u64; 2]) -> Value {
-    let settings = settings(&secrets::mask(&text(run, "resolved.toml").unwrap_or_default()));
+    let settings = settings(&text(run, "resolved.toml").unwrap_or_default());
     let mut events = last_lines(run, "events.jsonl", EVENTS);
     let command = command(run, &settings);
     events.iter_mut().for_each(shorten);
@@ -238,6 +239,12 @@ mod tests {
         let seen = view(3, run).unwrap();
         assert_eq!(seen["settings"][1], json!(["train.batch_size", "4", "default: x"]));
         assert_eq!(seen["settings"].as_array().unwrap().len(), 3);
+        let long = "[data]\nsystem_prompt = \"\"\"\na\n[b]\"\"\"  # recipe\nseed = 1  # default: x\n";
+        let rows = [
+            ["data.system_prompt", r#""a\n[b]""#, "recipe"],
+            ["data.seed", "1", "default: x"],
+        ];
+        assert_eq!(settings(long), rows);
         let line = seen["command"]["lines"][0].as_str().unwrap();
         assert!(line.ends_with("recipe.toml train.max_steps=9"), "{line}");
         assert_eq!(seen["curves"]["loss"], json!([[1, 2.5]]));

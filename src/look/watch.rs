@@ -125,7 +125,10 @@ impl WatchedRun {
             return (self.record.began.zip(self.record.ended).map(|(a, b)| b - a), None);
         };
         let elapsed = time.last().zip(self.record.began).map(|(now, began)| now - began);
-        let points = &time.points[time.points.len().saturating_sub(30)..];
+        // The time between an end and a resume is not the time of a step.
+        let resumed = self.record.resumed.unwrap_or(f64::NEG_INFINITY);
+        let since = time.points.partition_point(|(_, at)| *at < resumed);
+        let points = &time.points[since.max(time.points.len().saturating_sub(30))..];
         let pace = points.first().zip(points.last()).filter(|(a, b)| b.0 > a.0);
         let pace = pace.map(|(a, b)| (b.1 - a.1) / (b.0 - a.0) as f64);
         let left = self
@@ -155,10 +158,10 @@ impl WatchedRun {
         let what = ["train.stage", "tune.method", "model.path"]
             .map(|key| record.setting(key))
             .join(" ");
-        let name = visible(&self.run.display().to_string());
+        let name = on_one_line(&self.run.display().to_string());
         let mut lines = vec![
-            format!("{}  {}", bold(&name), visible(&record.state)),
-            visible(&what),
+            format!("{}  {}", bold(&name), on_one_line(&record.state)),
+            on_one_line(&what),
             String::new(),
         ];
 
@@ -178,10 +181,7 @@ impl WatchedRun {
         lines.push(line);
 
         let plain = |x: f64| format!("{x:.4}");
-        let best = self
-            .curves
-            .get("eval_loss")
-            .and_then(|c| c.points.iter().map(|p| p.1).reduce(f64::min));
+        let best = self.curves.get("eval_loss").and_then(Curve::lowest);
         let numbers = [
             ("loss", self.recent("loss").map(plain)),
             ("eval", self.last("eval_loss").map(plain)),
@@ -240,7 +240,7 @@ impl WatchedRun {
         let own = own.map(|c| if smooth { c.smoothed() } else { c.clone() });
         let curves: Vec<&Curve> = own.iter().chain(evaluated).collect();
         let points = evaluated.map(|c| c.points.len()).filter(|n| *n > 0);
-        let title = format!("{}{}", visible(name), if smooth { ", smoothed" } else { "" });
+        let title = format!("{}{}", on_one_line(name), if smooth { ", smoothed" } else { "" });
         let more = points.map_or(String::new(), |points| format!("{points} evaluations"));
         let between = if points.is_some() { ", and " } else { "" };
         // In the colors of the curves, if both fit.
@@ -276,6 +276,11 @@ fn bar(part: f64, width: usize, unicode: bool) -> String {
     on.repeat(full) + &off.repeat(width - full.min(width))
 }
 
+/// Text of a file in a line of a frame.
+fn on_one_line(text: &str) -> String {
+    visible(text).replace(['\n', '\t'], " ")
+}
+
 /// `15:22:01 save  step 200`, in UTC.
 fn event(event: &Value) -> String {
     let seconds = event["time"]
@@ -292,7 +297,7 @@ fn event(event: &Value) -> String {
         None => format!("{name} {value}"),
     };
     let text = fields.map(text).collect::<Vec<_>>().join(", ");
-    let shown = |text: &str| visible(&secrets::mask(text)).replace('\n', " ");
+    let shown = |text: &str| on_one_line(&secrets::mask(text));
     let kind = event["event"].as_str().unwrap_or("-");
     format!("{clock} {:<8} {}", shown(kind), shown(&text))
 }
@@ -346,6 +351,21 @@ mod tests {
         fs::write(run.join("events.jsonl"), start).unwrap();
         write(run, 1..=40);
         let mut watched = WatchedRun::open(run).unwrap();
+        // The name of a curve is text of a file too.
+        let odd = "{\"step\":1,\"a\\nb\\tc\":2.0}\n";
+        fs::write(run.join("metrics.jsonl"), odd).unwrap();
+        let look = FrameStyle {
+            width: 80,
+            height: 24,
+            color: false,
+            unicode: true,
+        };
+        let frame = WatchedRun::open(run).unwrap().frame(look);
+        assert!(
+            frame.iter().any(|line| line.starts_with("a b c, smoothed")),
+            "{frame:?}"
+        );
+        write(run, 1..=40);
         for (width, height) in [(80, 24), (40, 12), (24, 5), (200, 60), (10, 2)] {
             for (color, unicode) in [(false, true), (true, true), (false, false)] {
                 let look = FrameStyle {
@@ -393,5 +413,30 @@ mod tests {
         watched.refresh();
         watched.refresh();
         assert!(watched.frame(look).join("\n").contains("step 60 of 100"));
+    }
+
+    #[test]
+    fn the_pause_before_a_resume_is_no_time_of_a_step() {
+        let dir = tempfile::tempdir().unwrap();
+        let run = dir.path();
+        fs::write(run.join("resolved.toml"), "").unwrap();
+        let events = "{\"event\":\"start\",\"steps\":100,\"time\":0}\n{\"event\":\"resume\",\"time\":30000}\n";
+        fs::write(run.join("events.jsonl"), events).unwrap();
+        let line = |step: u64| {
+            let time = if step <= 10 { step } else { 30_000 + step };
+            format!("{{\"step\":{step},\"eval_loss\":{step},\"time\":{time}}}\n")
+        };
+        fs::write(run.join("metrics.jsonl"), (0..=20).map(line).collect::<String>()).unwrap();
+        let mut watched = WatchedRun::open(run).unwrap();
+        watched.record.state = "running".to_string();
+        assert_eq!(watched.times(), (Some(30_020.0), Some(80.0)));
+        let look = FrameStyle {
+            width: 80,
+            height: 24,
+            color: false,
+            unicode: true,
+        };
+        // The evaluation before the first step is not the best one.
+        assert!(watched.frame(look).join("\n").contains("best 1.0000"));
     }
 }

@@ -11,6 +11,15 @@ use crate::setup::row_sizes::EvaluationSize;
 use crate::setup::teacher::TeacherSpec;
 use std::sync::Arc;
 
+/// Memory of the reference of an RL stage.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct ReferenceMemory {
+    /// Bytes of its own weights and adapters.
+    pub held: u64,
+    /// Bytes of the largest weight as it is read, until it is quantized.
+    pub read: u64,
+}
+
 /// The inputs of a plan in addition to model and recipe.
 #[derive(Debug, Clone)]
 pub struct PlanInputs {
@@ -44,8 +53,8 @@ pub struct PlanInputs {
     pub teacher: Option<TeacherSpec>,
     /// Reward models.
     pub judges: Arc<[RewardModelSpec]>,
-    /// A frozen reference copy of the weights is held beside the trained ones.
-    pub reference: bool,
+    /// The reference of an RL stage, beside the weights of the policy.
+    pub reference: ReferenceMemory,
     /// Number of answers that the rollout before the step generates at a time.
     pub rollout: usize,
     /// The tokenized rows.
@@ -89,7 +98,7 @@ impl PlanInputs {
             adapters,
             teacher: None,
             judges: Arc::default(),
-            reference: false,
+            reference: ReferenceMemory::default(),
             rollout: 0,
             data_bytes: 0,
             process_bytes: process.resident + CODE,

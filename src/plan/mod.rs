@@ -31,7 +31,7 @@ mod weights;
 
 pub use candidates::turns_of;
 pub use experts::ExpertForecast;
-pub use inputs::PlanInputs;
+pub use inputs::{PlanInputs, ReferenceMemory};
 pub use memory_plan::{MemoryPlan, PlanDevice, ProcessState};
 pub use model::{AdapterCosts, PlanModel};
 pub use run_plan::RunPlan;
@@ -106,7 +106,13 @@ impl PlanInputs {
             LoraInit::Corda | LoraInit::Eva => {
                 // A layer before its covariances are decomposed.
                 pass.tokens = pass.tokens.min(cost::TOKENS.max(self.longest));
-                bytes.max(4 * tokens * model.spec.hidden as u64 + teacher::layer_work(model, &pass))
+                // EVA copies the inputs of trained tokens.
+                let widest = model.spec.hidden.max(model.spec.intermediate);
+                let copied = match lora.init_lora_weights {
+                    LoraInit::Eva => self.element * (pass.tokens * widest) as u64,
+                    _ => 0,
+                };
+                bytes.max(4 * tokens * model.spec.hidden as u64 + teacher::layer_work(model, &pass) + copied)
             }
             _ => bytes,
         }
@@ -367,10 +373,8 @@ fn of_turn(
     held.push(ledger.alloc(MemoryKind::Weights, resident.always));
     let layers = ledger.alloc(MemoryKind::Weights, resident.layers);
     held.push(weights::reordered(model, inputs, &mut ledger));
+    held.push(weights::reference(&mut ledger, inputs));
     held.push(ledger.alloc(MemoryKind::InactiveMasters, inputs.inactive_bytes(turn, element)));
-    if inputs.reference {
-        held.push(ledger.alloc(MemoryKind::Reference, stored * model.parameters()));
-    }
     if turn.deactivates {
         weights::deactivate(&mut ledger, model, inputs, active, element);
     }

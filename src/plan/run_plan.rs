@@ -3,10 +3,11 @@
 
 use super::memory_plan::{self, MemoryPlan, PlanDevice};
 use crate::base::Result;
+use crate::data::Dataset;
 use crate::data::order::BatchStream;
 use crate::hf::AdapterSet;
 use crate::model::Spec;
-use crate::recipe::Recipe;
+use crate::recipe::{Method, Recipe};
 use crate::setup::active_schedule::ActiveSchedule;
 use crate::setup::defaults::{self, Choice, ResumedValues};
 use crate::setup::row_sizes::RowSizes;
@@ -43,12 +44,13 @@ impl<'a> RunPlan<'a> {
         // Of rows that are read during the run only the first ones are known.
         let known = rows.filter(|_| !recipe.data.streaming);
         let lengths = known.map(|rows| rows.train.lengths());
+        let whole = recipe.open.whole_steps;
         let (mut recipe, mut choices) = defaults::resolve(recipe, spec, lengths.as_deref(), before);
         let stream = match rows {
             Some(rows) => {
                 let count = rows.train.examples.len();
                 let stream = BatchStream::new(&rows.train, rows::stream(&recipe, count))?;
-                let steps = stream.steps();
+                let steps = steps_of_whole(whole, &recipe, &rows.train, &stream)?;
                 choices.extend(defaults::resolve_blocks(&mut recipe, spec, count, steps, before));
                 Some(stream)
             }
@@ -82,5 +84,32 @@ impl<'a> RunPlan<'a> {
             stream,
             memory,
         })
+    }
+}
+
+/// The steps of the run for which the steps per block are chosen. `whole`: `OpenKeys::whole_steps` of the recipe.
+fn steps_of_whole(whole: Option<i64>, recipe: &Recipe, rows: &Dataset, stream: &BatchStream) -> Result<u64> {
+    let Some(max_steps) = whole.filter(|_| recipe.tune.method == Method::Block) else {
+        return Ok(stream.steps());
+    };
+    let mut run = recipe.clone();
+    run.train.max_steps = max_steps;
+    Ok(BatchStream::new(rows, rows::stream(&run, rows.examples.len()))?.steps())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::recipe;
+
+    #[test]
+    fn blocks_of_a_run_that_is_measured_take_turns_as_in_the_whole_run() {
+        let text = "[model]\npath = \"m\"\n[data]\ntrain = \"t.jsonl\"\npacking = false\n[tune]\nmethod = \"block\"\n\
+                    [train]\nmax_steps = 21\nbatch_size = 8\ngradient_accumulation_steps = 1\nnum_epochs = 3\n";
+        let recipe = recipe::parse(text, "r.toml", &[]).unwrap().recipe;
+        let rows = Dataset::random(1000, 2, 50, 1);
+        let stream = BatchStream::new(&rows, rows::stream(&recipe, 1000)).unwrap();
+        let steps = |whole| steps_of_whole(whole, &recipe, &rows, &stream).unwrap();
+        assert_eq!((steps(None), steps(Some(-1)), steps(Some(300))), (21, 375, 300));
     }
 }

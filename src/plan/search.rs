@@ -1,13 +1,13 @@
 //! Enumerates the strategies for a step that a recipe allows, and chooses the fastest that fits.
 
-use super::{AdapterCosts, Plan, PlanInputs, PlanModel, layer_graphs};
+use super::{AdapterCosts, Plan, PlanInputs, PlanModel, ReferenceMemory, layer_graphs};
 use crate::base::{Error, Result};
 use crate::engine::{GradientStorage, StepStrategy};
 use crate::generate;
 use crate::model::{Adapters, Spec};
 use crate::ops::cross_entropy::PIECE;
 use crate::ops::quantized::Products;
-use crate::peft::Adapter;
+use crate::peft::{Adapter, AdapterCost};
 use crate::plan::gpu_time::GpuRates;
 use crate::plan::knee::FastStep;
 use crate::plan::memory_plan::{MemoryLimits, ProcessState};
@@ -17,8 +17,7 @@ use crate::recipe::{
     WeightStorage,
 };
 use crate::setup::active_schedule::ActiveSchedule;
-use crate::setup::prompts;
-use crate::setup::prompts::needs_reference_copy;
+use crate::setup::prompts::{self, Reference};
 use crate::setup::rewards::RewardModelSpec;
 use crate::setup::row_sizes::RowSizes;
 use crate::setup::teacher::TeacherSpec;
@@ -492,7 +491,7 @@ impl PlanContext<'_> {
             self.stored.number_bytes.unwrap_or(inputs.file_bytes)
         };
         (inputs.on_gpu, inputs.gpu_rates) = (self.on_gpu, self.gpu_rates);
-        inputs.reference = needs_reference_copy(recipe);
+        inputs.reference = self.reference(recipe, &inputs);
         if prompts::reinforces(recipe) {
             // At most this many answers are generated at a time.
             inputs.rollout = prompts::answers_of_rollout(recipe).min(generate::GenerateLimits::default().rows);
@@ -514,6 +513,28 @@ impl PlanContext<'_> {
             inputs.process_bytes = inputs.process_bytes.saturating_sub(inputs.data_bytes);
         }
         inputs
+    }
+
+    /// The memory of the reference of an RL stage.
+    fn reference(&self, recipe: &Recipe, inputs: &PlanInputs) -> ReferenceMemory {
+        let reference = prompts::reference(recipe, self.spec, self.schedule);
+        let mut memory = ReferenceMemory::default();
+        if reference == Reference::Copy {
+            let (storage, params) = (
+                self.schedule.start_storage(&inputs.strategy.storage),
+                self.spec.params(),
+            );
+            let quantized = params.iter().filter(|p| storage.of(p).is_quantized());
+            let read = quantized.map(|p| inputs.file_bytes * p.elements() as u64).max();
+            (memory.held, memory.read) = (storage.bytes(&params), read.unwrap_or(0));
+        }
+        let own_weights_or_adapters = matches!(reference, Reference::Copy | Reference::StartAdapters);
+        if own_weights_or_adapters && prompts::starts_with_adapters(recipe) {
+            let elements = |shape: &Vec<usize>| shape.iter().product::<usize>() as u64;
+            let trained = |c: &AdapterCost| c.trained.iter().map(|(_, shape)| elements(shape)).sum::<u64>();
+            memory.held += 4 * inputs.adapters.values().map(|c| c.fixed + trained(c)).sum::<u64>();
+        }
+        memory
     }
 
     /// The smallest peak of all strategies of this kind.

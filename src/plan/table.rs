@@ -226,7 +226,7 @@ pub(super) fn plan(
             MemoryKind::Reference,
             "reference",
             "reference",
-            "the initial weights, for the KL divergence".into(),
+            "the start of the run, for the KL divergence".into(),
         ),
         (MemoryKind::Adapters, "adapters", "adapters", "f32".into()),
         (

@@ -39,7 +39,7 @@ pub(super) fn spec() -> Spec {
         o_bias: false,
         mlp_bias: false,
         fused_qkv: false,
-        fused_gate_up: false,
+        fused_gate_up: None,
         plain_mlp: None,
         modules: ModuleNames::LLAMA,
         parallel: false,
@@ -50,6 +50,7 @@ pub(super) fn spec() -> Spec {
         logit_softcap: None,
         logit_scale: 1.0,
         embedding_scale: 1.0,
+        embedding_scale_rounded: false,
         noise_scale: 1.0,
         residual_scale: 1.0,
         pairing: RopePairing::Halves,
@@ -92,7 +93,7 @@ pub(super) fn inputs(active: ActiveSet, gradients: GradientStorage) -> PlanInput
         evaluation: EvaluationSize::default(),
         teacher: None,
         judges: Arc::default(),
-        reference: false,
+        reference: ReferenceMemory::default(),
         rollout: 0,
         file_bytes: 2,
         adapters: Arc::default(),
@@ -261,7 +262,7 @@ fn everything_that_is_held_is_given_back() {
         norms: NormNames::SANDWICH,
         qk_norm: Some(QkNorm::HEADS),
         fused_qkv: true,
-        fused_gate_up: true,
+        fused_gate_up: Some(["mlp.gate_up_proj", "mlp.down_proj"]),
         kv_heads: 2,
         tied: true,
         ..spec()
@@ -392,7 +393,10 @@ fn a_reference_and_a_rollout_have_lines_of_their_own() {
     let without = forecast(&spec(), &recipe, &plain);
     let rollout = |rollout| {
         let inputs = PlanInputs {
-            reference: true,
+            reference: ReferenceMemory {
+                held: 2 * without.parameters,
+                read: 0,
+            },
             rollout,
             longest: 500,
             ..plain.clone()

@@ -382,6 +382,14 @@ pub(super) fn load(l: &mut Ledger, model: &PlanModel, inputs: &PlanInputs) {
     l.free_all(allocations);
 }
 
+/// Loads the reference of an RL stage; returns what stays allocated.
+pub(super) fn reference(l: &mut Ledger, inputs: &PlanInputs) -> Allocation {
+    let held = l.alloc(MemoryKind::Reference, inputs.reference.held);
+    let memory = inputs.weight_memory(0, ElementBytes::default());
+    l.touch(memory.staging(), inputs.reference.read);
+    held
+}
+
 /// Simulates something for each parameter of each layer; it leaves the returned memory allocated. Memory grows with
 /// each layer, so the last of equal layers is the worst.
 fn each_layer<A: IntoIterator<Item = Allocation>>(

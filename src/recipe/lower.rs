@@ -145,6 +145,7 @@ pub fn lower(mut s: RecipeSections, values: &KeyValues) -> Recipe {
         learning_rate: values.is_auto(OptimizerKeys::learning_rate),
         gradient_accumulation_steps: values.is_auto(Train::gradient_accumulation_steps),
         packing_length: values.is_auto(Data::packing_length),
+        whole_steps: None,
     };
     if open.num_epochs {
         s.train.num_epochs = stage.num_epochs();

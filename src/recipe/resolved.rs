@@ -4,6 +4,7 @@ use super::check::{KeyEntry, KeyValues, ValueOrigin, expectation};
 use super::lower::unused;
 use super::table::{RecipeKey, RecipeSections, TABLES, keys};
 use super::value::{KeyValue, ValueKind, in_comment};
+use toml_edit::{Decor, DocumentMut, Item};
 
 /// A text as TOML; one with line breaks has several lines. Checkpoints contain such texts, and a resume compares them.
 fn quoted(text: &str) -> String {
@@ -117,22 +118,21 @@ pub fn resolved(values: &KeyValues, settings: &RecipeSections) -> String {
     out
 }
 
-/// Replaces the value of an `auto` key in the text of `resolved` by the chosen number.
+/// Replaces the value of an `auto` key in the text of `resolved` by the chosen number. A text value may have lines that look like
+/// keys and headers, so the text is parsed.
 pub fn with_value(text: &str, key: &str, value: &str, why: &str) -> String {
-    let (table, name) = key.rsplit_once('.').unwrap_or(("", key));
-    let (header, begin) = (format!("[{table}]"), format!("{name} = "));
-    let mut inside = false;
-    let line = |line: &str| {
-        if line.starts_with('[') {
-            inside = line == header;
-        }
-        if inside && line.starts_with(&begin) {
-            format!("{name} = {value}  # auto: {why}\n")
-        } else {
-            format!("{line}\n")
-        }
+    let (Ok(mut document), Ok(mut value)) = (text.parse::<DocumentMut>(), value.parse::<toml_edit::Value>()) else {
+        return text.to_string();
     };
-    text.lines().map(line).collect()
+    let found = key
+        .split('.')
+        .try_fold(document.as_item_mut(), |item, part| item.get_mut(part));
+    let Some(item) = found.filter(|item| item.is_value()) else {
+        return text.to_string();
+    };
+    *value.decor_mut() = Decor::new(" ", format!("  # auto: {}", in_comment(why)));
+    *item = Item::Value(value);
+    document.to_string()
 }
 
 /// Generates `docs/recipe.md`: one table of keys for each recipe table.
@@ -177,4 +177,26 @@ pub fn row(key: &RecipeKey) -> String {
     });
     let (name, doc, accepted) = (key.name, key.doc, expectation(key));
     format!("| `{name}` | {accepted} | {default} | {reason} | {doc}{used_with} |\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_chosen_value_is_recorded_below_a_text_with_lines() {
+        let text = "# Every key.\n\n[data]\n# sources is not set\nsystem_prompt = \"\"\"\n[be]\npacking_length = 3\n\"\"\"  # recipe\n\
+                    packing_length = \"auto\"  # default: rows\n\n[tune]\nmethod = \"block\"  # default: x\n\n[tune.block]\n\
+                    # order = 1  # no effect\nswitch_every = \"auto\"  # default: y\n";
+        let resolved = with_value(text, "data.packing_length", "77", "a\nb");
+        let resolved = with_value(&resolved, "tune.block.switch_every", "9", "c");
+        let expected = text
+            .replace(
+                "packing_length = \"auto\"  # default: rows",
+                "packing_length = 77  # auto: a b",
+            )
+            .replace("switch_every = \"auto\"  # default: y", "switch_every = 9  # auto: c");
+        assert_eq!(resolved, expected);
+        assert_eq!(with_value(text, "tune.block.order", "2", "not written"), text);
+    }
 }

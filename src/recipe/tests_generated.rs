@@ -26,17 +26,18 @@ fn the_list_of_models_is_up_to_date() {
 }
 
 const MODELS: &str = "
-- An option of a config that changes the mathematics is supported or refused by its name. Dropout must be 0.
+- An option of a config that changes the mathematics is supported or refused by its name. Dropout is not applied
+  in training: a config that has it gets a warning.
 - rope: `default`, `linear`, `llama3`, `yarn`, `longrope`, `dynamic`. `dynamic` equals `default` up to `max_position_embeddings`; longer
   documents are refused. `longrope`: a document longer than `original_max_position_embeddings` gets the long frequencies, as in
   transformers. In decoding a text cannot become longer than that: the keys in the cache are already rotated with the short frequencies.
 - Multimodal models train on text; positions are those of a model without images. `final/` has the tensors of the other parts
-  unchanged, under the names of the base model. Adapters have the module names of the multimodal class, and
+  unchanged, under the names of the base model; quantized ones are dequantized. Adapters have the module names of the multimodal class, and
   `tune.lora.target_modules` means the language model only. Reward models of multimodal models are refused: ft writes the
   classifier of a text-only model (of Gemma 3: `gemma3_text`).
 - A reward model is a sequence classifier of transformers, which has none for `cohere`, `cohere2`, `cwm`, `dots1`, `ernie4_5`, `ernie4_5_moe`,
-  `flex_olmo`, `gemma3n_text`, `gemma4_text`, `glm4_moe_lite`, `granite`, `granite_swa`, `granitemoe`, `granitemoeshared`, `hyperclovax`,
-  `internlm3`, `iquestcoder`, `jais2`, `lfm2`, `mellum`, `minimax_m2`, `nanochat`, `qwen3_5_moe_text`, `qwen3_moe_smile`, `solar_open`,
+  `flex_olmo`, `gemma3n_text`, `gemma4_text`, `glm4_moe_lite`, `granite`, `granite_swa`, `granitemoe`, `granitemoehybrid`, `granitemoeshared`,
+  `hyperclovax`, `internlm3`, `iquestcoder`, `jais2`, `lfm2`, `mellum`, `minimax_m2`, `nanochat`, `qwen3_5_moe_text`, `qwen3_moe_smile`, `solar_open`,
   `vaultgemma` and `youtu`. Their reward models are trained with a warning and have the same form (`Lfm2ForSequenceClassification`,
   `score.weight`): ft reads them, transformers with a class derived from its `GenericForSequenceClassification` and the class of the
   family (`Lfm2PreTrainedModel`).

@@ -201,6 +201,14 @@ fn contradictions_name_both_keys() {
             ],
         ),
         (
+            ["tune.lora.layers_to_transform`", "tune.lora.target_modules`"],
+            &[
+                lora,
+                "tune.lora.layers_to_transform=[0, 1]",
+                "tune.lora.target_modules=[\".*q_proj\"]",
+            ],
+        ),
+        (
             ["data.packing`", "train.stage "],
             &["data.packing=true", "train.stage=grpo", "rlhf.rewards=[\"numeric\"]"],
         ),
@@ -222,6 +230,12 @@ fn contradictions_name_both_keys() {
             assert!(e.contains(&format!("`{key}")), "{key}\n{e}");
         }
     }
+    // With names the layers apply.
+    let named = [
+        "tune.lora.layers_to_transform=[0]",
+        "tune.lora.target_modules=[\"q_proj\"]",
+    ];
+    good(LEAST, &[&[lora][..], &named].concat());
     // A fault that no setting can undo is named with its key.
     let e = bad(LEAST, &["tune.lora.target_modules=[\"all-linear\", \"q_proj\"]"]);
     assert!(

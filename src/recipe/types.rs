@@ -46,6 +46,16 @@ pub struct OpenKeys {
     pub learning_rate: bool,
     pub gradient_accumulation_steps: bool,
     pub packing_length: bool,
+    /// Of a run that only makes some steps to measure them: `train.max_steps` of the whole run. The keys are chosen for that
+    /// run, so the measured steps are its steps.
+    pub whole_steps: Option<i64>,
+}
+
+impl Recipe {
+    /// `train.max_steps` of the run for which `auto` keys are chosen.
+    pub fn whole_steps(&self) -> i64 {
+        self.open.whole_steps.unwrap_or(self.train.max_steps)
+    }
 }
 
 #[derive(Debug, Clone)]

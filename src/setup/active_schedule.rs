@@ -146,6 +146,15 @@ impl ActiveSchedule {
         }
     }
 
+    /// The storage of the weights in the first step: that of `storage`, but what trains then is dense.
+    pub fn start_storage(&self, storage: &StoragePolicy) -> StoragePolicy {
+        let (first, mut start) = (self.active(1), storage.clone());
+        for name in storage.quantized().keys().filter(|name| first.contains(name)) {
+            start.set(name.clone(), None);
+        }
+        start
+    }
+
     /// Every set that is active within `steps` steps, with the elements trained before it, for the planner.
     pub fn turns(&self, steps: u64, storage: &StoragePolicy) -> Arc<[ActivePeriod]> {
         match self {

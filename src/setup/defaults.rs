@@ -281,7 +281,7 @@ impl RowsPerStep {
         let mean = (lengths.iter().map(|n| u64::from(*n)).sum::<u64>() as f64 / n).max(1.0);
         let batch = train.batch_size as f64;
         let own = recipe.open.gradient_accumulation_steps;
-        let (rows, goal) = match u64::try_from(train.max_steps) {
+        let (rows, goal) = match u64::try_from(recipe.whole_steps()) {
             // The user set the size of a step. It is reduced only if it exceeds the number of rows.
             Ok(_) if !own => (n, Goal::OnePass),
             Ok(steps) => match n / steps.max(1) as f64 {
@@ -362,6 +362,19 @@ mod tests {
         assert_eq!(step("[train]\nmax_steps = 400", 200, 20), (1, 160));
         assert_eq!(step("[train]\nmax_steps = 1", 4, 20), (1, 80));
         assert_eq!(step("[train]\nmax_steps = 0", 4, 20), (1, 80));
+    }
+
+    #[test]
+    fn a_run_that_is_measured_has_the_steps_of_the_whole_run() {
+        let measured = |whole: i64| {
+            let mut recipe = recipe("[train]\nmax_steps = 21");
+            recipe.open.whole_steps = Some(whole);
+            let step = RowsPerStep::of(&recipe, &[200; 1000]);
+            (step.accumulation, step.length)
+        };
+        assert_eq!(measured(-1), step("", 1000, 200));
+        assert_eq!(measured(300), step("[train]\nmax_steps = 300", 1000, 200));
+        assert_ne!(measured(-1), step("[train]\nmax_steps = 21", 1000, 200));
     }
 
     #[test]

@@ -476,15 +476,7 @@ pub const CODES: &str = "codes.safetensors";
 impl ModelFiles {
     /// True if the model has a score head instead of the output projection. Errors: it has several scores.
     pub fn has_score(&self, weights: &Weights) -> Result<bool> {
-        let width = self.spec.hidden;
-        match weights.info(hf::SCORE) {
-            Some(info) if info.shape == [1, width] => Ok(true),
-            Some(info) => Err(Error::new("the reward model must have exactly one score")
-                .at_path(&self.dir)
-                .found(format!("{} {:?}", hf::SCORE, info.shape))
-                .expected(format!("[1, {width}]"))),
-            None => Ok(false),
-        }
+        hf::has_score(&self.spec, weights, &self.dir)
     }
 
     /// The network for inference: weights in `dtype` (default: the stored type; f16 as f32), with the PEFT adapter of a

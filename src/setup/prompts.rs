@@ -4,12 +4,15 @@ use crate::base::{Error, Result};
 use crate::data::dataset::held_out;
 use crate::data::encode::Encoder;
 use crate::data::prompts::{Prompt, PromptLimits, PromptSpec, Prompts};
-use crate::data::{Dataset, Example, Mixture, Screen, mixture};
-use crate::recipe::{Method, Recipe, Stage, TrainOn};
+use crate::data::{Dataset, Example, Mixture, RowOrigin, Screen, mixture};
+use crate::model::{Spec, tokens};
+use crate::recipe::{LoraInit, Method, PeftType, Recipe, Stage, TrainOn};
 use crate::setup::ModelDir;
+use crate::setup::active_schedule::ActiveSchedule;
 use crate::setup::rewards;
 use crate::setup::rows;
 use crate::setup::sources::{RowSet, sources};
+use std::collections::BTreeSet;
 
 /// Prompts for training, and held-out prompts (may be empty).
 #[derive(Debug, Default)]
@@ -25,16 +28,49 @@ pub fn reinforces(recipe: &Recipe) -> bool {
     matches!(recipe.train.stage, Stage::Ppo | Stage::Grpo)
 }
 
-/// True if the run needs a second copy of the weights: disabling the adapters does not give the reference model.
-pub fn needs_reference_copy(recipe: &Recipe) -> bool {
+/// The source of the reference of the KL terms, which is the policy before its first step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Reference {
+    /// There are no KL terms.
+    None,
+    /// The weights of the policy with its adapters disabled.
+    WithoutAdapters,
+    /// The weights of the policy with a copy of its first adapters.
+    StartAdapters,
+    /// A copy of the weights.
+    Copy,
+}
+
+/// The reference of a run whose parameters train as in `schedule`.
+pub fn reference(recipe: &Recipe, spec: &Spec, schedule: &ActiveSchedule) -> Reference {
     let wanted = match recipe.train.stage {
         Stage::Grpo => recipe.rl.grpo.beta > 0.0,
         Stage::Ppo => recipe.rl.ppo.kl_coef > 0.0,
         _ => false,
     };
-    use crate::recipe::LoraInit::{Default, Eva, Gaussian};
-    let starts_at_zero = matches!(recipe.tune.lora.init_lora_weights, Default | Gaussian | Eva);
-    wanted && !(base_is_frozen(recipe) && starts_at_zero)
+    // A given adapter may have modules and rows that train in full.
+    let changes_weights = || {
+        let first = schedule.active(1);
+        let rows = first.names().any(|name| name.ends_with(tokens::BELOW));
+        rows || spec.params().iter().any(|p| first.contains(&p.name))
+    };
+    if !wanted {
+        Reference::None
+    } else if recipe.tune.method != Method::Lora || changes_weights() {
+        Reference::Copy
+    } else if starts_with_adapters(recipe) {
+        Reference::StartAdapters
+    } else {
+        Reference::WithoutAdapters
+    }
+}
+
+/// True if the adapters change the model before the first step: given ones, and those of LoftQ. Others are zero then, or
+/// subtract their first product.
+pub fn starts_with_adapters(recipe: &Recipe) -> bool {
+    let lora = &recipe.tune.lora;
+    let loftq = lora.peft_type == PeftType::Lora && lora.init_lora_weights == LoraInit::Loftq;
+    recipe.tune.method == Method::Lora && (lora.adapter.is_some() || loftq)
 }
 
 /// True if only new adapters train, so the base weights stay unchanged. A given adapter may have modules and rows that
@@ -82,10 +118,8 @@ fn limits(recipe: &Recipe, positions: usize) -> PromptLimits {
     }
 }
 
-/// Reads the prompts and checks the rewards.
-///
-/// Errors: an invalid row or reward; a prompt that leaves no room for its answer.
-pub fn read(recipe: &Recipe, model: &ModelDir, screen: Option<&Screen>) -> Result<PromptRows> {
+/// Errors: an invalid row; a prompt that leaves no room for its answer.
+fn load(recipe: &Recipe, model: &ModelDir, set: RowSet, screen: Option<&Screen>) -> Result<Prompts> {
     let encoder = Encoder {
         codec: &model.tokenizer,
         template: model.template(),
@@ -93,27 +127,38 @@ pub fn read(recipe: &Recipe, model: &ModelDir, screen: Option<&Screen>) -> Resul
         max_length: recipe.data.max_length,
         embedding_rows: model.spec.vocab,
     };
-    let limits = limits(recipe, model.spec.generated_positions());
-    let room = limits.answer;
-    let load = |rows: RowSet, screen: Option<&Screen>| {
-        let sources = sources(recipe, rows)?;
-        let spec = PromptSpec {
-            sources: &sources,
-            render: recipe.data.render,
-            encoder: &encoder,
-            answer: &recipe.rl.answer_column,
-            limits,
-            screen,
-        };
-        rows::with_cache(recipe, |cache| match cache {
-            Some(cache) => Prompts::load_cached(&spec, cache),
-            None => Prompts::load(&spec),
-        })
+    let sources = sources(recipe, set)?;
+    let spec = PromptSpec {
+        sources: &sources,
+        render: recipe.data.render,
+        encoder: &encoder,
+        answer: &recipe.rl.answer_column,
+        limits: limits(recipe, model.spec.generated_positions()),
+        screen,
     };
+    rows::with_cache(recipe, |cache| match cache {
+        Some(cache) => Prompts::load_cached(&spec, cache),
+        None => Prompts::load(&spec),
+    })
+}
+
+/// The places of the training prompts that `read` holds out. Errors: as `read`.
+pub fn held_out_places(recipe: &Recipe, model: &ModelDir, screen: Option<&Screen>) -> Result<BTreeSet<RowOrigin>> {
+    let all = load(recipe, model, RowSet::Train, screen)?.origins;
+    let is_eval = held_out(all.len(), recipe.data.eval_fraction, recipe.train.seed)?;
+    let held_out = all.into_iter().zip(is_eval).filter(|(_, is_eval)| *is_eval);
+    Ok(held_out.map(|(place, _)| place).collect())
+}
+
+/// Reads the prompts and checks the rewards.
+///
+/// Errors: an invalid row or reward; a prompt that leaves no room for its answer.
+pub fn read(recipe: &Recipe, model: &ModelDir, screen: Option<&Screen>) -> Result<PromptRows> {
+    let room = recipe.rl.max_completion_length;
     if !recipe.data.has_train() {
         return Err(Error::usage("training with rewards needs prompts").hint("set `data.train`"));
     }
-    let train = load(RowSet::Train, screen)?;
+    let train = load(recipe, model, RowSet::Train, screen)?;
     let (mut hash, mut eval_hash) = (train.fingerprint, None);
     let (readings, mut origins, dropped) = (train.readings, train.origins, train.dropped);
     let mut questions = PromptSet {
@@ -121,7 +166,7 @@ pub fn read(recipe: &Recipe, model: &ModelDir, screen: Option<&Screen>) -> Resul
         ..PromptSet::default()
     };
     if !recipe.data.eval.is_empty() {
-        let eval = load(RowSet::Eval, None)?;
+        let eval = load(recipe, model, RowSet::Eval, None)?;
         (questions.eval, eval_hash) = (eval.rows, Some(eval.fingerprint));
     } else if recipe.data.eval_fraction > 0.0 {
         let is_eval = held_out(questions.train.len(), recipe.data.eval_fraction, recipe.train.seed)?;
@@ -169,7 +214,9 @@ fn example(prompt: &Prompt, room: usize) -> Example {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::model::{families, shapes};
     use crate::recipe;
+    use crate::setup::adapters::{self, AdapterValues};
 
     /// A Rust user who writes `Default::default()` gets what a recipe without these keys gets.
     #[test]
@@ -180,22 +227,33 @@ mod tests {
     }
 
     #[test]
-    fn the_start_is_had_by_leaving_adapters_out_only_where_nothing_else_trains() {
-        let needs = |lora: &str| {
+    fn only_a_run_that_changes_weights_needs_a_copy_of_them() {
+        let of = |text: &str| {
             let text = format!(
-                "[model]\npath = \"x\"\n[data]\ntrain = \"y\"\n[train]\nstage = \"grpo\"\n[rlhf]\nrewards = [\"exact\"]\n\
-                 [rlhf.grpo]\nbeta = 0.1\n[tune]\nmethod = \"lora\"\n[tune.lora]\n{lora}\n"
+                "[model]\npath = \"shape:small\"\n[data]\ntrain = \"y\"\n[train]\nstage = \"grpo\"\n[rlhf]\nrewards = [\"exact\"]\n\
+                 [rlhf.grpo]\nbeta = 0.1\n[tune]\n{text}\n"
             );
-            needs_reference_copy(&recipe::parse(&text, "r.toml", &[]).unwrap().recipe)
+            let recipe = recipe::parse(&text, "r.toml", &[]).unwrap().recipe;
+            let spec = families::read(&shapes::config("shape:small").unwrap().unwrap()).unwrap();
+            let adapters = adapters::with(&recipe, &spec, AdapterValues::Shapes).unwrap();
+            let schedule = ActiveSchedule::new(&recipe, &spec, &spec.params(), &adapters).unwrap();
+            reference(&recipe, &spec, &schedule)
         };
-        assert!(!needs("") && !needs("peft_type = \"vera\""));
-        for lora in [
-            "modules_to_save = [\"embed_tokens\"]",
-            "trainable_token_indices = [1]",
-            "adapter = \"given\"",
+        let lora = |keys: &str| of(&format!("method = \"lora\"\n[tune.lora]\n{keys}"));
+        for keys in [
+            "",
+            "peft_type = \"vera\"",
             "init_lora_weights = \"pissa\"",
+            "init_lora_weights = \"olora\"",
         ] {
-            assert!(needs(lora), "{lora}");
+            assert_eq!(lora(keys), Reference::WithoutAdapters, "{keys}");
+        }
+        assert_eq!(lora("init_lora_weights = \"loftq\""), Reference::StartAdapters);
+        for keys in ["modules_to_save = [\"embed_tokens\"]", "trainable_token_indices = [1]"] {
+            assert_eq!(lora(keys), Reference::Copy, "{keys}");
+        }
+        for method in ["full", "block", "freeze"] {
+            assert_eq!(of(&format!("method = \"{method}\"")), Reference::Copy, "{method}");
         }
     }
 }

@@ -6,7 +6,7 @@ use crate::data::peek::RowKind;
 use crate::data::preference::PreferencePart;
 use crate::data::screen::stats::RowStats;
 use crate::data::{
-    self, Dataset, ReadingReport, Screen, ScreenCounts, ScreenSpec, Source, TokenCache, dataset, reading,
+    self, Dataset, ReadingReport, RowOrigin, Screen, ScreenCounts, ScreenSpec, Source, TokenCache, dataset, reading,
 };
 use crate::formats::template::named;
 use crate::recipe::{self, Alignment, Auto, JudgedLoss, Long, Recipe, Render, RowFormat, Stage, TrainOn};
@@ -15,6 +15,7 @@ use crate::setup::ModelDir;
 use crate::setup::prompts::{self, PromptSet};
 use crate::setup::sources::{RowSet, sources};
 use serde_json::{Value, json};
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 /// Tokenized rows of a recipe.
@@ -95,6 +96,25 @@ impl RecipeRows {
 /// Reads these rows of a recipe.
 pub fn read(recipe: &Recipe, rows: RowSet, model: &ModelDir) -> Result<Dataset> {
     read_screened(recipe, rows, model, None)
+}
+
+/// The training rows that a run of this recipe holds out for evaluation.
+pub fn held_out(recipe: &Recipe, model: &ModelDir) -> Result<Dataset> {
+    let rows = read_screened(recipe, RowSet::Train, model, screen(recipe)?.as_ref())?;
+    Ok(rows.split(recipe.data.eval_fraction, recipe.train.seed)?.1)
+}
+
+/// The places of the training rows, or prompts, that a run of this recipe holds out for evaluation.
+pub fn held_out_places(recipe: &Recipe, model: &ModelDir) -> Result<BTreeSet<RowOrigin>> {
+    if prompts::reinforces(recipe) {
+        return prompts::held_out_places(recipe, model, screen(recipe)?.as_ref());
+    }
+    Ok(held_out(recipe, model)?.all_origins()?.iter().copied().collect())
+}
+
+/// The training rows at these places.
+pub fn read_at(recipe: &Recipe, model: &ModelDir, places: &BTreeSet<RowOrigin>) -> Result<Dataset> {
+    read_screened(recipe, RowSet::Train, model, screen(recipe)?.as_ref())?.at(places)
 }
 
 /// As `read`, without the rows that the screen drops.
@@ -298,7 +318,7 @@ pub fn beyond(longest: usize, positions: usize) -> Option<String> {
 
 /// Number of rows of random ids for a shape: each step has its own rows, up to a limit.
 fn random_rows(recipe: &Recipe) -> usize {
-    let steps = recipe.train.max_steps.clamp(1, 256) as usize;
+    let steps = recipe.whole_steps().clamp(1, 256) as usize;
     let window = recipe.train.batch_size * recipe.train.gradient_accumulation_steps;
     (steps * window).min(1 << 16)
 }

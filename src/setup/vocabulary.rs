@@ -25,6 +25,8 @@ use std::path::{Path, PathBuf};
 pub struct TextChanges {
     /// A Jinja file, or a name of `formats::template::named`.
     pub template: Option<String>,
+    /// The template file of an adapter, used if the user gives none. As that of a model, it is rendered in a confined process only.
+    pub adapter_template: Option<PathBuf>,
     /// Variables of the template.
     pub kwargs: Map<String, Value>,
     /// New tokens.
@@ -60,6 +62,7 @@ impl TextChanges {
             .filter(|_| recipe.tune.method == Method::Lora);
         Ok(Self {
             template: data.chat_template.given().cloned(),
+            adapter_template: None,
             kwargs: data.template_kwargs.clone(),
             tokens: special.chain(normal.map(|text| token(text, false))).collect(),
             // `auto` stands for tokens without a row.
@@ -89,7 +92,10 @@ impl TextChanges {
     pub fn template(&self, dir: &Path, tokenizer: &Tokenizer) -> Result<(Option<ChatTemplate>, Option<u32>)> {
         let mut end = None;
         let template = match &self.template {
-            None => ChatTemplate::from_dir(dir, tokenizer)?,
+            None => match &self.adapter_template {
+                Some(file) => Some(ChatTemplate::from_file(file, tokenizer)?),
+                None => ChatTemplate::from_dir(dir, tokenizer)?,
+            },
             Some(name) => Some(match named::find(name) {
                 Some(own) => {
                     let missing = own.missing(tokenizer);

@@ -4,13 +4,14 @@ use crate::base::lock::{self, RunLock};
 use crate::base::{Error, Result, files, staging};
 use crate::checkpoint::{self, LoadedState};
 use crate::data::{ScreenCounts, summary};
-use crate::model::Spec;
+use crate::formats::StoredDtype;
+use crate::hf;
 use crate::ops::CpuBackend;
 use crate::plan::Plan;
 use crate::recipe::{self, Method, Recipe};
 use crate::report::{self, Reporter};
-use crate::setup::ModelDir;
 use crate::setup::rows::RecipeRows;
+use crate::setup::{ModelDir, ModelFiles};
 use crate::source::Placement;
 use crate::train::checkpoint_size::CheckpointSize;
 use crate::train::owner::{self, DirectoryState, OwnedFiles, RecordedFinal, TakenCheckpoint};
@@ -448,22 +449,25 @@ pub fn list_rows(run_dir: &Path, rows: &RecipeRows, model: &ModelDir) -> Result<
 }
 
 /// Bytes that a run writes: checkpoints (one more than the limit), each of this size, and `final/`.
-pub fn space_needed(recipe: &Recipe, spec: &Spec, checkpoint: &CheckpointSize, place: Placement) -> u64 {
+pub fn space_needed(recipe: &Recipe, model: &ModelFiles, checkpoint: &CheckpointSize, place: Placement) -> u64 {
     let best = u64::from(recipe.train.load_best_model_at_end);
     let kept = if recipe.train.save_steps + best as usize > 0 {
         recipe.train.save_total_limit as u64 + 1 + best
     } else {
         1
     };
-    let all: usize = spec.params().iter().map(|p| p.elements()).sum();
+    let all: usize = model.spec.params().iter().map(|p| p.elements()).sum();
     let stored = recipe.model.dtype.bytes();
+    let other_parts = |dense: StoredDtype| hf::bytes_of_other_parts(&model.dir, dense);
     let out = match recipe.tune.method {
         // Random weights of a shape are not exported.
         _ if recipe.model.path.is_shape() => 0,
         // A first product that is subtracted doubles the rank; it is not known yet.
-        Method::Lora if starts::requantizes_base(recipe) => 2 * checkpoint.weights + all as u64 * 4,
+        Method::Lora if starts::requantizes_base(recipe) => {
+            2 * checkpoint.weights + all as u64 * 4 + other_parts(StoredDtype::F32)
+        }
         Method::Lora => 2 * checkpoint.weights,
-        _ => all as u64 * stored,
+        _ => all as u64 * stored + other_parts(hf::stored(recipe.model.dtype)),
     };
     // Scratch files: trained parameters, and random weights.
     let scratch = match (place, recipe.tune.method) {

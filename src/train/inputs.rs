@@ -18,19 +18,74 @@ use std::cell::RefCell;
 
 /// Puts the rows in batches and keeps their order.
 pub fn batches(examples: &[Example]) -> Vec<Batch> {
+    parts(examples).into_iter().map(Batch::from_examples).collect()
+}
+
+/// The rows of each batch.
+fn parts(examples: &[Example]) -> Vec<&[Example]> {
     let mut out = Vec::new();
     let (mut first, mut tokens) = (0, 0);
     for (i, e) in examples.iter().enumerate() {
         if i > first && tokens + e.ids.len() > TOKENS {
-            out.push(Batch::from_examples(&examples[first..i]));
+            out.push(&examples[first..i]);
             (first, tokens) = (i, 0);
         }
         tokens += e.ids.len();
     }
     if first < examples.len() {
-        out.push(Batch::from_examples(&examples[first..]));
+        out.push(&examples[first..]);
     }
     out
+}
+
+/// A batch, and those of its tokens whose inputs count.
+pub struct ObservedBatch {
+    batch: Batch,
+    /// Numbers of the tokens, ascending; `None`: all.
+    counted: Option<Vec<u32>>,
+}
+
+impl ObservedBatch {
+    /// All tokens count.
+    pub fn whole(batch: Batch) -> Self {
+        Self { batch, counted: None }
+    }
+
+    /// The rows in batches. Tokens that are trained count, as with the labels of PEFT: the inputs at the token itself, not
+    /// those at the token before it, which predict it.
+    pub fn trained(examples: &[Example]) -> Vec<Self> {
+        let one = |rows: &[Example]| {
+            let trained = rows.iter().flat_map(|row| &row.trained);
+            let counted = (0u32..).zip(trained).filter(|(_, trained)| **trained);
+            Self {
+                counted: Some(counted.map(|(token, _)| token).collect()),
+                batch: Batch::from_examples(rows),
+            }
+        };
+        parts(examples).into_iter().map(one).collect()
+    }
+
+    /// Number of tokens that count.
+    pub fn count(&self) -> usize {
+        self.counted.as_ref().map_or(self.batch.len(), Vec::len)
+    }
+
+    /// The rows of `x` that count; `first`: the token of its first row. `None`: there are none.
+    fn rows(&self, x: &Tensor, first: usize) -> Result<Option<Tensor>> {
+        let end = first + x.dim(0)?;
+        // An expert sees other rows. No linear of an expert is initialized from them.
+        let Some(counted) = self.counted.as_ref().filter(|_| end <= self.batch.len()) else {
+            return Ok(Some(x.clone()));
+        };
+        let place = |token: usize| counted.partition_point(|t| (*t as usize) < token);
+        let rows = &counted[place(first)..place(end)];
+        if rows.is_empty() {
+            return Ok(None);
+        }
+        let rows: Vec<u32> = rows.iter().map(|t| t - first as u32).collect();
+        let rows = Tensor::from_vec(rows, place(end) - place(first), x.device())?;
+        Ok(Some(x.index_select(&rows, 0)?.contiguous()?))
+    }
 }
 
 /// The covariances of one layer.
@@ -43,6 +98,8 @@ pub struct Covariances {
 struct InputGroup {
     modules: Vec<String>,
     covariance: Covariance,
+    /// Tokens of the current batch that are done: an input may come in pieces, and a linear may run more than once.
+    done: usize,
 }
 
 impl Covariances {
@@ -56,18 +113,33 @@ impl Covariances {
 }
 
 /// Sums the covariances while a layer runs.
-struct CovarianceObserver {
+struct CovarianceObserver<'a> {
     arithmetic: CordaArithmetic,
-    found: RefCell<CovarianceSums>,
+    found: RefCell<CovarianceSums<'a>>,
 }
 
 #[derive(Default)]
-struct CovarianceSums {
+struct CovarianceSums<'a> {
     all: Covariances,
     last: Option<(TensorId, usize)>,
+    batch: Option<&'a ObservedBatch>,
 }
 
-impl CovarianceObserver {
+impl<'a> CovarianceObserver<'a> {
+    fn new(arithmetic: CordaArithmetic) -> Self {
+        Self {
+            arithmetic,
+            found: RefCell::default(),
+        }
+    }
+
+    /// The next inputs are those of this batch.
+    fn begin(&self, batch: &'a ObservedBatch) {
+        let mut found = self.found.borrow_mut();
+        found.batch = Some(batch);
+        found.all.groups.iter_mut().for_each(|group| group.done = 0);
+    }
+
     fn add(&self, covariance: &mut Covariance, x: &Tensor) -> Result<()> {
         let products = update::to_f32_vec(&linear::grad_weight(x, x, DType::F32)?)?;
         let sums = update::to_f32_vec(&linear::grad_bias(x)?)?;
@@ -86,13 +158,14 @@ impl CovarianceObserver {
     }
 }
 
-impl Observer for CovarianceObserver {
+impl Observer for CovarianceObserver<'_> {
     fn input(&self, weight: &str, x: &Tensor) -> Result<()> {
         let module = weight.trim_end_matches(".weight");
         let mut found = self.found.borrow_mut();
         let CovarianceSums {
             all: Covariances { groups },
             last,
+            batch,
         } = &mut *found;
         if let Some((id, group)) = *last
             && id == x.id()
@@ -109,12 +182,25 @@ impl Observer for CovarianceObserver {
                 groups.push(InputGroup {
                     modules: vec![module.to_string()],
                     covariance: Covariance::new(x.dim(1)?),
+                    done: 0,
                 });
                 groups.len() - 1
             }
         };
         *last = Some((x.id(), at));
-        self.add(&mut groups[at].covariance, x).map_err(|e| e.or_at(module))
+        let InputGroup { covariance, done, .. } = &mut groups[at];
+        let counted = match batch {
+            Some(batch) => {
+                let first = *done % batch.batch.len().max(1);
+                *done += x.dim(0)?;
+                batch.rows(x, first)?
+            }
+            None => Some(x.clone()),
+        };
+        match counted {
+            Some(x) => self.add(covariance, &x).map_err(|e| e.or_at(module)),
+            None => Ok(()),
+        }
     }
 }
 
@@ -122,28 +208,26 @@ impl Observer for CovarianceObserver {
 /// there are any.
 pub fn observe(
     network: &Network,
-    batches: &[Batch],
+    batches: &[ObservedBatch],
     arithmetic: CordaArithmetic,
     each: &mut dyn FnMut(usize, &Covariances) -> Result<()>,
 ) -> Result<()> {
-    let outside = CovarianceObserver {
-        arithmetic,
-        found: RefCell::default(),
-    };
-    let embed = |b: &Batch| {
-        let mut ctx = network.context(&b.positions, &b.documents, None)?;
+    let outside = CovarianceObserver::new(arithmetic);
+    let mut states = Vec::with_capacity(batches.len());
+    for observed in batches {
+        let batch = &observed.batch;
+        outside.begin(observed);
+        let mut ctx = network.context(&batch.positions, &batch.documents, None)?;
         ctx.observer = Some(&outside);
-        Ok((network.embed(&b.ids, &ctx)?, ctx.shared))
-    };
-    let mut states = batches.iter().map(embed).collect::<Result<Vec<_>>>()?;
+        states.push((network.embed(&batch.ids, &ctx)?, ctx.shared));
+    }
     for layer in 0..network.layers() {
         let phase = progress::part("batch", batches.len());
-        let seen = CovarianceObserver {
-            arithmetic,
-            found: RefCell::default(),
-        };
+        let seen = CovarianceObserver::new(arithmetic);
         let block = network.block(layer)?;
-        for (batch, (x, shared)) in batches.iter().zip(&mut states) {
+        for (observed, (x, shared)) in batches.iter().zip(&mut states) {
+            let batch = &observed.batch;
+            seen.begin(observed);
             let mut ctx = network.context(&batch.positions, &batch.documents, None)?;
             ctx.observer = Some(&seen);
             ctx.shared = shared.clone();
@@ -156,10 +240,45 @@ pub fn observe(
     if network.linear_groups() == network.layers() {
         return Ok(());
     }
-    for (batch, (x, _)) in batches.iter().zip(&states) {
+    for (observed, (x, _)) in batches.iter().zip(&states) {
+        let batch = &observed.batch;
+        outside.begin(observed);
         let mut ctx = network.context(&batch.positions, &batch.documents, None)?;
         ctx.observer = Some(&outside);
         network.normalize(x, &ctx)?;
     }
     each(network.layers(), &outside.found.into_inner().all)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::Device;
+
+    #[test]
+    fn inputs_of_trained_tokens_count_also_if_they_come_in_pieces() {
+        let row = |trained: &[bool]| Example {
+            ids: vec![1; trained.len()],
+            trained: trained.to_vec(),
+        };
+        let rows = [row(&[false, true, false]), row(&[true, false, true, true])];
+        let all = ObservedBatch::trained(&rows);
+        assert_eq!((all.len(), all[0].count()), (1, 4));
+        let found = |first: usize, values: &[f32]| {
+            let x = Tensor::from_slice(values, (values.len(), 1), &Device::Cpu).unwrap();
+            let rows = all[0].rows(&x, first).unwrap();
+            rows.map(|x| update::to_f32_vec(&x).unwrap())
+        };
+        assert_eq!(
+            found(0, &[0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]),
+            Some(vec![1.0, 3.0, 5.0, 6.0])
+        );
+        assert_eq!(found(0, &[0.0, 1.0]), Some(vec![1.0]));
+        assert_eq!(found(2, &[2.0, 3.0, 4.0]), Some(vec![3.0]));
+        assert_eq!(found(4, &[4.0]), None);
+        let whole = ObservedBatch::whole(Batch::from_examples(&rows));
+        assert_eq!(whole.count(), 7);
+        let x = Tensor::from_slice(&[1.0f32, 2.0], (2, 1), &Device::Cpu).unwrap();
+        assert_eq!(whole.rows(&x, 0).unwrap().unwrap().dims(), [2, 1]);
+    }
 }

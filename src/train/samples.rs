@@ -2,9 +2,9 @@
 
 use crate::base::{Error, Result, progress};
 use crate::data::Dataset;
-use crate::data::encode::Question;
+use crate::data::encode::{Question, plain_prompt};
 use crate::engine::Engine;
-use crate::generate::{GenerateSettings, generate};
+use crate::generate::{GenerateSettings, Request, generate, rollout};
 use crate::model::Network;
 use crate::recipe::{Recipe, Render};
 use crate::setup::ModelDir;
@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 
 /// Rows per decoding batch.
 const ROWS: usize = 64;
-/// Added to the bytes of the longest answer, a limit of its tokens that cuts no correct answer: a token has at least one byte.
+/// Added to the limit of the tokens of an answer.
 const SPARE_TOKENS: usize = 4;
 
 fn settings(model: &ModelDir, max_new_tokens: usize) -> GenerateSettings {
@@ -50,7 +50,7 @@ fn encoded(recipe: &Recipe, model: &ModelDir) -> Result<Vec<Vec<u32>>> {
                     .tokenizer
                     .encode(&template.render(&messages, None, true)?, false)?
             }
-            _ => model.tokenizer.encode(prompt, true)?,
+            _ => plain_prompt(&model.tokenizer, prompt)?,
         });
     }
     Ok(encoded)
@@ -153,9 +153,8 @@ pub fn begin_sample(recipe: &Recipe, model: &ModelDir, engine: &Engine) -> Resul
 pub fn begin_question(recipe: &Recipe, model: &ModelDir, engine: &Engine, rows: &Dataset) -> Result<Option<usize>> {
     let mut questions = questions(recipe, model, rows, usize::MAX)?;
     skip_long(&mut questions, model.spec.generated_positions());
-    let longest = questions.iter().map(|q| q.answer.len()).max().unwrap_or(0);
     let prompts = questions.iter().map(|q| &q.prompt);
-    begin_answer(&engine.network, prompts, &settings(model, longest + SPARE_TOKENS))
+    begin_answer(&engine.network, prompts, &settings(model, longest_right(&questions)))
 }
 
 /// Removes the questions that leave no room for an answer in a context of `most` tokens. Returns a warning if there are any.
@@ -184,16 +183,69 @@ fn questions(recipe: &Recipe, model: &ModelDir, rows: &Dataset, most: usize) -> 
     rows.questions(&spec, &model.tokenizer, model.template(), most)
 }
 
+/// A greedy answer.
+pub struct GreedyAnswer {
+    pub text: String,
+    /// False: it was cut at the longest answer, or at the context length of the model.
+    pub finished: bool,
+}
+
 /// Greedy answers to these prompts, each of at most `longest` tokens. Errors: a signal.
-pub fn greedy(model: &ModelDir, network: &Network, prompts: &[Vec<u32>], longest: usize) -> Result<Vec<String>> {
-    let mut texts = Vec::with_capacity(prompts.len());
+pub fn greedy(model: &ModelDir, network: &Network, prompts: &[Vec<u32>], longest: usize) -> Result<Vec<GreedyAnswer>> {
+    let mut out = Vec::with_capacity(prompts.len());
     for chunk in prompts.chunks(ROWS) {
-        let ids = generate(network, chunk, &settings(model, longest), &mut |_, _| Ok(()))?;
-        for ids in ids {
-            texts.push(model.tokenizer.decode(&ids, true)?);
+        let numbered = chunk.iter().zip(0..);
+        let requests: Vec<Request> = numbered
+            .map(|(prompt, number)| Request {
+                prompt: prompt.clone(),
+                number,
+            })
+            .collect();
+        for mut answer in rollout(network, &requests, &settings(model, longest))? {
+            if answer.finished {
+                // The stop id.
+                answer.ids.pop();
+            }
+            out.push(GreedyAnswer {
+                text: model.tokenizer.decode(&answer.ids, true)?,
+                finished: answer.finished,
+            });
         }
     }
-    Ok(texts)
+    Ok(out)
+}
+
+/// Tokens of the longest right answer to these questions: of the one in the row, or of the same text in tokens of one byte.
+fn longest_right(questions: &[Question]) -> usize {
+    let longest = questions.iter().map(|q| q.expected.len().max(q.answer.len())).max();
+    longest.unwrap_or(0) + SPARE_TOKENS
+}
+
+/// The end of the reasoning of a model, and its begin.
+const THOUGHT: [&str; 2] = ["</think>", "<think>"];
+
+/// True if a generated text is the answer of the row, or what the chat template makes of it (`expected`), without white space at
+/// both ends. If the row has no reasoning, the answer may have some before it.
+fn is_answer(generated: &str, answer: &str, expected: &str) -> bool {
+    let [end, begin] = THOUGHT;
+    let (generated, answer, expected) = (generated.trim(), answer.trim(), expected.trim());
+    if generated == answer || generated == expected {
+        return true;
+    }
+    let is_blank = |thought: &str| thought.trim().trim_start_matches(begin).trim().is_empty();
+    let row_reasons = expected.split_once(end).is_some_and(|(thought, _)| !is_blank(thought));
+    !row_reasons && generated.split_once(end).is_some_and(|(_, said)| said.trim() == answer)
+}
+
+/// True if the text of generated tokens, without the stop id, is a right answer.
+pub fn is_right(model: &ModelDir, question: &Question, generated: &str) -> Result<bool> {
+    let stops = model.tokenizer.stop_ids();
+    let expected = match question.expected.split_last() {
+        Some((last, rest)) if stops.contains(last) => rest,
+        _ => &question.expected[..],
+    };
+    let expected = model.tokenizer.decode(expected, true)?;
+    Ok(is_answer(generated, &question.answer, &expected))
 }
 
 /// Fraction of `questions` that greedy decoding answers exactly. `None`: there are none.
@@ -204,16 +256,10 @@ pub fn exact_matches(model: &ModelDir, network: &Network, questions: &[Question]
     let mut right = 0;
     let phase = progress::phase("answering", questions.len(), "questions");
     for chunk in questions.chunks(ROWS) {
-        let longest = chunk.iter().map(|q| q.answer.len()).max().unwrap_or(0);
         let prompts: Vec<Vec<u32>> = chunk.iter().map(|q| q.prompt.clone()).collect();
-        let ids = generate(
-            network,
-            &prompts,
-            &settings(model, longest + SPARE_TOKENS),
-            &mut |_, _| Ok(()),
-        )?;
-        for (question, ids) in chunk.iter().zip(ids) {
-            right += usize::from(model.tokenizer.decode(&ids, true)?.trim() == question.answer.trim());
+        let answers = greedy(model, network, &prompts, longest_right(chunk))?;
+        for (question, answer) in chunk.iter().zip(answers) {
+            right += usize::from(is_right(model, question, &answer.text)?);
         }
         phase.add(chunk.len() as u64);
     }
@@ -229,11 +275,49 @@ mod tests {
         let question = |tokens: usize| Question {
             prompt: vec![1; tokens],
             answer: "a".into(),
+            expected: vec![2],
         };
         let mut questions: Vec<Question> = [3, 8, 7, 9].map(question).into();
         let warning = skip_long(&mut questions, 8).unwrap();
         assert!(warning.starts_with("2 of 4 prompts are longer"), "{warning}");
         assert_eq!(questions, [question(3), question(7)]);
         assert_eq!(skip_long(&mut questions, 8), None);
+    }
+
+    #[test]
+    fn an_answer_is_right_as_the_chat_template_writes_it() {
+        let empty = "<think>\n\n</think>\n\n5";
+        for (generated, expected, right) in [
+            (" 5\n", "5", true),
+            (empty, empty, true),
+            ("5", empty, true),
+            (empty, "5", true),
+            // The generation prompt opened the thought.
+            ("3 and 2\n</think>\n\n5", "5", true),
+            ("<think>\n3 and 2\n</think>\n\n5", empty, true),
+            ("final5", "final5", true),
+            ("<think>\n\n</think>\n\n6", empty, false),
+            ("so 5", empty, false),
+            // The reasoning of the row is part of its answer.
+            (empty, "<think>\n3 and 2\n</think>\n\n5", false),
+        ] {
+            assert_eq!(is_answer(generated, "5", expected), right, "{generated} {expected}");
+        }
+    }
+
+    #[test]
+    fn the_longest_answer_has_room_for_what_a_template_adds() {
+        let question = |answer: &str, expected: usize| Question {
+            prompt: vec![1],
+            answer: answer.into(),
+            expected: vec![2; expected],
+        };
+        assert_eq!(
+            longest_right(&[question("5", 9), question("five", 3)]),
+            9 + SPARE_TOKENS
+        );
+        // The same text in more tokens.
+        assert_eq!(longest_right(&[question("five and six", 3)]), 12 + SPARE_TOKENS);
+        assert_eq!(longest_right(&[]), SPARE_TOKENS);
     }
 }

@@ -20,12 +20,13 @@ pub fn key(recipe: &Recipe, base: &str, rows: &Dataset, network: &Network) -> Re
         hasher.update(&(t.len() as u64).to_le_bytes());
         hasher.update(t.as_bytes());
     };
-    text("ft corda 2");
+    text("ft corda 3");
     text(base);
     text(recipe.model.dtype.name());
     text(&format!("{} {:?}", recipe.train.seed, recipe.model.init));
     text(&rows.fingerprint);
-    text(&format!("{:?}", lora.corda));
+    // Adaptive ranks change the scale of a pair, by r or by √r.
+    text(&format!("{:?} {}", lora.corda, lora.use_rslora));
     for layer in 0..network.linear_groups() {
         let mut format = |(module, linear): (String, Linear)| {
             if let Some(format) = linear.weight.format() {

@@ -8,7 +8,7 @@ use crate::base::{Error, Result, signal, units};
 use crate::comm::Patience;
 use crate::data::{Batch, Dataset};
 use crate::engine::{self, ActiveSet};
-use crate::formats::adapter::Targets;
+use crate::formats::adapter::{AdapterConfig, Targets};
 use crate::hf;
 use crate::model::linear::Linear;
 use crate::model::{GradSink, Network, Objective, Param};
@@ -22,7 +22,7 @@ use crate::setup::ModelDir;
 use crate::setup::rows;
 use crate::setup::sources::RowSet;
 use crate::source::TrainableStore;
-use crate::train::inputs;
+use crate::train::inputs::{self, ObservedBatch};
 use crate::train::loftq;
 use crate::train::ranks::RunRanks;
 use crate::train::start_cache as cache;
@@ -231,56 +231,71 @@ fn from_weights(s: &mut AdapterInitContext, network: &Network) -> Result<()> {
     Ok(())
 }
 
-/// The first rows of the training data, in batches.
-fn first_rows(train: &Dataset, rows: usize) -> Result<Vec<Batch>> {
-    Ok(inputs::batches(&train.examples.head(rows)?))
-}
-
-/// EVA result for one linear: directions `[candidates, I]`, explained variance of each, first linear with the same
-/// input.
+/// EVA result for one linear. Those with the same input share the directions of the first of them.
 struct Directions {
     module: String,
+    /// The first linear with the same input.
+    first: usize,
+    /// Of the first one: directions `[candidates, I]`, and the explained variance of each.
     rows: Vec<f32>,
     explained: Vec<f64>,
-    first: usize,
+}
+
+/// The number of directions to find at each linear with an input of its own, from the ranks and inputs of all: the most that
+/// a linear with this input asks for, as in PEFT. 0: an earlier linear has the same input.
+fn candidates(linears: &[(usize, &Covariance)], first_of: &[usize], rho: f64) -> Vec<usize> {
+    let mut out = vec![0; linears.len()];
+    for ((r, input), &first) in linears.iter().zip(first_of) {
+        // Rounds half to even, as Python does.
+        let own = (*r as f64 * rho).round_ties_even() as usize;
+        out[first] = out[first].max(own.clamp(*r, input.size().max(*r)));
+    }
+    out
 }
 
 fn eva(s: &mut AdapterInitContext, network: &mut Network, adapter_set: &mut hf::AdapterSet) -> Result<()> {
-    let (batches, rho) = (
-        first_rows(s.train, s.recipe.tune.lora.init_samples)?,
-        s.recipe.tune.lora.eva.rho,
-    );
+    let lora = &s.recipe.tune.lora;
+    let (samples, rho) = (lora.init_samples, lora.eva.rho);
+    let batches = ObservedBatch::trained(&s.train.examples.head(samples)?);
+    if batches.iter().all(|batch| batch.count() == 0) {
+        return Err(
+            Error::new("no token is trained in the rows that initialize the adapters (eva)")
+                .found(format!("the first {} rows", samples.min(s.train.examples.len())))
+                .hint("raise `tune.lora.init_samples`; `ft data --recipe R` shows which tokens are trained"),
+        );
+    }
     let progress = InitProgress::new("eva", network);
     let mut all: Vec<Directions> = Vec::new();
     let mut budget = 0;
     inputs::observe(network, &batches, CordaArithmetic::Ft, &mut |layer, seen| {
         let tasks = tasks(network, layer)?;
+        let linear = |task: &InitTask| Ok((task.lora()?.rank(), seen.of(&task.module)?));
+        let linears: Vec<(usize, &Covariance)> = tasks.iter().map(linear).collect::<Result<_>>()?;
+        let same = |own: &Covariance| linears.iter().position(|(_, other)| std::ptr::eq(*other, own));
+        let first_of: Vec<usize> = linears.iter().map(|(_, own)| same(own).unwrap_or(0)).collect();
+        budget += linears.iter().map(|(r, _)| r).sum::<usize>();
+        let counts = candidates(&linears, &first_of, rho);
+        let jobs = counts.into_iter().enumerate().filter(|(_, count)| *count > 0);
+        let jobs: Vec<(usize, usize, &InitTask)> = jobs.map(|(at, count)| (at, count, &tasks[at])).collect();
         let found = each(
-            &tasks,
-            |task| task,
-            |task| {
-                let (r, inputs) = (task.lora()?.rank(), task.linear.dims().1);
-                // Rounds half to even, as Python does.
-                let candidates = (r as f64 * rho).round_ties_even() as usize;
-                start::eva(seen.of(&task.module)?, candidates.clamp(r, inputs.max(r)))
-            },
+            &jobs,
+            |(_, _, task)| task,
+            |(at, count, _)| start::eva(linears[*at].1, *count),
         )?;
+        let mut of_first: BTreeMap<usize, _> = jobs.iter().map(|(at, ..)| *at).zip(found).collect();
         let begin = all.len();
-        for (task, (rows, explained)) in tasks.iter().zip(found) {
-            let own = seen.of(&task.module)?;
-            let same = |other: &InitTask| seen.of(&other.module).is_ok_and(|c| std::ptr::eq(c, own));
-            let first = tasks.iter().position(same).unwrap_or(0);
-            budget += task.lora()?.rank();
+        for (at, (task, first)) in tasks.iter().zip(first_of).enumerate() {
+            let (rows, explained) = of_first.remove(&at).unwrap_or_default();
             all.push(Directions {
                 module: task.module.clone(),
+                first: begin + first,
                 rows,
                 explained,
-                first: begin + first,
             });
         }
         progress.layer(layer + 1, s.note)
     })?;
-    let explained: Vec<Vec<f64>> = all.iter().map(|d| d.explained.clone()).collect();
+    let explained: Vec<Vec<f64>> = all.iter().map(|d| all[d.first].explained.clone()).collect();
     let first_of: Vec<usize> = all.iter().map(|d| d.first).collect();
     let ranks = start::eva_ranks(&explained, &first_of, budget);
     let modules = all.iter().map(|d| d.module.clone());
@@ -290,7 +305,7 @@ fn eva(s: &mut AdapterInitContext, network: &mut Network, adapter_set: &mut hf::
             continue;
         };
         let pair = InitPair {
-            a: d.rows[..lora.a.elem_count()].to_vec(),
+            a: all[d.first].rows[..lora.a.elem_count()].to_vec(),
             b: vec![0.0; lora.b.elem_count()],
         };
         set(lora, &pair)?;
@@ -322,7 +337,8 @@ fn corda(s: &mut AdapterInitContext, network: &mut Network, adapter_set: &mut hf
         // PEFT normalizes each row separately.
         CordaArithmetic::Peft => examples.iter().map(|e| Batch::from_examples([e])).collect(),
     };
-    let tokens: usize = batches.iter().map(Batch::len).sum();
+    let batches: Vec<_> = batches.into_iter().map(ObservedBatch::whole).collect();
+    let tokens: usize = batches.iter().map(ObservedBatch::count).sum();
     let widest = network.spec.hidden.max(network.spec.intermediate);
     if tokens < widest {
         (s.note)(&format!(
@@ -377,8 +393,9 @@ fn corda(s: &mut AdapterInitContext, network: &mut Network, adapter_set: &mut hf
         return Ok(());
     };
     let mut pairs = BTreeMap::new();
-    for ((module, component), r) in found.iter().zip(ranks) {
-        let scale = scaling(hf::alpha_of(config, module)?, r, config.use_rslora);
+    let alphas = hf::ranks_and_alphas(config, found.keys())?;
+    for (((module, component), r), (_, alpha)) in found.iter().zip(ranks).zip(alphas) {
+        let scale = scaling(alpha, r, config.use_rslora);
         pairs.insert(module.clone(), (r, start::pair_of(component, method, r, scale)));
     }
     store(s, &key, network, &pairs)?;
@@ -445,12 +462,15 @@ pub fn resize(
     }
     // Full names first: the first pattern that matches a module is used.
     let (mut pattern, mut alphas) = (Vec::new(), Vec::new());
-    for (module, &r) in ranks.iter().filter(|(_, r)| **r > 0) {
-        let before = hf::rank_of(config, module)?;
+    // In the config modules have the names of the file.
+    let key = |config: &AdapterConfig, module: &str| config.name_in_file(module).replace('.', "\\.");
+    let kept: Vec<(&String, usize)> = ranks.iter().map(|(m, r)| (m, *r)).filter(|(_, r)| *r > 0).collect();
+    let old = hf::ranks_and_alphas(config, kept.iter().map(|(module, _)| module))?;
+    for ((module, r), (before, alpha)) in kept.into_iter().zip(old) {
         if before != r {
-            pattern.push((module.replace('.', "\\."), r));
-            let alpha = hf::alpha_of(config, module)? * r as f64 / before as f64;
-            alphas.push((module.replace('.', "\\."), alpha));
+            pattern.push((key(config, module), r));
+            let alpha = alpha * r as f64 / before as f64;
+            alphas.push((key(config, module), alpha));
         }
     }
     pattern.append(&mut config.rank_pattern);
@@ -463,12 +483,14 @@ pub fn resize(
             .adapters
             .retain(|module, _| ranks.get(module).is_some_and(|r| *r > 0));
         if network.adapters.len() < all {
-            config.target_modules = Targets::List(network.adapters.keys().cloned().collect());
+            let modules = network.adapters.keys().map(|module| config.name_in_file(module));
+            config.target_modules = Targets::List(modules.collect());
             config.exclude_modules = None;
             config.layers_to_transform = None;
         }
     }
-    for (module, adapter) in network.adapters.iter_mut() {
+    let alphas = hf::ranks_and_alphas(config, network.adapters.keys())?;
+    for ((module, adapter), (_, alpha)) in network.adapters.iter_mut().zip(alphas) {
         let (Some(lora), Some(&r)) = (adapter.lora(), ranks.get(module)) else {
             continue;
         };
@@ -479,7 +501,7 @@ pub fn resize(
         let device = lora.a.device();
         let zeros = |dims: &[usize]| Ok::<_, Error>(peft::full(dims, 0.0)?.to_device(device)?);
         let pair = || Ok::<_, Error>((zeros(&[r, inputs])?, zeros(&[outputs, r])?));
-        let scale = scaling(hf::alpha_of(config, module)?, r, config.use_rslora);
+        let scale = scaling(alpha, r, config.use_rslora);
         let mut other = Lora::new(module, pair()?, scale, lora.mask);
         other.start = match lora.start {
             Some(_) => Some(pair()?),
@@ -545,4 +567,19 @@ fn from_gradient(s: &mut AdapterInitContext, network: &Network) -> Result<()> {
     let _phase = progress::phase("initializing adapters (lora_ga)", 1, "gradient");
     engine::GradientPass::new(network, s.objective, &active, &step_stats).window(&[batch], &mut sink)?;
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn linears_with_one_input_get_the_directions_of_the_largest_rank() {
+        let (shared, own) = (Covariance::new(32), Covariance::new(24));
+        // q, k and o with rank_pattern k = 10.
+        let linears = [(4, &shared), (10, &shared), (4, &own)];
+        assert_eq!(candidates(&linears, &[0, 0, 2], 2.0), [20, 0, 8]);
+        // Never more than inputs.
+        assert_eq!(candidates(&linears, &[0, 0, 2], 8.0), [32, 0, 24]);
+    }
 }

@@ -334,8 +334,8 @@ pub fn open(dir: &Path, recipe: &Recipe, model: &ModelDir, rows: &Dataset) -> Re
 ///
 /// Errors: a file is missing, damaged, or of other outputs.
 #[doc(hidden)]
-pub fn check(dir: &Path) -> Result<()> {
-    TeacherCache::read(dir, CacheManifest::read(&dir.join(MANIFEST))?).map(drop)
+pub fn check(dir: &Path) -> Result<TeacherCache> {
+    TeacherCache::read(dir, CacheManifest::read(&dir.join(MANIFEST))?)
 }
 
 impl TeacherCache {

@@ -171,6 +171,50 @@ fn whole_heads_and_heads_in_parts_match_the_cpu() {
     }
 }
 
+/// e^(ln p - ln q) of the ids that are not stored is too large for f32.
+#[test]
+fn a_rest_far_below_that_of_the_teacher_has_the_gradient_of_the_cpu() {
+    let Some(gpu) = gpu() else { return };
+    let (d, v) = (8, 40);
+    let here = &candle_core::Device::Cpu;
+    let first_column = |values: Vec<f32>| {
+        let rows = values.len();
+        let rows_of = values.into_iter().flat_map(|x| std::iter::once(x).chain([0.0; 7]));
+        Tensor::from_vec(rows_of.collect::<Vec<f32>>(), (rows, d), here).unwrap()
+    };
+    // Exact in every type.
+    let head = first_column(
+        (0..v)
+            .map(|i| if i == 3 { 0.0 } else { -100.0 - (i % 4) as f32 })
+            .collect(),
+    );
+    let h = first_column(vec![1.0, 1.0]);
+    let top = TopK {
+        k: 1,
+        ids: vec![3, 3],
+        log_probs: vec![(1.0 - (-2f32).exp()).ln(); 2],
+        rest: vec![-2.0; 2],
+    };
+    for (dtype, tolerance) in KINDS {
+        let (h, head) = (gpu.pair(&h, dtype), gpu.pair(&head, dtype));
+        let options = DistillOptions {
+            beta: 0.0,
+            temperature: 1.0,
+            alpha: 0.25,
+            chunk: 2,
+            scale: 1.0,
+            need_dh: true,
+            need_dw: true,
+        };
+        let teacher = DistillTeacher::Stored { top: &top, common: v };
+        let own_head = head.weight();
+        let want = run(&side(&h.cpu, &own_head, None), &teacher, &[1, 2], &options);
+        let got = run(&side(&h.gpu, &head.gpu, None), &teacher, &[1, 2], &options);
+        compare(&got, &want, tolerance, &format!("{dtype:?}"));
+        assert!(want.1.loss.is_finite() && got.1.loss.is_finite(), "{dtype:?}");
+    }
+}
+
 fn same_top(got: &TopK, want: &TopK, tolerance: f32) {
     assert_eq!(got.ids, want.ids);
     let pairs = got.log_probs.iter().zip(&want.log_probs);

@@ -87,7 +87,8 @@ fn spec(intermediate: usize, options: Options) -> Spec {
     spec.layers.truncate(1);
     (spec.vocab, spec.hidden, spec.intermediate) = (16, HIDDEN, intermediate);
     (spec.heads, spec.kv_heads, spec.head_dim) = (4, if rich { 2 } else { 4 }, HIDDEN / 4);
-    (spec.fused_qkv, spec.fused_gate_up) = (rich, rich);
+    spec.fused_qkv = rich;
+    spec.fused_gate_up = rich.then_some(["mlp.gate_up_proj", "mlp.down_proj"]);
     (spec.norms, spec.qk_norm) = match options {
         Options::Plain
         | Options::Gated

@@ -155,7 +155,7 @@ fn measure(case: &Case, file: &Path) -> Value {
     let inputs = PlanInputs {
         teacher: None,
         judges: Arc::default(),
-        reference: false,
+        reference: Default::default(),
         rollout: 0,
         batch_tokens: count * length,
         tokens: count * length,

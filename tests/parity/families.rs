@@ -64,6 +64,7 @@ fn all_families_have_goldens() {
         "granite",
         "granite_swa",
         "granitemoe",
+        "granitemoehybrid",
         "granitemoeshared",
         "helium",
         "hunyuan_v1_dense",
@@ -111,7 +112,7 @@ fn all_families_have_goldens() {
         "youtu",
     ];
     assert_eq!(types.iter().map(String::as_str).collect::<Vec<_>>(), wanted);
-    assert_eq!(variants().len(), 109);
+    assert_eq!(variants().len(), 111);
 }
 
 #[test]
@@ -290,7 +291,7 @@ fn other_types_and_options_are_refused_by_name() {
     }
     assert!(needs > 80, "{needs}");
     let options = refused["options"].as_array().unwrap();
-    assert!(options.len() > 50, "{}", options.len());
+    assert!(options.len() > 30, "{}", options.len());
     for option in options {
         let (family, key) = (option[0].as_str().unwrap(), option[1].as_str().unwrap());
         let mut config = refused["configs"][family].as_object().unwrap().clone();

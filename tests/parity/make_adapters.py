@@ -30,7 +30,7 @@ from peft.tuners.lora.eva import initialize_lora_eva_weights
 from peft.tuners.lora.corda import preprocess_corda
 from safetensors.torch import save_file
 
-from common import GOLDENS, VERSIONS, Encoder, mean_loss, read_rows, trained_tokens, write_json
+from common import GOLDENS, IGNORE, VERSIONS, Encoder, mean_loss, read_rows, trained_tokens, write_json
 from make_training import ACCUMULATION, BATCH, STEPS, learning_rates, load, micro_loss, tokenizer_of
 
 OUT = GOLDENS / "adapters"
@@ -281,32 +281,48 @@ def make_started(name):
     finish(name, base, make, rows, recipe_of(rate, targets | more), {})
 
 
-def make_eva():
-    """EVA by PEFT: what A starts with, and the ranks and scales that it spends. Every row in one batch, seen twice. PEFT cuts its
-    running decomposition to r·rho components, which turns neighboring directions: rho is large enough to keep them all."""
-    base = "llama"
+# name: config. Every direction of every input is found: PEFT cuts its running decomposition to the most of r·rho components, which
+# turns neighboring directions.
+EVA = {
+    "eva": lora(init_lora_weights="eva", eva_config=EvaConfig(rho=8.0)),
+    # Linears with the same input and other ranks.
+    "eva_ranks": lora(init_lora_weights="eva", eva_config=EvaConfig(rho=2.0), target_modules=["q_proj", "k_proj", "up_proj", "gate_proj"],
+                      rank_pattern={"k_proj": 16, "gate_proj": 16}),
+}
+
+
+def make_eva(name):
+    """EVA by PEFT: what A starts with, and the ranks and scales that it spends. Every row in one batch, seen twice; only inputs of
+    trained tokens count, as by default."""
+    base, config = "llama", copy.deepcopy(EVA[name])
     rows = rows_of(base)
     width = max(len(ids) for ids, _ in rows)
     batch = dict(input_ids=torch.tensor([ids + [0] * (width - len(ids)) for ids, _ in rows]),
-                 attention_mask=torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids, _ in rows]))
-    model = get_peft_model(load(base), lora(init_lora_weights="eva", eva_config=EvaConfig(rho=8.0)))
+                 attention_mask=torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids, _ in rows]),
+                 labels=torch.tensor([labels + [IGNORE] * (width - len(labels)) for _, labels in rows]))
+    assert (batch["labels"] == IGNORE).sum() > (batch["attention_mask"] == 0).sum(), "some tokens must not count"
+    own = {"tune.lora.r": config.r, "tune.lora.lora_alpha": config.lora_alpha, "tune.lora.target_modules": sorted(config.target_modules),
+           "tune.lora.init_lora_weights": "eva", "tune.lora.eva.rho": config.eva_config.rho, "tune.lora.init_samples": 1000}
+    if config.rank_pattern:
+        own["tune.lora.rank_pattern"] = [f"{key}={r}" for key, r in config.rank_pattern.items()]
+    model = get_peft_model(load(base), config)
     initialize_lora_eva_weights(model, [batch, batch])
     config = model.peft_config["default"]
     tensors = {key.replace("base_model.model.", "").replace(".default", ""): value.contiguous().clone()
                for key, value in model.state_dict().items() if "lora_A" in key}
-    directory = OUT.parent / "eva"
+    directory = OUT.parent / name
     directory.mkdir(exist_ok=True)
     save_file(tensors, directory / "golden.safetensors")
-    print("eva", config.rank_pattern, config.alpha_pattern, len(tensors))
-    recipe = recipe_of(1e-3, {"tune.lora.r": 4, "tune.lora.lora_alpha": 8, "tune.lora.target_modules": TARGETS,
-                              "tune.lora.init_lora_weights": "eva", "tune.lora.eva.rho": 8.0, "tune.lora.init_samples": 1000}) | {"train.max_steps": 0}
+    print(name, config.rank_pattern, config.alpha_pattern, len(tensors))
+    recipe = recipe_of(1e-3, own) | {"train.max_steps": 0}
     write_json(directory / "golden.json", dict(model=base, data=ROWS, recipe=recipe, ranks=config.rank_pattern,
                                                alphas=config.alpha_pattern, versions=VERSIONS))
 
 
 def main():
-    if not sys.argv[1:] or "eva" in sys.argv[1:]:
-        make_eva()
+    for name in EVA:
+        if not sys.argv[1:] or name in sys.argv[1:]:
+            make_eva(name)
     for seed, name in enumerate(FILLED):
         if not sys.argv[1:] or name in sys.argv[1:]:
             make_filled(seed, name)

@@ -93,6 +93,9 @@ DEEPSEEK_V3 = DEEPSEEK | dict(model_type="deepseek_v3", n_group=3, topk_group=2,
 #   room      most tokens of a prompt with its answer
 #   published the `model_type` of the published files, if transformers has it under another name
 #   joined    the experts of a layer are in one tensor, as published; transformers writes them one by one
+GRANITE_HYBRID = SMALL_RMS | dict(
+    model_type="granitemoehybrid", rms_norm_eps=3e-2, num_local_experts=0, shared_intermediate_size=20, attention_bias=True, embedding_multiplier=3.0,
+    residual_multiplier=0.6, attention_multiplier=0.4, logits_scaling=2.5, layer_types=["full_attention"] * 2, mamba_n_heads=4, time_step_limit=[0.0, 1.0])
 VARIANTS = {
     "llama": dict(config=LLAMA, tokenizer="small_bos"),
     "llama_rope_llama3": dict(weights="llama", config=LLAMA | dict(rope_scaling=dict(
@@ -398,6 +401,11 @@ VARIANTS = {
     "lfm2_bias": dict(stored="f16", config=SMALL | dict(
         model_type="lfm2", norm_eps=3e-2, num_hidden_layers=3, tie_word_embeddings=True, layer_types=["conv", "full_attention", "conv"], conv_L_cache=4,
         conv_bias=True, block_auto_adjust_ff_dim=False)),
+    # No experts, and attention in all layers. Without positions a bias of k has no gradient.
+    "granitemoehybrid": dict(stored="bf16", ablate=dict(residual_multiplier=1.0, attention_multiplier=0.25), config=GRANITE_HYBRID | dict(
+        position_embedding_type="rope", tie_word_embeddings=True)),
+    "granitemoehybrid_nope": dict(config=GRANITE_HYBRID | dict(
+        position_embedding_type=None, attention_bias=False, tie_word_embeddings=False)),
 }
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
@@ -427,7 +435,7 @@ ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "
                  "minimax_m2": "MiniMaxM2ForCausalLM", "mellum": "MellumForCausalLM",
                  "granitemoeshared": "GraniteMoeSharedForCausalLM", "granite_swa": "GraniteSWAForCausalLM",
                  "ernie4_5_moe": "Ernie4_5_MoeForCausalLM", "flex_olmo": "FlexOlmoForCausalLM", "nanochat": "NanoChatForCausalLM",
-                 "lfm2": "Lfm2ForCausalLM"}
+                 "lfm2": "Lfm2ForCausalLM", "granitemoehybrid": "GraniteMoeHybridForCausalLM"}
 
 
 def config_v4(config, stored, encoder):

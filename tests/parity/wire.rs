@@ -13,9 +13,10 @@ use ft::ops::transfer::Copier;
 use ft::ops::{CpuBackend, step};
 use ft::optim::{Optimizer, Schedule, Update};
 use ft::recipe::{self, Dtype, ModelInit, Recipe};
-use ft::setup::ModelDir;
+use ft::setup::active_schedule::ActiveSchedule;
 use ft::setup::rows::{RecipeRows, stream};
 use ft::setup::vocabulary::TextChanges;
+use ft::setup::{ModelDir, adapters};
 use ft::sft::CausalLm;
 use ft::source::StoragePolicy;
 use ft::train::stage;
@@ -283,20 +284,22 @@ pub fn preference_step(policy: &Path, reference: &Path, rows: &Path, lines: &str
         eval: None,
         questions: None,
     };
+    let other = ModelDir::open(reference.to_str().unwrap(), "main", &TextChanges::default()).unwrap();
+    let storage = StoragePolicy::dense(Dtype::F32);
+    let loaded = other.load(&storage, ModelInit::Pretrained, 0, &Device::Cpu).unwrap();
+    let (strategy, none) = (StepStrategy::new(Dtype::F32), ActiveSet::new([]));
+    let adapter_set = adapters::of(&recipe, &model.spec).unwrap();
+    let start = stage::PolicyStart {
+        network: &loaded.network,
+        strategy: &strategy,
+        schedule: &ActiveSchedule::new(&recipe, &model.spec, &model.spec.params(), &adapter_set).unwrap(),
+    };
     let stage::Stage {
         batches: mut source,
         objective,
-    } = stage::open(setting).unwrap_or_else(|e| panic!("{e}"));
-    let model = ModelDir::open(reference.to_str().unwrap(), "main", &TextChanges::default()).unwrap();
-    let model = model.load(
-        &StoragePolicy::dense(Dtype::F32),
-        ModelInit::Pretrained,
-        0,
-        &Device::Cpu,
-    );
+    } = stage::open(setting, &start).unwrap_or_else(|e| panic!("{e}"));
     let optimizer = Optimizer::new(recipe.optimizer.clone());
-    let (strategy, none) = (StepStrategy::new(Dtype::F32), ActiveSet::new([]));
-    let engine = Engine::new(model.unwrap(), objective, optimizer, strategy, &none).unwrap();
+    let engine = Engine::new(loaded, objective, optimizer, strategy, &none).unwrap();
     source.prepare(&engine).unwrap_or_else(|e| panic!("{e}"));
     let batches = source.window(0, &engine).unwrap_or_else(|e| panic!("{e}"));
     let mut optimizer = engine.optimizer;

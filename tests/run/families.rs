@@ -388,3 +388,37 @@ fn adapters_of_multimodal_models_have_the_names_of_the_whole_model() {
         assert!((merged - run).abs() < 1e-2 * run, "{family}: {merged} {run}");
     }
 }
+
+/// EVA and CorDA with `adaptive_rank` write a rank for each linear into the config.
+#[test]
+fn ranks_of_an_initialization_name_the_modules_of_a_multimodal_model() {
+    let bench = Bench::of_family("qwen3_vl");
+    let eva = "tune.lora.init_lora_weights=eva";
+    let corda = "tune.lora.init_lora_weights=corda";
+    for (run, settings) in [
+        ("eva", ["tune.lora.r=4", eva, "tune.lora.eva.rho=2"]),
+        // Fewer directions than linears: some lose their adapter.
+        ("eva_few", ["tune.lora.r=1", eva, "tune.lora.eva.rho=8"]),
+        ("corda", ["tune.lora.r=4", corda, "tune.lora.corda.adaptive_rank=true"]),
+    ] {
+        train(&bench, run, &[&["tune.method=lora"][..], &settings].concat());
+        let config = fs::read_to_string(bench.path(run).join("final/adapter_config.json")).unwrap();
+        let config: Value = serde_json::from_str(&config).unwrap();
+        let of_file = |name: &str| name.replace('\\', "").starts_with("model.language_model.layers.");
+        let ranks = config["rank_pattern"].as_object().unwrap();
+        assert!(
+            !ranks.is_empty() && ranks.keys().all(|name| of_file(name)),
+            "{run}: {ranks:?}"
+        );
+        let adapters = names(&bench.path(run).join("final/adapter_model.safetensors")).len() / 2;
+        assert_eq!(adapters < 2 * 7, run == "eva_few", "{run}: {adapters} adapters");
+        if run == "eva_few" {
+            let targets: Vec<String> = serde_json::from_value(config["target_modules"].clone()).unwrap();
+            assert!(
+                targets.len() == adapters && targets.iter().all(|name| of_file(name)),
+                "{targets:?}"
+            );
+        }
+        assert!(loss(&bench, &["--model", run]).is_finite());
+    }
+}

@@ -37,6 +37,22 @@ fn quantized(settings: &str) -> Vec<u8> {
     format!("{{\"model_type\": \"llama\", \"quantization_config\": {{\"quant_method\": {settings}}}}}").into_bytes()
 }
 
+/// Rows with votes; two of them are alike, and one has the words of an evaluation.
+const VOTES: &str = "{\"text\": \"a b c d e f\", \"v\": \"good\"}\n{\"text\": \"a b c d e f\", \"v\": [1, 1, 0]}\n\
+                     {\"text\": \"x one two three four five six seven eight nine\", \"v\": null}\n{\"text\": \"g\", \"v\": true}\n";
+/// Rows with values inside of columns.
+const PATHS: &str = "{\"q\": \"one\", \"a\": {\"text\": [\"x\", \"y\"]}}\n{\"q\": \"two\", \"a\": {\"text\": []}}\n\
+                     {\"q\": \"three\", \"a\": {\"text\": [4]}}\n";
+
+/// An input of the target `options`: its choices (render, long, trained part, longest row, overlap, duplicates, format, template,
+/// window, evaluation, kind of file), the line with columns, and rows.
+fn options(choices: [usize; 11], line: &str, rows: &str) -> Vec<u8> {
+    const COUNTS: [usize; 11] = [3, 4, 3, 4, 4, 3, 8, 2, 3, 2, 2];
+    let number = (0..11).rev().fold(0, |number, i| number * COUNTS[i] + choices[i]);
+    let number = u32::try_from(number).unwrap();
+    [&number.to_le_bytes()[..], line.as_bytes(), b"\n", rows.as_bytes()].concat()
+}
+
 /// Good inputs of a target.
 fn seeds(name: &str) -> Vec<Vec<u8>> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
@@ -71,7 +87,7 @@ fn seeds(name: &str) -> Vec<Vec<u8>> {
         )],
         "adapter" => vec![text(
             "{\"peft_type\": \"LORA\", \"r\": 4, \"lora_alpha\": 8, \"target_modules\": [\"q_proj\"], \
-             \"rank_pattern\": {\"a.b\": 2}, \"bias\": \"none\"}",
+             \"rank_pattern\": {\"a.b\": 2}, \"bias\": \"none\", \"trainable_token_indices\": {\"lm_head\": [3, 1]}}",
         )],
         "jsonl" => vec![golden("data/messages.jsonl"), golden("preference/text.jsonl")],
         "json" => vec![text(
@@ -101,6 +117,11 @@ fn seeds(name: &str) -> Vec<Vec<u8>> {
             text(
                 "model_name_or_path: m\nfinetuning_type: lora\nstage: dpo\ndataset: own\nown:\n  file_name: o.json\n  \
                  columns: {prompt: q, response: r}\n",
+            ),
+            text(
+                "model_name_or_path: m\nstage: sft\nfinetuning_type: lora\ndataset: own, other\n\n\0\n{\"own\": {\"hf_hub_url\": \"a/b\", \
+                 \"split\": \"train\", \"num_samples\": 9}, \"other\": {\"file_name\": \"o.json\", \"formatting\": \"sharegpt\", \
+                 \"columns\": {\"messages\": \"talk\"}, \"tags\": {\"role_tag\": \"who\", \"user_tag\": \"me\"}}}\n",
             ),
         ],
         "manifest" => {
@@ -155,7 +176,29 @@ fn seeds(name: &str) -> Vec<Vec<u8>> {
             text("{\"score\": -1e-3, \"why\": \"short\"}"),
             text("null"),
         ],
-        other => panic!("{other} has no seed"),
+        "text" => vec![
+            text("\x00one line\ntwo\n"),
+            text("\x19one\ntwo\n\nthree\n"),
+            text("\x12prompt\tcompletion\nq\ta\nr\tb\n"),
+        ],
+        "options" => vec![
+            options([0, 0, 0, 0, 2, 0, 0, 1, 1, 0, 0], "judge=v", VOTES),
+            options(
+                [1, 2, 1, 1, 1, 1, 1, 0, 2, 1, 0],
+                "prompt=q|completion=a.text[0]|system_prompt=Be brief",
+                PATHS,
+            ),
+            options(
+                [2, 1, 2, 3, 0, 0, 0, 1, 1, 0, 0],
+                "template=Say {q}|completion=a.text[-1]|limit=2",
+                PATHS,
+            ),
+        ],
+        // Its inputs are those of `fuzz/kept`.
+        other => {
+            assert!(!kept(other).is_empty(), "{other} has no seed");
+            Vec::new()
+        }
     }
 }
 
@@ -306,4 +349,22 @@ fn fuzz_targets_take_whole_and_damaged_seeds() {
     }
     assert!(files > 200 || only.is_some(), "{files}");
     fs::remove_dir_all(targets::dir()).unwrap();
+}
+
+/// The words come from the source of the parsers: a file that was renamed is found here.
+#[test]
+fn every_fuzz_target_has_a_dictionary() {
+    for (name, _) in targets::TARGETS {
+        let words = targets::words::words(name);
+        let fit = words.iter().all(|word| (1..=64).contains(&word.len()));
+        assert!(words.len() > 3 && fit, "{name}: {words:?}");
+    }
+    for (name, word) in [
+        ("config", "\"qwen3_moe\""),
+        ("recipe", "\n[train]\n"),
+        ("quantized", "\"gptq\""),
+        ("template", "endfor"),
+    ] {
+        assert!(targets::words::words(name).iter().any(|w| w == word), "{name}: {word}");
+    }
 }

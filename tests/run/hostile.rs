@@ -138,7 +138,6 @@ fn configs_that_ft_cannot_compute() {
             "{\"rope_type\": \"xpos\", \"factor\": 2.0}",
             &["xpos"][..],
         ),
-        ("attention_dropout", "0.1", &["attention_dropout"][..]),
         (
             "quantization_config",
             "{\"quant_method\": \"gptq\"}",

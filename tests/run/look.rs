@@ -138,7 +138,7 @@ fn steps_are_measured_and_compared_with_an_earlier_measurement() {
     let text = said(&out);
     assert!(out.status.success(), "{text}");
     for part in [
-        "`train.max_steps` has no effect here: `--steps`",
+        "`train.max_steps` is not the number of steps here: `--steps`",
         "`train.save_steps` has no effect here",
     ] {
         assert!(text.contains(part), "{text}");

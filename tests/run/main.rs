@@ -47,6 +47,7 @@ mod quickstart;
 mod readers;
 mod regularization;
 mod rankfaults;
+mod reference;
 mod rehearsal;
 mod resume_inputs;
 mod resumes;

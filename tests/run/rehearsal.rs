@@ -3,6 +3,7 @@
 use crate::bench::{Bench, number, said};
 use crate::disk::{Fault, Operation, on_disk, recorded};
 use crate::same::assert_same;
+use serde_json::{Value, json};
 use std::fs;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
@@ -245,6 +246,41 @@ fn a_sample_prompt_that_cannot_be_answered_fails_a_resume_before_its_first_step(
         "{text}"
     );
     assert_eq!(bench.steps("run").len(), 1);
+}
+
+/// Some tokenizers append an end-of-sequence token to every text: behind it a model begins another text.
+#[test]
+fn a_sample_prompt_without_a_template_does_not_end_with_an_appended_token() {
+    let prompt_tokens = |single: &str| {
+        let bench = Bench::of_family("qwen3");
+        let path = bench.path("model/tokenizer.json");
+        let mut tokenizer: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+        let piece = |kind: &str, id: &str| json!({kind: {"id": id, "type_id": 0}});
+        let end = "<|endoftext|>";
+        let parts: Vec<Value> = single
+            .split(' ')
+            .map(|part| match part {
+                "text" => piece("Sequence", "A"),
+                _ => piece("SpecialToken", end),
+            })
+            .collect();
+        tokenizer["post_processor"] = json!({"type": "TemplateProcessing", "single": parts,
+            "pair": [piece("Sequence", "A"), piece("Sequence", "B")],
+            "special_tokens": {end: {"id": end, "ids": [0], "tokens": [end]}}});
+        fs::write(&path, tokenizer.to_string()).unwrap();
+        let run = [
+            "train.output_dir=run",
+            "train.save_steps=1",
+            "train.sample_prompts=[\"Is it raining?\"]",
+        ];
+        bench.train(&[&run[..], &["train.max_steps=1"]].concat());
+        bench.train(&[&run[..], &["train.max_steps=2", "--resume"]].concat());
+        let events = bench.lines("run/events.jsonl");
+        let tokens: Vec<u64> = events.iter().filter_map(|e| e["prompt_tokens"].as_u64()).collect();
+        assert_eq!(tokens.len(), 1, "{tokens:?}");
+        tokens[0]
+    };
+    assert_eq!(prompt_tokens("text end"), prompt_tokens("text"));
 }
 
 fn is_memory(dir: &Path) -> bool {

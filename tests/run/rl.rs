@@ -552,3 +552,22 @@ fn an_evaluation_that_fails_loses_no_step() {
         .collect();
     assert_eq!(evaluated, [0, 2, 4]);
 }
+
+/// The mass that top-k cuts off is no difference between quantized and exact weights.
+#[test]
+fn top_k_does_not_change_the_ratios_of_quantized_rollouts() {
+    let bench = Bench::new();
+    let way = [
+        "tune.method=full",
+        "rlhf.rollout_weights=int8",
+        "rlhf.rollout_correction=token_truncate",
+        "rlhf.top_k=2",
+    ];
+    bench.train(&settings(&way, &["train.max_steps=1", "train.output_dir=cut"]));
+    let steps = bench.steps("cut");
+    let (ratio, apart) = (
+        number(&steps[0], "rollout_ratio"),
+        number(&steps[0], "rollout_log_prob_difference"),
+    );
+    assert!((ratio - 1.0).abs() < 0.2 && apart > 0.0 && apart < 0.2, "{}", steps[0]);
+}

@@ -9,11 +9,29 @@ fn tested(bench: &Bench, more: &[&str]) -> String {
     String::from_utf8(ran.stdout).unwrap()
 }
 
+/// The accumulation is `auto` in the recipe, and another one for a short run.
+const ROWS: &str = "train.gradient_accumulation_steps=8";
+
+#[test]
+fn a_step_of_the_test_has_the_rows_of_the_run() {
+    let bench = Bench::new();
+    let found = tested(
+        &bench,
+        &["--from", "1e-5", "--to", "1e-4", "optimizer.name=sgd", "--json"],
+    );
+    let found: Value = serde_json::from_str(&found).unwrap();
+    bench.train(&["optimizer.name=sgd", "train.output_dir=run", "train.save_steps=0"]);
+    assert_eq!(
+        number(&found["points"][0], "loss"),
+        number(&bench.steps("run")[0], "loss")
+    );
+}
+
 #[test]
 fn a_range_test_suggests_a_rate_and_leaves_nothing() {
     let bench = Bench::new();
     let before = files(bench.dir.path());
-    let sweep = ["--from", "1e-5", "--to", "100", "optimizer.name=sgd", "--json"];
+    let sweep = ["--from", "1e-5", "--to", "100", "optimizer.name=sgd", ROWS, "--json"];
     let found: Value = serde_json::from_str(&tested(&bench, &sweep)).unwrap();
     assert!(files(bench.dir.path()) == before, "files were written or changed");
     let points = found["points"].as_array().unwrap();
@@ -37,13 +55,14 @@ fn a_range_test_suggests_a_rate_and_leaves_nothing() {
     let loss = number(&points[0], "loss");
     bench.train(&[
         "train.max_steps=1",
+        ROWS,
         "optimizer.name=sgd",
         "train.output_dir=run",
         "train.save_steps=0",
     ]);
     assert_eq!(number(&bench.steps("run")[0], "loss"), loss);
 
-    let text = tested(&bench, &["--from", "1e-5", "--to", "1", "--svg", "lr.svg"]);
+    let text = tested(&bench, &["--from", "1e-5", "--to", "1", ROWS, "--svg", "lr.svg"]);
     assert!(
         text.contains("suggestion: optimizer.learning_rate=") && text.contains("rule: a tenth"),
         "{text}"

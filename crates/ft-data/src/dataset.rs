@@ -11,7 +11,7 @@ use super::mixture::SourceShare;
 use super::preference::PreferenceDocuments;
 use super::read::Row;
 use super::reading::ReadingReport;
-use super::rows;
+use super::rows::{self, Sample};
 use super::screen::Screen;
 use super::source::{self, Source};
 use super::tokens::{TokenCache, TokenRequest, hash_row};
@@ -21,6 +21,7 @@ use ft_base::units::count;
 use ft_base::{Error, Result, progress};
 use serde::{Deserialize, Serialize};
 use std::borrow::Cow;
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 /// Receives a row with its layout and origin; bad rows are counted.
@@ -171,6 +172,8 @@ pub struct DatasetStats {
     pub dropped_rows: usize,
     /// Dropped rows whose trained part was beyond `max_length`.
     pub dropped_by_truncation: usize,
+    /// Dropped pairs whose conversations differ before the answer.
+    pub forked_rows: usize,
     /// Trained assistant turns that do not end with a special token.
     pub open_turns: usize,
     /// Tokens of the longest row before truncation.
@@ -261,10 +264,17 @@ impl DatasetStats {
                 count(self.long_tokens),
             ));
         }
-        if self.dropped_rows > self.long_rows {
+        if self.forked_rows > 0 {
+            out.push(format!(
+                "{} of {} rows are skipped: the conversations of `chosen` and `rejected` differ before the answer",
+                count(self.forked_rows as u64),
+                count(self.rows as u64),
+            ));
+        }
+        if self.dropped_rows > self.long_rows + self.forked_rows {
             out.push(format!(
                 "{} of {} rows have no token to train and are skipped ({} because of max_length)",
-                count((self.dropped_rows - self.long_rows) as u64),
+                count((self.dropped_rows - self.long_rows - self.forked_rows) as u64),
                 count(self.rows as u64),
                 count(self.dropped_by_truncation as u64),
             ));
@@ -322,8 +332,8 @@ pub struct Dataset {
     /// Hash of ids and masks: equal for equal rows, different after any change. If rows are read during training: hash of
     /// the content of their files (`content`).
     pub fingerprint: String,
-    /// If rows are read during training: the fingerprint of earlier versions, from names and sizes of the files. Else
-    /// empty.
+    /// A fingerprint of earlier versions that means the same rows; empty: there is none. Streamed rows have none now:
+    /// earlier versions read some rows by other rules, which their fingerprints do not contain.
     pub fingerprint_before: String,
 }
 
@@ -443,14 +453,27 @@ impl Dataset {
     ///
     /// # Errors
     /// The fraction is not between 0 and 1, or there are fewer than two rows.
-    pub fn split(mut self, fraction: f64, seed: u64) -> Result<(Self, Self)> {
-        let origins = self.all_origins()?.into_owned();
-        let mut rows = origins.clone();
+    pub fn split(self, fraction: f64, seed: u64) -> Result<(Self, Self)> {
+        let mut rows = self.all_origins()?.into_owned();
         rows.sort_unstable();
         rows.dedup();
         let is_eval = held_out(rows.len(), fraction, seed)?;
-        let held_out = is_eval.iter().filter(|held| **held).count();
-        let of_eval = |origin: &RowOrigin| rows.binary_search(origin).is_ok_and(|row| is_eval[row]);
+        self.split_by(&|origin| rows.binary_search(origin).is_ok_and(|row| is_eval[row]))
+    }
+
+    /// The rows at these places, in file order; places without a row are ignored.
+    ///
+    /// # Errors
+    /// The token file cannot be read.
+    pub fn at(self, places: &BTreeSet<RowOrigin>) -> Result<Self> {
+        Ok(self.split_by(&|origin| places.contains(origin))?.1)
+    }
+
+    /// The rows that are not held out, and the others.
+    fn split_by(mut self, of_eval: &dyn Fn(&RowOrigin) -> bool) -> Result<(Self, Self)> {
+        let origins = self.all_origins()?.into_owned();
+        let held_out: BTreeSet<&RowOrigin> = origins.iter().filter(|&origin| of_eval(origin)).collect();
+        let held_out = held_out.len();
         let examples = std::mem::take(&mut self.examples);
         let [train, eval] = examples.split(&|row| of_eval(&origins[row]));
         let part = |eval: bool, examples: Examples| -> Result<Dataset> {
@@ -528,8 +551,12 @@ impl Dataset {
                 next += 1;
             }
             if next > first {
-                let question = encoder.question(&rows::understand(&row, layout)?);
-                out.extend(question.map_err(|e| e.within(&row.place))?);
+                let sample = rows::understand(&row, layout)?;
+                // An answer that the row excludes is no reference.
+                if !matches!(&sample, Sample::Chat(chat) if chat.ends_untrained()) {
+                    let question = encoder.question(&sample);
+                    out.extend(question.map_err(|e| e.within(&row.place))?);
+                }
             }
             Ok(())
         });

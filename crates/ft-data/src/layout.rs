@@ -100,8 +100,8 @@ pub struct ColumnLayout {
     pub extras: Vec<String>,
     /// The column with the answer.
     pub answer: Option<String>,
-    /// The column with the system message.
-    pub system: String,
+    /// Columns that may hold the system message of a row.
+    pub systems: Vec<String>,
     /// The system message of rows without one.
     pub system_prompt: Option<String>,
     /// The well-known dataset that has these columns.
@@ -141,7 +141,7 @@ impl ColumnLayout {
             prompt: None,
             extras: Vec::new(),
             answer: None,
-            system: SYSTEMS[0].to_string(),
+            systems: SYSTEMS.map(str::to_string).to_vec(),
             system_prompt: None,
             preset: None,
             after: None,
@@ -207,7 +207,7 @@ impl ColumnLayout {
             return vec![("text", vec!["text"])];
         }
         out.extend(self.list.as_deref().map(|name| ("messages", vec![name])));
-        out.push(("system", vec![&self.system]));
+        out.push(("system", self.systems.iter().map(String::as_str).collect()));
         if self.format == RowFormat::Alpaca {
             out.push(("history", vec!["history"]));
         }
@@ -293,11 +293,6 @@ impl Fields<'_> {
         })
     }
 
-    fn system(&self) -> String {
-        let found = SYSTEMS.into_iter().find(|name| self.has(name));
-        found.unwrap_or(SYSTEMS[0]).to_string()
-    }
-
     fn extras(&self, prompt: &str) -> Vec<String> {
         if prompt == "prompt" {
             return Vec::new();
@@ -306,19 +301,12 @@ impl Fields<'_> {
         EXTRAS.into_iter().filter(text).map(str::to_string).collect()
     }
 
-    fn layout(&self, format: RowFormat) -> ColumnLayout {
-        ColumnLayout {
-            system: self.system(),
-            ..ColumnLayout::of(format)
-        }
-    }
-
     fn pair_layout(&self, format: RowFormat, prompt: &str, answer: &str) -> ColumnLayout {
         ColumnLayout {
             prompt: Some(prompt.to_string()),
             extras: self.extras(prompt),
             answer: Some(answer.to_string()),
-            ..self.layout(format)
+            ..ColumnLayout::of(format)
         }
     }
 
@@ -370,7 +358,7 @@ impl Fields<'_> {
     fn list_layout(&self, format: RowFormat, preferred: &'static str) -> ColumnLayout {
         ColumnLayout {
             list: Some(self.list(preferred).to_string()),
-            ..self.layout(format)
+            ..ColumnLayout::of(format)
         }
     }
 
@@ -480,7 +468,7 @@ impl Fields<'_> {
     }
 
     fn preferred(&self) -> Result<ColumnLayout> {
-        let mut layout = self.layout(RowFormat::Preference);
+        let mut layout = ColumnLayout::of(RowFormat::Preference);
         let prompts = self.prompts();
         match &prompts[..] {
             ["prompt", ..] | [_] => {
@@ -523,7 +511,7 @@ impl Fields<'_> {
             prompt: Some(prompt.to_string()),
             extras: self.extras(prompt),
             answer: Some(answer.to_string()),
-            ..self.layout(RowFormat::Prompt)
+            ..ColumnLayout::of(RowFormat::Prompt)
         };
         match format {
             RowFormat::Prompt => {}

@@ -58,7 +58,7 @@ pub use batch::{Batch, Columns, Example, IGNORE};
 pub use choices::{Long, Render, RowFormat, TrainOn};
 pub use codec::{ChatRender, TextCodec};
 pub use dataset::{Dataset, DatasetSpec, DatasetStats, RowOrigin};
-pub use encode::{Encoder, Question};
+pub use encode::{Encoder, Question, plain_prompt};
 pub use examples::{Examples, RowMeasure};
 pub use layout::{ColumnLayout, Rendering};
 pub use mapping::{ChatRole, ColumnRole, Mapping};

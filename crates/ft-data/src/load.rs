@@ -41,7 +41,9 @@ pub(super) fn nothing_to_train(spec: &DatasetSpec, stats: &DatasetStats) -> Erro
     if stats.rows == 0 {
         return Error::format("the data has no rows").at(files).found("0 rows");
     }
-    let hint = if stats.dropped_by_truncation > 0 {
+    let hint = if stats.forked_rows == stats.rows {
+        "make the messages before the answers of `chosen` and `rejected` equal".to_string()
+    } else if stats.dropped_by_truncation > 0 {
         format!(
             "raise `data::DatasetSpec::max_length`; the longest row has {} tokens",
             stats.longest_written

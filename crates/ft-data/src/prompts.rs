@@ -2,7 +2,7 @@
 //!
 //! A row of format `prompt` has the column `prompt` (or one that is read as such), as text or as a list of messages. A
 //! row of any other format with an answer (a conversation, prompt and completion) gives its prompt; its last answer is
-//! the known answer.
+//! the known answer. A conversation that ends with a question or the result of a tool is itself a prompt.
 
 use super::chat;
 use super::dataset::{DatasetSpec, RowOrigin};
@@ -68,6 +68,7 @@ impl Prompt {
                     first_trained: messages.len() - 1,
                     messages,
                     tools: tools.clone(),
+                    untrained: Vec::new(),
                 })
             }
         }
@@ -83,6 +84,21 @@ pub struct PromptLimits {
     pub answer: usize,
     /// A longer prompt: `Drop` leaves it out; otherwise it is an error.
     pub long: Long,
+}
+
+impl PromptLimits {
+    /// True if the prompt leaves room for the answer; false: it is left out.
+    ///
+    /// # Errors
+    /// It is too long, and `long` does not say that such prompts are left out.
+    pub fn admit(self, prompt: &Prompt) -> Result<bool> {
+        let fits = prompt.ids.len().saturating_add(self.answer) <= self.window;
+        if fits || self.long == Long::Drop {
+            Ok(fits)
+        } else {
+            Err(too_long(prompt, self))
+        }
+    }
 }
 
 /// The values of a recipe without these keys.
@@ -175,18 +191,19 @@ impl<'a> PromptSpec<'a> {
                 unless_stopped()?;
                 let prompt = one(&row, layout, encoder, answer).map_err(|e| e.or_at(&row.place));
                 let prompt = match prompt {
-                    Ok(prompt) if prompt.ids.len() + limits.answer > limits.window => {
-                        if limits.long != Long::Drop {
-                            return bad.add(too_long(&prompt, limits));
-                        }
+                    Ok(prompt) => prompt,
+                    Err(e) => return bad.add(e),
+                };
+                match limits.admit(&prompt) {
+                    Ok(true) => {}
+                    Ok(false) => {
                         bad.good();
                         out.dropped.0 += 1;
                         out.dropped.1 += prompt.ids.len() as u64;
                         return Ok(());
                     }
-                    Ok(prompt) => prompt,
                     Err(e) => return bad.add(e),
-                };
+                }
                 bad.good();
                 prompt.ids.iter().for_each(|id| {
                     hasher.update(&id.to_le_bytes());
@@ -255,24 +272,26 @@ fn too_long(prompt: &Prompt, limits: PromptLimits) -> Error {
 fn one(row: &Row, layout: &ColumnLayout, encoder: &Encoder, answer: &str) -> Result<Prompt> {
     let sample = match layout.format {
         RowFormat::Prompt => prompt(&row.fields, layout).map_err(|e| e.within(&row.place))?,
-        _ => rows::understand(row, layout)?,
+        _ => rows::unweighed(row, layout)?,
     };
     let none = || {
         Error::format("the row has no answer after its prompt")
-            .expected("`prompt`, or a conversation with an assistant message, or prompt and completion")
+            .expected("`prompt`, or a conversation with a question, or prompt and completion")
     };
-    let question = encoder
-        .question(&sample)
+    let (ids, written_answer) = asked(&sample, encoder)
         .map_err(|e| e.within(&row.place))?
         .ok_or_else(none)?;
+    let is_excluded = matches!(&sample, Sample::Chat(chat) if chat.ends_untrained());
     let written = layout.prompt.as_deref().and_then(|name| row.fields.get(name));
     let is_text = written.is_some_and(|v| v.is_string() && !layout::is_turns(v));
     let said = match sample {
         Sample::PromptCompletion { prompt, .. } => PromptContent::Text(prompt),
         Sample::Chat(chat) => {
-            let last = chat.messages.iter().rposition(|m| chat::role(m) == "assistant");
             let mut messages = chat.messages;
-            messages.truncate(last.unwrap_or(0));
+            if written_answer.is_some() {
+                let last = messages.iter().rposition(|m| chat::role(m) == "assistant");
+                messages.truncate(last.unwrap_or(0));
+            }
             PromptContent::Chat {
                 messages,
                 tools: chat.tools,
@@ -291,13 +310,14 @@ fn one(row: &Row, layout: &ColumnLayout, encoder: &Encoder, answer: &str) -> Res
     };
     let known = match layout.format {
         RowFormat::Prompt => column,
-        _ => column.or(Some(Value::String(question.answer))),
+        // An answer that the row excludes from the training is no correct one.
+        _ => column.or(written_answer.filter(|_| !is_excluded).map(Value::String)),
     };
-    if question.prompt.is_empty() {
+    if ids.is_empty() {
         return Err(Error::format("the prompt has no tokens").hint("give it some text to continue"));
     }
     Ok(Prompt {
-        ids: question.prompt,
+        ids,
         shown: match &said {
             _ if is_text => Value::String(rows::prompt_text(&row.fields, layout)?),
             PromptContent::Text(text) => Value::String(text.clone()),
@@ -310,7 +330,21 @@ fn one(row: &Row, layout: &ColumnLayout, encoder: &Encoder, answer: &str) -> Res
     })
 }
 
-/// The prompt with a placeholder answer, which `Encoder::question` removes again.
+/// The tokens of the prompt, and the answer that follows it in the row, if there is one. `None`: the row has neither an
+/// open question nor a text answer.
+fn asked(sample: &Sample, encoder: &Encoder) -> Result<Option<(Vec<u32>, Option<String>)>> {
+    if let Sample::Chat(chat) = sample
+        && let Some("user" | "tool" | "function" | "ipython") = chat.messages.last().map(chat::role)
+    {
+        let ids = encoder.rendered(&chat.messages, chat.tools.as_ref(), true)?;
+        encoder.check(&ids)?;
+        return Ok(Some((ids, None)));
+    }
+    let asked = encoder.asked(sample)?;
+    Ok(asked.map(|(ids, answer)| (ids, Some(answer))))
+}
+
+/// The prompt with a placeholder answer, which `Encoder::asked` removes again.
 fn prompt(fields: &Map<String, Value>, layout: &ColumnLayout) -> Result<Sample> {
     const ANSWER: &str = "answer";
     let name = layout.prompt.as_deref().unwrap_or("prompt");
@@ -334,5 +368,108 @@ fn prompt(fields: &Map<String, Value>, layout: &ColumnLayout) -> Result<Sample> 
         first_trained: messages.len() - 1,
         messages,
         tools: rows::tools(fields)?,
+        untrained: Vec::new(),
     }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{Jinja, QWEN, Words, files};
+    use crate::{ChatRender, TextCodec};
+    use serde_json::json;
+
+    /// The prompt of a row, and its text.
+    fn read(row: &Value) -> Result<(Prompt, String)> {
+        let (files, jinja, codec) = (
+            files(&[("a.jsonl", &row.to_string())]),
+            Jinja::new(QWEN),
+            Words::chatml(),
+        );
+        let spec = DatasetSpec {
+            sources: &files.sources,
+            ..DatasetSpec::default()
+        };
+        let encoder = spec.encoder(&codec, Some(&jinja as &dyn ChatRender));
+        let mut prompts = Prompts::load(&PromptSpec {
+            sources: &files.sources,
+            render: Render::Auto,
+            encoder: &encoder,
+            answer: "answer",
+            limits: PromptLimits::default(),
+            screen: None,
+        })?;
+        let prompt = prompts.rows.remove(0);
+        let text = codec.decode(&prompt.ids)?;
+        Ok((prompt, text))
+    }
+
+    fn message(role: &str, content: &str) -> Value {
+        json!({"role": role, "content": content})
+    }
+
+    #[test]
+    fn a_conversation_that_ends_with_a_question_is_the_prompt_and_the_column_has_its_answer() {
+        let (question, answer) = (message("user", "1+1?"), message("assistant", "2"));
+        let open = "<|im_start|>assistant\n";
+        for (last, end) in [
+            (message("user", "7*6?"), "<|im_start|>user\n7*6?<|im_end|>\n"),
+            (
+                message("tool", "42"),
+                "<|im_start|>user\n<tool_response>\n42\n</tool_response><|im_end|>\n",
+            ),
+        ] {
+            let messages = json!([question, answer, last]);
+            let (prompt, text) = read(&json!({"messages": messages, "answer": "42"})).unwrap();
+            let first = "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n2<|im_end|>\n";
+            assert!(text.ends_with(&format!("{first}{end}{open}")), "{text}");
+            assert_eq!((prompt.answer, prompt.shown), (Some(json!("42")), messages.clone()));
+            // The answer of an earlier question is not the known answer.
+            assert_eq!(read(&json!({"messages": messages})).unwrap().0.answer, None);
+            let Sample::Chat(answered) = prompt_with(&messages).answered("a") else {
+                panic!("a text");
+            };
+            assert_eq!((answered.messages.len(), answered.first_trained), (4, 3));
+        }
+        // A single question.
+        let (prompt, text) = read(&json!({"messages": [question], "answer": "2"})).unwrap();
+        assert!(text.ends_with(&format!("1+1?<|im_end|>\n{open}")), "{text}");
+        assert_eq!(prompt.answer, Some(json!("2")));
+        // A conversation with the answer.
+        for (row, known) in [
+            (json!({"messages": [question, answer]}), "2"),
+            (json!({"messages": [question, answer], "answer": "two"}), "two"),
+        ] {
+            let (prompt, text) = read(&row).unwrap();
+            assert!(text.ends_with(&format!("1+1?<|im_end|>\n{open}")), "{text}");
+            assert_eq!((prompt.answer, prompt.shown), (Some(json!(known)), json!([question])));
+        }
+        // An answer that is not trained is not the known answer; the prompt and the column stay.
+        let mut excluded = answer.clone();
+        excluded["weight"] = json!(0);
+        for (row, known) in [
+            (json!({"messages": [question, excluded]}), None),
+            (
+                json!({"messages": [question, excluded], "answer": "two"}),
+                Some(json!("two")),
+            ),
+        ] {
+            let (prompt, text) = read(&row).unwrap();
+            assert!(text.ends_with(&format!("1+1?<|im_end|>\n{open}")), "{text}");
+            assert_eq!((prompt.answer, prompt.shown), (known, json!([question])));
+        }
+        // Weights of training are not checked.
+        excluded["weight"] = json!(0.5);
+        let (prompt, _) = read(&json!({"messages": [question, excluded]})).unwrap();
+        assert_eq!(prompt.answer, Some(json!("2")));
+        // No question at all.
+        let e = read(&json!({"messages": [message("system", "s")]}))
+            .unwrap_err()
+            .to_string();
+        assert!(e.contains("no answer after its prompt"), "{e}");
+    }
+
+    fn prompt_with(messages: &Value) -> Prompt {
+        read(&json!({"messages": messages})).unwrap().0
+    }
 }

@@ -29,8 +29,9 @@ use super::read::{self, Row};
 use super::screen::Screen;
 use super::screen::waiting::WaitingRow;
 use super::source::{self, RowFiles, Source};
+use super::tokens::RULES;
 use ft_base::rng::{Rng, Stream};
-use ft_base::{Error, Result, files};
+use ft_base::{Error, Result};
 use lane::{Lane, lanes};
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
@@ -38,6 +39,10 @@ use std::path::Path;
 
 /// Positions that are remembered: the window of the next step may have been requested before a checkpoint is written.
 const POSITIONS: usize = 4;
+
+/// Greatest number in a position. No run reads so many rows, and the shares of the windows below it are exact.
+const MOST: u64 = 1 << 40;
+
 /// Position of a stream: everything that a resumed run needs.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 struct Position {
@@ -199,6 +204,13 @@ impl<'a> RowStream<'a> {
     pub fn restore(&mut self, state: &[u8]) -> Result<()> {
         let position: Position = serde_json::from_slice(state)
             .map_err(|e| Error::format("the checkpoint has no valid data position").cause(e))?;
+        let places = position.sources.iter().copied().chain([(position.epoch, position.row)]);
+        let largest = places.map(|(epoch, row)| epoch.max(row)).max();
+        if let Some(number) = largest.filter(|number| *number > MOST) {
+            return Err(Error::format("the checkpoint has no valid data position")
+                .found(number)
+                .expected(format!("at most {MOST}")));
+        }
         if position.sources.len() != start(&self.lanes).sources.len() {
             return Err(
                 Error::format("the checkpoint was written with a different number of weighted sources")
@@ -440,31 +452,30 @@ fn names(sources: &[Source]) -> String {
     names.join(", ")
 }
 
-/// The fingerprint of a stream from the content of its files, and that of earlier versions from their names and sizes.
-fn fingerprints(
+/// The fingerprint of a stream from the content of its files, and from the rules by which rows are read and tokenized:
+/// the rows themselves are not known yet.
+fn fingerprint(
     spec: &DatasetSpec,
     codec: &dyn TextCodec,
     template: Option<&dyn ChatRender>,
-) -> Result<(String, String)> {
-    let mut names = blake3::Hasher::new();
-    content::put(&mut names, "ft row stream 1");
-    content::put(&mut names, &spec.settings());
-    content::put(&mut names, &codec.identity().unwrap_or_default());
-    content::put(&mut names, &template.and_then(|t| t.identity()).unwrap_or_default());
-    let mut contents = names.clone();
+    rules: &str,
+) -> Result<String> {
+    let mut contents = blake3::Hasher::new();
+    content::put(&mut contents, "ft row stream 1");
+    content::put(&mut contents, rules);
+    content::put(&mut contents, &spec.settings());
+    content::put(&mut contents, &codec.identity().unwrap_or_default());
+    content::put(&mut contents, &template.and_then(|t| t.identity()).unwrap_or_default());
     let paths: Vec<&str> = spec.files().collect();
     for (path, hash) in paths.iter().zip(content::hashes(&paths)?) {
-        let path = Path::new(path);
-        let name = path.file_name().unwrap_or_default().to_string_lossy();
-        content::put(&mut names, &format!("{name} {}", files::size(path)?));
-        content::put(&mut contents, &format!("{} {hash}", read::reader_of(path)));
+        content::put(&mut contents, &format!("{} {hash}", read::reader_of(Path::new(path))));
     }
     // Which rows are dropped depends on these files too.
     let evaluation = spec.screen.map_or(&[][..], |screen| &screen.spec().evaluation);
     for hash in content::hashes(evaluation)? {
         content::put(&mut contents, &hash);
     }
-    Ok((content::named(&contents), names.finalize().to_hex().to_string()))
+    Ok(content::named(&contents))
 }
 
 impl Dataset {
@@ -485,7 +496,7 @@ impl Dataset {
         for index in 0..spec.files().count() {
             readings.extend(spec.first_reading(index, RowPurpose::Learn, &encoder)?);
         }
-        let (fingerprint, fingerprint_before) = fingerprints(spec, codec, template)?;
+        let fingerprint = fingerprint(spec, codec, template, RULES)?;
         let first = StreamSpec {
             batch_size: 1,
             accumulation: 1,
@@ -524,7 +535,7 @@ impl Dataset {
         };
         out.readings = readings;
         out.shares = source::shares(spec.sources);
-        (out.fingerprint, out.fingerprint_before) = (fingerprint, fingerprint_before);
+        out.fingerprint = fingerprint;
         Ok(out)
     }
 }

@@ -191,7 +191,7 @@ pub fn table(summaries: &[DataSummary]) -> String {
             count(rows as u64),
             count(summary.tokens()),
             count(summary.trained_tokens),
-            count(summary.tokens() / rows.max(1) as u64),
+            count((summary.tokens() as f64 / rows.max(1) as f64).round() as u64),
         ];
         cells.extend(QUANTILES.map(|(_, fraction)| count(summary.quantile(fraction) as u64)));
         cells.push(format!("{:.1} %", 100.0 * summary.share()));
@@ -229,6 +229,15 @@ mod tests {
         let table = table(&[DataSummary::new(&"é".repeat(70_000), 1, 0)]);
         let line = table.lines().nth(1).unwrap();
         assert!(line.starts_with(&format!("{}…     0", "é".repeat(200))), "{line}");
+    }
+
+    #[test]
+    fn the_mean_is_the_nearest_number() {
+        let mut summary = DataSummary::new("a", 3, 0);
+        summary.lengths = vec![1, 2, 2];
+        let table = table(&[summary]);
+        let cells: Vec<&str> = table.lines().nth(1).unwrap().split_whitespace().collect();
+        assert_eq!(cells[..5], ["a", "3", "5", "0", "2"], "{table}");
     }
 
     #[test]

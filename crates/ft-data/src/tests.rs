@@ -116,7 +116,9 @@ fn sharegpt_becomes_messages() {
     match auto(value).unwrap() {
         Sample::Chat(c) => {
             assert_eq!(c.messages, expected);
-            assert_eq!(c.tools, Some(json!([{"name": "clock"}])));
+            // As LLaMA-Factory does: the call is wrapped too.
+            let clock = json!([{"type": "function", "function": {"name": "clock"}}]);
+            assert_eq!(c.tools, Some(clock));
         }
         other => panic!("{other:?}"),
     }
@@ -157,7 +159,7 @@ fn messages_are_brought_to_one_form() {
     ]});
     let expected = [
         message("user", "ab"),
-        // As in transformers, null fields are dropped. A null inside a call stays.
+        // As in transformers, null fields are dropped. A null inside a call stays: in this file its author wrote it.
         json!({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"x": null}}}]}),
         message("tool", "x"),
         message("assistant", "done"),
@@ -419,6 +421,9 @@ fn a_split_is_decided_by_the_seed_and_loses_no_row() {
         (numbers(&eval), numbers(&train))
     );
     assert_ne!(numbers(&load(&f, 99).unwrap().split(0.1, 8).unwrap().1), numbers(&eval));
+    let places = eval.origins.iter().copied().collect();
+    let found = load(&f, 99).unwrap().at(&places).unwrap();
+    assert_eq!((numbers(&found), found.stats), (numbers(&eval), eval.stats.clone()));
     assert_eq!(load(&f, 99).unwrap().split(0.0001, 7).unwrap().1.examples.len(), 1);
     assert!(load(&f, 99).unwrap().split(1.0, 7).is_err());
     let one = files(&[("a.jsonl", "{\"text\": \"a\"}")]);

@@ -67,8 +67,14 @@ fn compare(config: &Config, weights: &Weights) -> Result<()> {
             same("intermediate_size", number("intermediate_size"), &name, rows)?;
         }
     }
-    if let Some((name, rows, _)) = matrix(in_first("mlp.gate_up_proj")) {
-        same("intermediate_size", number("intermediate_size"), &name, rows / 2)?;
+    // Gate and up in one matrix.
+    for (part, key) in [
+        ("mlp.gate_up_proj", "intermediate_size"),
+        ("shared_mlp.input_linear", "shared_intermediate_size"),
+    ] {
+        if let Some((name, rows, _)) = matrix(in_first(part)) {
+            same(key, number(key), &name, rows / 2)?;
+        }
     }
     // In Gemma 4 the layers with full attention have sizes of their own.
     let sized = ["per_layer_config", "global_head_dim"]
@@ -202,19 +208,38 @@ mod tests {
         assert!(config.usize("hidden_size").is_err());
     }
 
+    /// A golden model with one number of its config changed.
+    fn golden_with(family: &str, key: &str, value: usize) -> Result<Config> {
+        let families = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/parity/goldens/families");
+        let from = families.join(family);
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::copy(from.join("model.safetensors"), dir.path().join("model.safetensors")).unwrap();
+        let mut config = Config::load(&from).unwrap().raw;
+        config.insert(key.into(), value.into());
+        std::fs::write(dir.path().join("config.json"), Value::Object(config).to_string()).unwrap();
+        Config::load(dir.path())
+    }
+
     #[test]
     fn more_experts_than_the_weights_have_are_refused() {
-        let families = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/parity/goldens/families");
         for (family, key) in [("qwen3_moe", "num_experts"), ("gpt_oss", "num_local_experts")] {
-            let from = families.join(family);
-            let dir = tempfile::tempdir().unwrap();
-            std::fs::copy(from.join("model.safetensors"), dir.path().join("model.safetensors")).unwrap();
-            let mut config = Config::load(&from).unwrap().raw;
-            config.insert(key.into(), 6.into());
-            std::fs::write(dir.path().join("config.json"), Value::Object(config).to_string()).unwrap();
-            let e = Config::load(dir.path()).unwrap_err().to_string();
+            let e = golden_with(family, key, 6).unwrap_err().to_string();
             assert!(e.contains(key) && e.contains("at most 5"), "{e}");
         }
+    }
+
+    #[test]
+    fn a_matrix_of_gate_and_up_has_twice_the_size_of_the_config() {
+        for (family, key) in [
+            ("phi3", "intermediate_size"),
+            ("granitemoehybrid", "shared_intermediate_size"),
+            ("granitemoeshared", "shared_intermediate_size"),
+        ] {
+            let e = golden_with(family, key, 1 << 20).unwrap_err().to_string();
+            assert!(e.contains(&format!("`{key}`")) && e.contains("1048576"), "{e}");
+        }
+        // Granite 4 without experts does not use it.
+        golden_with("granitemoehybrid", "intermediate_size", 1 << 20).unwrap();
     }
 
     #[test]

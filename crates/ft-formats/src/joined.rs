@@ -223,7 +223,8 @@ impl JoinedTensor {
             (true, [columns, outputs]) => (*outputs, vec![*columns]),
             _ => return None,
         };
-        let columns: usize = tail.iter().product();
+        // Beside a dimension of zero the others can have any product.
+        let columns = tail.iter().try_fold(1usize, |n, size| n.checked_mul(*size))?;
         let rows = outputs / count;
         if rows == 0 || columns == 0 || !outputs.is_multiple_of(count) {
             return None;

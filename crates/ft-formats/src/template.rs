@@ -12,6 +12,9 @@ mod wire;
 #[cfg(test)]
 mod tests;
 
+// For the fuzz targets.
+#[doc(hidden)]
+pub use wire::answers_again;
 pub use wire::serve;
 
 use crate::index::stays_inside;

@@ -11,9 +11,9 @@ use ft_base::{Error, Result, catch_panic, files};
 use serde_json::{Map, Value};
 use std::collections::HashSet;
 use std::path::Path;
-use tokenizers::AddedToken;
 use tokenizers::models::bpe::BPE;
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
+use tokenizers::{AddedToken, ModelWrapper};
 
 mod added;
 mod growth;
@@ -66,7 +66,7 @@ impl Tokenizer {
     ///
     /// # Errors
     /// No `tokenizer.json` (`NotFound`); a damaged file, one of a newer version of the tokenizer library, or one whose steps
-    /// can make a text more than 10,000 times as long (`Format`).
+    /// can make a text more than 10,000 times as long (`Format`); one that leaves out merges at random (`Unsupported`).
     pub fn load(dir: &Path) -> Result<Self> {
         Self::load_below(dir, usize::MAX)
     }
@@ -84,6 +84,7 @@ impl Tokenizer {
         };
         let map = optional(dir, "special_tokens_map.json")?.unwrap_or_default();
         let warning = as_its_class(dir, &mut inner, &config)?;
+        check_dropout(&path, &inner)?;
         add_listed(&mut inner, &config, first);
         let mut named = Vec::new();
         for role in ROLES {
@@ -233,7 +234,8 @@ impl Tokenizer {
     /// As for `encode`.
     pub fn encode_with_offsets(&self, text: &str, add_special_tokens: bool) -> Result<IdsAndOffsets> {
         let e = self.encoding(text, add_special_tokens)?;
-        Ok((e.get_ids().to_vec(), e.get_offsets().to_vec()))
+        let offsets = e.get_offsets().iter().map(|range| whole_characters(text, *range));
+        Ok((e.get_ids().to_vec(), offsets.collect()))
     }
 
     fn encoding(&self, text: &str, add_special_tokens: bool) -> Result<tokenizers::Encoding> {
@@ -311,6 +313,15 @@ impl std::fmt::Debug for Tokenizer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "Tokenizer({} ids, stop {:?})", self.size, self.stop)
     }
+}
+
+/// The range with all of its characters: a post-processor that leaves out white space counts it in characters, and takes so many bytes
+/// off the range.
+fn whole_characters(text: &str, (start, end): (usize, usize)) -> (usize, usize) {
+    let is_boundary = |at: &usize| text.is_char_boundary(*at);
+    let start = (0..=start.min(text.len())).rev().find(is_boundary).unwrap_or(0);
+    let end = (end..text.len()).find(is_boundary).unwrap_or(text.len());
+    (start, end.max(start))
 }
 
 fn failed(text: &str, e: tokenizers::Error) -> Error {
@@ -398,6 +409,25 @@ fn as_its_class(dir: &Path, inner: &mut tokenizers::Tokenizer, config: &Map<Stri
         )
     };
     Ok(changed.then(warning))
+}
+
+/// Errors: BPE dropout, with which the library leaves out merges at random in every call. Caches, token counts and a resumed run
+/// need the same tokens each time. The other random choice of the library, a sample of the pieces of `Unigram`, is not read from
+/// a file.
+fn check_dropout(path: &Path, inner: &tokenizers::Tokenizer) -> Result<()> {
+    match inner.get_model() {
+        ModelWrapper::BPE(BPE { dropout: Some(p), .. }) if *p != 0.0 => Err(Error::unsupported(
+            "`dropout` in `tokenizer.json` leaves out merges at random, so that a text has other tokens each time",
+        )
+        .at_path(path)
+        .found(p)
+        .expected("null or 0")
+        .hint(
+            "set `dropout` in the part `model` of this file to null: it is for the training of the base model, which \
+             otherwise needs it off",
+        )),
+        _ => Ok(()),
+    }
 }
 
 fn optional(dir: &Path, name: &str) -> Result<Option<Map<String, Value>>> {

@@ -217,6 +217,15 @@ impl Weights {
         &self.other_parts
     }
 
+    /// These files with `other_parts` as the only tensors, under their stored names.
+    #[must_use]
+    pub fn into_other_parts(mut self) -> Self {
+        let others = std::mem::take(&mut self.other_parts);
+        self.tensors = others.into_iter().map(|info| (info.name.clone(), info)).collect();
+        (self.prefixes, self.joined) = (TEXT_ONLY, None);
+        self
+    }
+
     /// The stored bytes of one of `other_parts`.
     ///
     /// # Errors

@@ -141,24 +141,12 @@ impl<'a> Repository<'a> {
     /// Requests the metadata of a file that the hub does not list.
     fn ask(&self, file: &str) -> HttpResult<Blob> {
         let found = self.client.file(&self.path_of(file), None, true)?;
-        let text = |name: &str| found.hub.get(name).and_then(|v| v.to_str().ok());
-        let commit = text("x-repo-commit").unwrap_or_default();
-        if !is_commit(commit) {
-            return Err(HttpFault::Untrusted(format!("{commit:?} is not a valid commit name")));
-        }
-        if self.commit.get_or_init(|| commit.to_string()) != commit {
+        let header = |name: &str| found.hub.get(name).and_then(|v| v.to_str().ok());
+        let (commit, blob) = blob_of_headers(header, found.redirected)?;
+        if *self.commit.get_or_init(|| commit.clone()) != commit {
             return Err(HttpFault::Untrusted("the commit changed between two responses".into()));
         }
-        let tag = text("x-linked-etag").or(text("etag")).unwrap_or_default();
-        let tag = tag.strip_prefix("W/").unwrap_or(tag).trim_matches('"');
-        let hash = ContentHash::parse(tag)
-            .ok_or_else(|| HttpFault::Untrusted(format!("{:?} is not a valid file hash", shorten(tag))))?;
-        // The content length of a redirect is that of its own body.
-        let size = text("x-linked-size").or(text("content-length").filter(|_| !found.redirected));
-        let size = size
-            .and_then(|s| s.parse().ok())
-            .ok_or_else(|| HttpFault::Untrusted("the file has no size".into()))?;
-        Ok(Blob { size, hash })
+        Ok(blob)
     }
 
     /// A file of the repository in the cache; `None` if the repository does not have it.
@@ -414,6 +402,31 @@ pub fn listed(page: &[u8]) -> Option<Vec<String>> {
     let entries: Value = serde_json::from_slice(page).ok()?;
     let files = files_of(String::new(), |_| Ok((entries.clone(), None))).ok()?;
     Some(files.into_keys().collect())
+}
+
+/// The commit and the file of a response to a request for metadata. `text` returns the value of a header.
+fn blob_of_headers<'a>(text: impl Fn(&str) -> Option<&'a str>, redirected: bool) -> HttpResult<(String, Blob)> {
+    let commit = text("x-repo-commit").unwrap_or_default();
+    if !is_commit(commit) {
+        return Err(HttpFault::Untrusted(format!("{commit:?} is not a valid commit name")));
+    }
+    let tag = text("x-linked-etag").or(text("etag")).unwrap_or_default();
+    let tag = tag.strip_prefix("W/").unwrap_or(tag).trim_matches('"');
+    let hash = ContentHash::parse(tag)
+        .ok_or_else(|| HttpFault::Untrusted(format!("{:?} is not a valid file hash", shorten(tag))))?;
+    // The content length of a redirect is that of its own body.
+    let size = text("x-linked-size").or(text("content-length").filter(|_| !redirected));
+    let size = size
+        .and_then(|s| s.parse().ok())
+        .ok_or_else(|| HttpFault::Untrusted("the file has no size".into()))?;
+    Ok((commit.to_string(), Blob { size, hash }))
+}
+
+/// Commit, hash and size of a file by lines `name: value`. `None`: they do not describe a file. For the fuzz targets.
+pub fn described(head: &str, redirected: bool) -> Option<(String, String, u64)> {
+    let lines: BTreeMap<&str, &str> = head.lines().filter_map(|line| line.split_once(": ")).collect();
+    let (commit, blob) = blob_of_headers(|name| lines.get(name).copied(), redirected).ok()?;
+    Some((commit, blob.hash.name().to_string(), blob.size))
 }
 
 /// A file of the hub's list; `None`: a directory, a name outside the repository, or no hash.

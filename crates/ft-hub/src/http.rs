@@ -5,6 +5,7 @@ use crate::HubSettings;
 use ft_base::{Error, Result};
 use std::io::Read;
 use std::time::Duration;
+use ureq::http::uri::Authority;
 use ureq::http::{HeaderMap, Response, Uri, header};
 use ureq::tls::{RootCerts, TlsConfig};
 use ureq::{Agent, Body};
@@ -86,8 +87,8 @@ impl Client {
         if !["http", "https"].contains(&scheme.as_str()) || host.is_empty() {
             return Err(wrong("it has no `https://` and host".into()));
         }
-        if endpoint.authority().is_some_and(|a| a.as_str().contains('@')) || endpoint.query().is_some() {
-            return Err(wrong("it has a user name or a query".into()));
+        if !endpoint.authority().is_some_and(is_host_and_port) || endpoint.query().is_some() {
+            return Err(wrong("it has a user name or a query, or an invalid host".into()));
         }
         let open = scheme == "http" && !is_loopback(host);
         if open && settings.token.is_some() && !settings.insecure_token {
@@ -150,12 +151,12 @@ impl Client {
         let mut at: Uri = url.parse().map_err(|e| HttpFault::Untrusted(format!("{e}")))?;
         let mut hub: Option<HeaderMap> = None;
         for _ in 0..REDIRECTS {
-            let home = same_server(&at, &self.endpoint);
+            let (home, bearer) = (same_server(&at, &self.endpoint), self.bearer_at(&at));
             let mut request = ureq::http::Request::builder().method(method).uri(&at);
             if let Some(range) = &range {
                 request = request.header(header::RANGE, range);
             }
-            if let Some(bearer) = self.bearer.as_ref().filter(|_| home) {
+            if let Some(bearer) = bearer {
                 request = request.header(header::AUTHORIZATION, bearer);
             }
             let request = request.body(()).map_err(|e| HttpFault::Untrusted(e.to_string()))?;
@@ -250,11 +251,7 @@ impl Client {
         }
         request = request.header(header::CONTENT_LENGTH, length);
         // A server for large files has its own credentials in the address or the headers.
-        if let Some(bearer) = self
-            .bearer
-            .as_ref()
-            .filter(|_| method == "POST" && same_server(&at, &self.endpoint))
-        {
+        if let Some(bearer) = self.bearer_at(&at).filter(|_| method == "POST") {
             request = request.header(header::AUTHORIZATION, bearer);
         }
         let request = request.body(body).map_err(|e| HttpFault::Untrusted(e.to_string()))?;
@@ -272,6 +269,11 @@ impl Client {
         }
     }
 
+    /// The token, if it may be sent to this address.
+    fn bearer_at(&self, at: &Uri) -> Option<&String> {
+        self.bearer.as_ref().filter(|_| same_server(at, &self.endpoint))
+    }
+
     /// The target of a redirect. Errors: not an HTTP server, or a change from https to http.
     fn target(&self, from: &Uri, to: &str) -> HttpResult<Uri> {
         let scheme = from.scheme_str().unwrap_or("https");
@@ -286,8 +288,7 @@ impl Client {
             .map_err(|_| HttpFault::Untrusted("a redirect to an invalid address".into()))?;
         let secure = next.scheme_str() == Some("https");
         let plain = next.scheme_str() == Some("http") && self.endpoint.scheme_str() == Some("http");
-        let named = next.authority().is_some_and(|a| !a.as_str().contains('@'));
-        if (secure || plain) && named && next.host().is_some_and(|h| !h.is_empty()) {
+        if (secure || plain) && next.authority().is_some_and(is_host_and_port) {
             Ok(next)
         } else {
             Err(HttpFault::Untrusted(
@@ -295,6 +296,14 @@ impl Client {
             ))
         }
     }
+}
+
+/// True if the server of an address is a host, with or without a port, and nothing else: no user name, and no text behind the bracket
+/// of an IPv6 address, which the parser of addresses accepts.
+fn is_host_and_port(server: &Authority) -> bool {
+    let host = server.host();
+    let port = server.port().map_or(String::new(), |port| format!(":{port}"));
+    !host.is_empty() && server.as_str() == format!("{host}{port}")
 }
 
 fn same_server(a: &Uri, b: &Uri) -> bool {
@@ -350,6 +359,25 @@ pub(crate) fn next_page(headers: &HeaderMap, client: &Client) -> HttpResult<Opti
             "the next page of a list is at another address".into(),
         )),
     }
+}
+
+/// For the fuzzer: where a redirect of the hub leads, and whether the token is sent there.
+#[doc(hidden)]
+pub fn redirected(settings: &HubSettings, from: &str, to: &str) -> Option<(String, bool)> {
+    let client = Client::new(settings).ok()?;
+    let next = client.target(&from.parse::<Uri>().ok()?, to).ok()?;
+    let with_token = client.bearer_at(&next).is_some();
+    Some((next.to_string(), with_token))
+}
+
+/// For the fuzzer: the address of the next page of a list by a `Link` header.
+#[doc(hidden)]
+pub fn paged(settings: &HubSettings, link: &str) -> Option<String> {
+    let client = Client::new(settings).ok()?;
+    let mut headers = HeaderMap::new();
+    headers.insert(header::LINK, link.parse().ok()?);
+    let path = next_page(&headers, &client).ok()??;
+    Some(format!("{}{path}", client.address))
 }
 
 /// The status, the code and the text of an error that a server sent.
@@ -411,6 +439,7 @@ mod tests {
             "https://me@hub.example",
             "file:///etc",
             "https://h/?q=1",
+            "https://[::1]4",
         ] {
             assert!(
                 client(bad, None, false)
@@ -445,6 +474,7 @@ mod tests {
         assert_eq!(to("/x?y=1").unwrap(), "https://hub.example/x?y=1");
         assert_eq!(to("//cdn.example/x").unwrap(), "https://cdn.example/x");
         assert_eq!(to("https://cdn.example/x").unwrap(), "https://cdn.example/x");
+        assert_eq!(to("https://[::1]:80/x").unwrap(), "https://[::1]:80/x");
         for bad in [
             "http://hub.example/x",
             "file:///etc/passwd",
@@ -453,6 +483,8 @@ mod tests {
             "https://a@b/x",
             "ftp://x/y",
             "https:///x",
+            "https://[::1]4/x",
+            "https://[::1]evil.example/x",
         ] {
             assert!(to(bad).is_err(), "{bad}");
         }

@@ -51,6 +51,12 @@ struct Terms {
         if (beta == 1) return q * ((lq - lp) - k);
         return q * ((lq - mixture(lq, lp)) - k);
     }
+    // The slope of an id outside of the stored ones: q times that of "any other" divided by its q. For beta 0 `other` is ln(p/q)
+    // of "any other": q (1 - p/q), where p/q may be too large for f32.
+    __device__ __forceinline__ float rest(float lq, float other) const {
+        if (beta != 0) return expf(lq) * other;
+        return other > 0 ? expf(lq + other) * expm1f(-other) : expf(lq) * -expm1f(other);
+    }
 };
 
 // The number of `ids` (ascending) below `id`.
@@ -138,7 +144,7 @@ extern "C" __global__ void distill_measure(
 }
 
 // The sums of a stored teacher, one row for each thread: its ids, and one more outcome for all others together, whose
-// slope divided by q goes to `slopes`. `soft` becomes that of all ids.
+// slope goes to `slopes` as `Terms::rest` takes it. `soft` becomes that of all ids.
 extern "C" __global__ void distill_stored(
     Soft* soft, const float* picked, const float* log_probs, const float* rest, int k, int count, double* sums,
     float* slopes, Terms terms) {
@@ -166,7 +172,7 @@ extern "C" __global__ void distill_stored(
         a += s;
         b += t;
         if (terms.beta == 0) {
-            slope = 1 - expf(lp - lq);
+            slope = lp - lq;
         } else {
             slope = lq - (terms.beta == 1 ? lp : terms.mixture(lq, lp));
         }
@@ -231,8 +237,8 @@ __device__ __forceinline__ void turn(
             } else if (i < common) {
                 const int at = place(ids, other.k, (u32)(first + i));
                 const bool stored = at < other.k && ids[at] == (u32)(first + i);
-                const float slope =
-                    stored ? terms.slope(lq, other.log_probs[n * other.k + at], k) : other.slopes[n] * expf(lq);
+                const float slope = stored ? terms.slope(lq, other.log_probs[n * other.k + at], k)
+                                           : terms.rest(lq, other.slopes[n]);
                 g = soft_factor * slope;
             }
             g += hard * expf(x - known.max);

@@ -10,6 +10,8 @@ pub struct SampledToken {
     pub id: u32,
     /// Natural log of its probability in the distribution from which it was sampled; greedy: that of the model itself.
     pub log_prob: f32,
+    /// The same over all tokens, also those that top-k and top-p leave out.
+    pub full_log_prob: f32,
 }
 
 /// How a token is sampled.

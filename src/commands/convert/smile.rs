@@ -13,7 +13,7 @@ use crate::checkpoint;
 use crate::commands::merge::{refuse_existing, refuse_quantized, refuse_strangers};
 use crate::formats::config::Config;
 use crate::formats::weights::Weights;
-use crate::formats::writer::{self, TensorPlan, Values};
+use crate::formats::writer::{self, Values};
 use crate::hf::{self, OutputModel};
 use crate::model::families;
 use crate::report;
@@ -64,7 +64,6 @@ pub fn convert(request: &SmileRequest) -> Result<ConvertReport> {
         weights.require(&p.name, &p.shape)?;
     }
     let tensors = plans(&weights, &params, &HashMap::new())?;
-    checkpoint::check_space(request.out, tensors.iter().filter_map(TensorPlan::bytes).sum())?;
     let directory = OutputModel {
         out: request.out,
         base_dir: request.model,
@@ -73,6 +72,7 @@ pub fn convert(request: &SmileRequest) -> Result<ConvertReport> {
         shard_bytes: writer::SHARD_BYTES,
         chat_template: None,
     };
+    checkpoint::check_space(request.out, directory.bytes()?)?;
     let hidden = flat.hidden;
     let out = directory.write(&mut |plan, sink| {
         if routers.contains(&plan.name) {

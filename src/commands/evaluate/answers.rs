@@ -1,16 +1,22 @@
 //! Evaluates answers: log-probabilities of given answers, and answers that the model generates.
 
 use super::report::{EvaluateReport, NumberDisplay};
-use super::{EvaluateRequest, EvaluatedModel, files, open, pair_batches, read, rows_of, stop_if_asked, totals};
+use super::{
+    EvaluateRequest, EvaluatedModel, files, held_out_places, is_held_out, none_left, open, pair_batches, read, rows_of,
+    stop_if_asked, totals,
+};
 use crate::base::{Error, Result, progress};
-use crate::data::prompts::{PromptLimits, PromptSpec, Prompts};
+use crate::data::prompts::{Prompt, PromptLimits, PromptSpec, Prompts};
 use crate::data::{Dataset, Encoder, Example, IGNORE};
 use crate::model::Network;
 use crate::recipe::{Recipe, Stage, TrainOn};
+use crate::setup::ModelDir;
 use crate::setup::rewards::checks;
+use crate::setup::rows;
 use crate::setup::sources::sources;
 use crate::sft::CausalLm;
 use crate::train::samples;
+use serde_json::Value;
 
 /// For each document of the rows: the log-probability of its answer, and the number of its tokens.
 fn log_probs(network: &Network, set: &Dataset) -> Result<Vec<(f64, usize)>> {
@@ -153,7 +159,8 @@ pub fn judged(opened: &EvaluatedModel, recipe: &Recipe, request: &EvaluateReques
     Ok(report)
 }
 
-/// Evaluates prompts with known answers: greedy decoding, scored as by the rewards `exact` and `numeric`.
+/// Evaluates prompts with known answers: greedy decoding, scored as by the rewards `exact` (a known answer may also have the form
+/// that the chat template gives it) and `numeric`.
 pub fn prompts(opened: &EvaluatedModel, recipe: &Recipe, request: &EvaluateRequest) -> Result<EvaluateReport> {
     let EvaluatedModel { model_dir, network, .. } = opened;
     let encoder = Encoder {
@@ -164,30 +171,50 @@ pub fn prompts(opened: &EvaluatedModel, recipe: &Recipe, request: &EvaluateReque
         embedding_rows: model_dir.spec.vocab,
     };
     let window = recipe.data.max_length.min(model_dir.spec.generated_positions());
-    let longest = request.max_new_tokens.min(window / 2).max(1);
+    let context = model_dir.spec.generated_positions();
+    let AnswerLengths { longest, room } = AnswerLengths::new(request.max_new_tokens, window, context);
     let column = &recipe.rl.answer_column;
     let sources = sources(recipe, rows_of(recipe, request))?;
+    let held_out = is_held_out(request)?;
+    let (places, screen) = if held_out {
+        (Some(held_out_places(opened, request)?), rows::screen(recipe)?)
+    } else {
+        (None, None)
+    };
     let limits = PromptLimits {
         window,
-        answer: longest,
+        // Training kept these prompts with this room.
+        answer: if held_out {
+            room.min(recipe.rl.max_completion_length)
+        } else {
+            room
+        },
         long: recipe.data.long,
+    };
+    let no_limits = PromptLimits {
+        window: usize::MAX,
+        answer: 0,
+        long: limits.long,
     };
     let all = Prompts::load(&PromptSpec {
         sources: &sources,
         render: recipe.data.render,
         encoder: &encoder,
         answer: column,
-        limits,
-        screen: None,
+        // A prompt that is not held out may be too long.
+        limits: if held_out { no_limits } else { limits },
+        screen: screen.as_ref(),
     })?;
     let mut known = all.rows;
-    if !request.all_rows && recipe.data.eval.is_empty() {
-        if recipe.data.eval_fraction == 0.0 {
-            return Err(super::no_rows());
+    if let Some(places) = places {
+        let mut origins = all.origins.iter();
+        known.retain(|_| origins.next().is_some_and(|origin| places.contains(origin)));
+        let admitted: Vec<bool> = known.iter().map(|prompt| limits.admit(prompt)).collect::<Result<_>>()?;
+        let mut admitted = admitted.into_iter();
+        known.retain(|_| admitted.next() == Some(true));
+        if known.is_empty() {
+            return Err(none_left(recipe, request));
         }
-        let held = crate::data::dataset::held_out(known.len(), recipe.data.eval_fraction, recipe.train.seed)?;
-        let mut held = held.into_iter();
-        known.retain(|_| held.next() == Some(true));
     }
     known.retain(|p| p.answer.is_some());
     if known.is_empty() {
@@ -197,20 +224,71 @@ pub fn prompts(opened: &EvaluatedModel, recipe: &Recipe, request: &EvaluateReque
             .hint("name the field with `rlhf.answer_column=NAME`"));
     }
     let ids: Vec<Vec<u32>> = known.iter().map(|p| p.ids.clone()).collect();
-    let texts = samples::greedy(model_dir, network, &ids, longest)?;
-    let judge = |of: fn(&str, &serde_json::Value) -> f64| -> Vec<f64> {
-        let pairs = texts.iter().zip(&known);
-        pairs
-            .filter_map(|(text, p)| p.answer.as_ref().map(|a| of(text, a)))
-            .collect()
-    };
+    let answers = samples::greedy(model_dir, network, &ids, longest)?;
+    let (mut exact, mut numeric) = (Vec::new(), Vec::new());
+    for (given, prompt) in answers.iter().zip(&known) {
+        if let Some(wanted) = &prompt.answer {
+            exact.push(f64::from(is_exact(model_dir, &encoder, prompt, wanted, &given.text)?));
+            numeric.push(checks::numeric(&given.text, wanted));
+        }
+    }
+    numeric.retain(|x| !x.is_nan());
+    let cut: Vec<f64> = answers.iter().map(|given| f64::from(!given.finished)).collect();
     let mut report = EvaluateReport::of_answers(known.len());
-    let exact = "answers (greedy decoding) that equal the known answer";
-    report.add("accuracy", mean(&judge(checks::exact)), NumberDisplay::Part, exact);
-    let numeric: Vec<f64> = judge(checks::numeric).into_iter().filter(|x| !x.is_nan()).collect();
+    let what = "answers (greedy decoding) that equal the known answer";
+    report.add("accuracy", mean(&exact), NumberDisplay::Part, what);
     if !numeric.is_empty() {
         let what = "answers whose last number equals that of the known answer";
         report.add("numeric_accuracy", mean(&numeric), NumberDisplay::Part, what);
     }
+    let what = "answers that were cut at `--max-new-tokens` or at the context length";
+    report.add("truncated", mean(&cut), NumberDisplay::Part, what);
     Ok(report)
+}
+
+/// Lengths of answers to prompts, in tokens.
+#[derive(Debug, PartialEq, Eq)]
+struct AnswerLengths {
+    /// Where an answer is cut; the context length of the model may cut it earlier.
+    longest: usize,
+    /// What a prompt must leave for its answer: not more than half of the window, so that short windows have prompts too.
+    room: usize,
+}
+
+impl AnswerLengths {
+    fn new(asked: usize, window: usize, context: usize) -> Self {
+        Self {
+            longest: asked.min(context).max(1),
+            room: asked.min(window / 2).max(1),
+        }
+    }
+}
+
+/// True if an answer equals a known answer, or what the chat template makes of one (an empty thought before it, for example).
+fn is_exact(model_dir: &ModelDir, encoder: &Encoder, prompt: &Prompt, wanted: &Value, given: &str) -> Result<bool> {
+    if checks::exact(given, wanted) > 0.0 {
+        return Ok(true);
+    }
+    for text in checks::known(wanted) {
+        if let Some(question) = encoder.question(&prompt.answered(&text))?
+            && samples::is_right(model_dir, &question, given)?
+        {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn answers_may_be_longer_than_half_of_the_window() {
+        let of = |longest, room| AnswerLengths { longest, room };
+        assert_eq!(AnswerLengths::new(256, 100, 2048), of(256, 50));
+        assert_eq!(AnswerLengths::new(256, 4096, 4096), of(256, 256));
+        // The context of the model bounds them.
+        assert_eq!(AnswerLengths::new(5000, 1024, 1024), of(1024, 512));
+    }
 }

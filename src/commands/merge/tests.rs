@@ -226,3 +226,102 @@ fn the_config_of_a_merged_model_is_json_also_if_that_of_its_base_is_not() {
         "{config}"
     );
 }
+
+/// Replaces the output projection of the model by a score head, as `ft train` writes a reward model.
+fn reward_model(dir: &Path, tied: bool, dtype: StoredDtype) -> PathBuf {
+    let base = model(dir, tied, dtype);
+    let path = base.join("config.json");
+    let config = files::read_text(&path).unwrap();
+    std::fs::write(&path, config.replace("ForCausalLM", "ForSequenceClassification")).unwrap();
+    let weights = Weights::open(&base).unwrap();
+    let names = weights.names().filter(|name| *name != LM_HEAD);
+    let mut plans: Vec<TensorPlan> = names
+        .map(|name| TensorPlan {
+            name: name.into(),
+            dtype,
+            shape: weights.info(name).unwrap().shape.clone(),
+        })
+        .collect();
+    plans.push(TensorPlan {
+        name: hf::SCORE.into(),
+        dtype,
+        shape: vec![1, 8],
+    });
+    writer::write_file(&base.join("model.safetensors"), &plans, &[], |plan, sink| {
+        sink(Values::F32(&numbers(&plan.name, plan.shape.iter().product())))
+    })
+    .unwrap();
+    base
+}
+
+#[test]
+fn a_reward_model_keeps_its_score_head() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = adapter_config();
+    let adapters = adapters(&config, |_| (2, 3.0));
+    for (tied, dtype, written) in [
+        (false, None, StoredDtype::F32),
+        (true, None, StoredDtype::F32),
+        (false, Some(Dtype::Bf16), StoredDtype::Bf16),
+    ] {
+        let d = dir.path().join(format!("{tied}{}", written.name()));
+        let base = reward_model(&d, tied, StoredDtype::F32);
+        let before = Weights::open(&base).unwrap();
+        let report = merge(&base, &[], &d.join("out"), dtype).unwrap();
+        let after = Weights::open(&report.out).unwrap();
+        assert!(before.names().eq(after.names()), "{tied}");
+        assert_eq!((report.tensors, report.dtypes), (after.len(), vec![written.name()]));
+        for name in before.names() {
+            let info = before.info(name).unwrap();
+            assert_eq!(after.require(name, &info.shape).unwrap().dtype, written, "{name}");
+            // Values that bf16 can represent.
+            assert_eq!(after.read_f32(name).unwrap(), before.read_f32(name).unwrap(), "{name}");
+        }
+        let raw = |dir: &Path| Config::load(dir).unwrap().raw;
+        let (own, now) = (raw(&base), raw(&report.out));
+        assert_eq!(now["architectures"][0], "LlamaForSequenceClassification");
+        assert_eq!(now["architectures"], own["architectures"]);
+        assert_eq!(now["tie_word_embeddings"], own["tie_word_embeddings"]);
+        // The scores of the written model are compared, not logits.
+        if dtype.is_none() {
+            assert_eq!(report.logits.largest_change, 0.0);
+            assert!(report.logits.largest_logit > 0.0);
+        }
+
+        let anything = hf::BaseHashes::default();
+        let adapter = hf::adapter(
+            &d.join("adapter"),
+            &config,
+            &adapters,
+            &BTreeMap::new(),
+            &base,
+            &anything,
+        )
+        .unwrap();
+        let report = merge(&base, &one(&adapter), &d.join("merged"), None).unwrap();
+        assert_eq!(report.merged, 4);
+        let merged = Weights::open(&report.out).unwrap();
+        assert_eq!(
+            merged.read_bytes(hf::SCORE).unwrap(),
+            before.read_bytes(hf::SCORE).unwrap()
+        );
+    }
+}
+
+#[test]
+fn a_reward_model_is_not_quantized() {
+    let dir = tempfile::tempdir().unwrap();
+    let base = reward_model(dir.path(), true, StoredDtype::F32);
+    let out = dir.path().join("out");
+    let request = crate::commands::quantize::QuantizeRequest {
+        model: &base,
+        out: &out,
+        to: Format::Int8 { group: 0 },
+        budget: None,
+        calibration_tokens: 1,
+    };
+    let e = crate::commands::quantize::quantize(&request).unwrap_err();
+    assert_eq!(e.kind(), ErrorKind::Unsupported);
+    assert!(e.to_string().contains("a reward model is not quantized"), "{e}");
+    assert!(!out.exists());
+}

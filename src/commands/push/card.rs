@@ -1,6 +1,7 @@
 //! The model card: the model, the data, the method and the result of the training. It says only what the files of the run say, without
 //! what looks like a secret.
 
+use super::has_own_base;
 use crate::base::units::{bytes, count, duration};
 use crate::base::{files, secrets};
 use crate::formats::index::stays_inside;
@@ -45,9 +46,10 @@ impl ModelCard<'_> {
         self.run.map_or("", |(_, record)| record.setting(key))
     }
 
-    /// The base model: of an adapter, the one in its config.
+    /// The base model: of an adapter, the one in its config. One in the directory of the adapter has no name.
     fn base(&self) -> Option<String> {
         let config = own_text(&self.directory.join("adapter_config.json"));
+        let config = config.filter(|_| !has_own_base(self.directory));
         let config: Option<Value> = config.and_then(|text| serde_json::from_str(&text).ok());
         let named = config.and_then(|c| Some(c["base_model_name_or_path"].as_str()?.to_string()));
         let of_run = || {
@@ -134,6 +136,13 @@ impl ModelCard<'_> {
                 self.id
             );
             return format!("\n```\n{commands}\n```\n");
+        }
+        if has_own_base(self.directory) {
+            let commands = format!(
+                "hf download {} --local-dir adapter\nft generate --model adapter --chat",
+                self.id
+            );
+            return format!("\n```\n{commands}\n```\n\nThe adapter works on the model in `base/` only.\n");
         }
         format!("\n```\nft generate --model {} --chat\n```\n", self.id)
     }

@@ -8,7 +8,11 @@ const recent = (points) => {
   const some = (points || []).slice(-10);
   return some.length ? some.reduce((sum, p) => sum + p[1], 0) / some.length : null;
 };
-const lowest = (points) => (points && points.length ? Math.min(...points.map((p) => p[1])) : null);
+/** The lowest value after the start: an evaluation before the first step is no result of the run. */
+const lowest = (points) => {
+  const after = (points || []).filter((p) => p[0] > 0);
+  return after.length ? after.reduce((m, p) => Math.min(m, p[1]), Infinity) : null;
+};
 const highest = (points) => (points && points.length ? points.reduce((m, p) => Math.max(m, p[1]), -Infinity) : null);
 
 /** The end of a path that distinguishes runs. */
@@ -49,9 +53,10 @@ function copyButton(text) {
 /** Whether a run is in progress, on this machine or on another one ("running on HOST?"). */
 const isRunning = (run) => run.state === "running" || run.state.startsWith("running on ");
 
-/** Seconds until the end at the pace of the last steps. */
+/** Seconds until the end at the pace of the last steps. The time between an end and a resume is not the time of a step. */
 function remaining(run) {
-  const time = run.curves.time || [];
+  const resume = run.events.findLast((e) => e.event === "resume");
+  const time = (run.curves.time || []).filter((p) => !resume || p[1] >= resume.time);
   const [a, b] = [time[Math.max(0, time.length - 30)], time[time.length - 1]];
   if (!isRunning(run) || !run.total_steps || !a || !b || b[0] <= a[0]) return null;
   return ((b[1] - a[1]) / (b[0] - a[0])) * Math.max(0, run.total_steps - b[0]);

@@ -5,6 +5,7 @@ mod registry;
 mod rows;
 mod rules;
 mod tools;
+mod trl;
 mod yaml;
 
 use super::peers;
@@ -54,6 +55,12 @@ impl Findings {
                 default: false,
             });
         }
+    }
+
+    /// The value of a key, in TOML.
+    fn value(&self, key: &str) -> Option<&str> {
+        let taken = self.taken.iter().find(|taken| taken.key == key);
+        taken.map(|taken| taken.value.as_str())
     }
 
     /// As `take`, in the place of the value that was there.

@@ -3,7 +3,7 @@
 use super::rows;
 use super::tools::{ToolConfig, TrainingTool};
 use super::yaml::YamlNode;
-use super::{Findings, quoted};
+use super::{Findings, quoted, trl};
 use crate::formats::template::named;
 use crate::recipe::peers;
 
@@ -12,6 +12,9 @@ pub const LORA_TABLES: [&str; 4] = ["lora_parameters", "lora_config", "peft_conf
 
 /// Applies the rule of this key, if there is one. Returns false if there is none.
 pub fn apply(found: &mut Findings, file: &ToolConfig, shown: &str, name: &str, node: &YamlNode) -> bool {
+    if trl::apply(found, file, shown, name, node) {
+        return true;
+    }
     let text = node.scalar().unwrap_or_default().to_lowercase();
     let mut set = |pairs: &[(&str, &str)]| pairs.iter().for_each(|(key, value)| found.take(key, *value, shown));
     match name {
@@ -106,6 +109,11 @@ pub fn apply(found: &mut Findings, file: &ToolConfig, shown: &str, name: &str, n
         }
         "lr_scheduler_type" | "lr_scheduler" if text == "cosine_with_min_lr" => set(&[("schedule.name", "\"cosine\"")]),
         "lr_scheduler_kwargs" if matches!(node, YamlNode::Map(_)) => schedule(found, file, shown, node),
+        "min_lr" | "lr_end" if !node.is_off() => lowest_rate(found, file, shown, node),
+        "initial_scale_power" if exponent(node).is_some() => {
+            let scale = exponent(node).map(|power| 2f64.powi(power));
+            found.take("train.loss_scale", format!("{:?}", scale.unwrap_or_default()), shown);
+        }
         "adam_beta1" | "adam_beta2" => {
             let beta = |name: &str, default: &str| super::number(file.text(name).unwrap_or(default));
             let both = format!("[{}, {}]", beta("adam_beta1", "0.9"), beta("adam_beta2", "0.999"));
@@ -166,7 +174,7 @@ fn report_to(found: &mut Findings, shown: &str, name: &str, node: &YamlNode) {
     }
 }
 
-fn is_count(node: &YamlNode) -> bool {
+pub fn is_count(node: &YamlNode) -> bool {
     node.scalar()
         .is_some_and(|text| text.parse::<u64>().is_ok_and(|n| n > 0))
 }
@@ -192,13 +200,9 @@ fn schedule(found: &mut Findings, file: &ToolConfig, shown: &str, node: &YamlNod
     for (name, value) in entries {
         let shown = format!("{shown}.{name}");
         let text = value.scalar().unwrap_or_default();
-        // The lowest rate as a part of the highest one.
-        let part = || Some(ratio(text.parse().ok()?, file.number("learning_rate")?));
         match name.as_str() {
             "min_lr_rate" => found.take("schedule.min_lr_ratio", text, &shown),
-            "min_lr" | "lr_end" if part().is_some() => {
-                found.take("schedule.min_lr_ratio", part().unwrap_or_default(), &shown);
-            }
+            "min_lr" | "lr_end" => lowest_rate(found, file, &shown, value),
             "num_cycles" if file.text("lr_scheduler_type") == Some("cosine_with_restarts") => {
                 found.take("schedule.num_cycles", text, &shown);
             }
@@ -209,6 +213,30 @@ fn schedule(found: &mut Findings, file: &ToolConfig, shown: &str, node: &YamlNod
             ),
         }
     }
+}
+
+/// The lowest rate itself, which is a part of the highest one in ft.
+fn lowest_rate(found: &mut Findings, file: &ToolConfig, shown: &str, node: &YamlNode) {
+    let highest = ["learning_rate", "lr", "max_lr", "peak_lr"]
+        .iter()
+        .find_map(|name| file.number(name))
+        .filter(|rate| *rate > 0.0);
+    let lowest = node.scalar().and_then(|text| text.parse::<f64>().ok());
+    match (lowest, highest) {
+        (Some(lowest), Some(highest)) => found.take("schedule.min_lr_ratio", ratio(lowest, highest), shown),
+        (Some(_), None) => found.leave(
+            shown,
+            "a rate, and the file has no `learning_rate`: write `schedule.min_lr_ratio`, this rate divided by \
+             `optimizer.learning_rate`",
+        ),
+        (None, _) => found.leave(shown, "no number: write `schedule.min_lr_ratio`"),
+    }
+}
+
+/// A power of two that a scale of the loss can be.
+fn exponent(node: &YamlNode) -> Option<i32> {
+    let power = node.scalar()?.parse::<i32>().ok()?;
+    (0..=1000).contains(&power).then_some(power)
 }
 
 /// `optimizer_config` of mlx-lm: the arguments of each optimizer.
@@ -283,7 +311,12 @@ fn mlx_schedule(found: &mut Findings, shown: &str, node: &YamlNode) {
 
 /// A rate as a part of another one, without the digits that only the division makes.
 fn ratio(part: f64, whole: f64) -> String {
-    format!("{:?}", (part / whole * 1e9).round() / 1e9)
+    rounded(part / whole)
+}
+
+/// A computed number, without the digits that only the computation makes.
+pub fn rounded(value: f64) -> String {
+    format!("{:?}", (value * 1e9).round() / 1e9)
 }
 
 /// `unfrozen_parameters` of Axolotl: regular expressions. ft has beginnings of names.
@@ -363,6 +396,7 @@ pub fn afterwards(found: &mut Findings, file: &ToolConfig) {
         let weights = found.taken.remove(at);
         found.leave(&weights.from, "write `rlhf.reward_weights` with `rlhf.rewards`");
     }
+    trl::afterwards(found, file);
     let adapter = found.taken.iter().any(|t| t.key.starts_with("tune.lora."));
     if adapter {
         found.take("tune.method", "\"lora\"", "the keys of an adapter");

@@ -3,6 +3,8 @@
 use super::*;
 use crate::recipe;
 
+mod of_trl;
+
 /// The keys of the recipe.
 fn lines(text: &str, name: &str) -> (Vec<String>, ImportedRecipe) {
     let imported = import(text, name, None).unwrap();
@@ -303,47 +305,6 @@ fn tables_and_texts_of_axolotl() {
 }
 
 #[test]
-fn the_stage_of_trl_is_in_its_keys() {
-    for (text, stage) in [
-        ("\"beta\": 0.1, \"loss_type\": \"ipo\"", "dpo"),
-        ("\"num_generations\": 4, \"max_completion_length\": 64", "grpo"),
-        ("\"undesirable_weight\": 1.5", "kto"),
-        ("\"center_rewards_coefficient\": 0.01", "reward"),
-        (
-            "\"teacher_model_name_or_path\": \"org/big\", \"temperature\": 0.9",
-            "distill",
-        ),
-        ("\"cpo_alpha\": 0.0, \"loss_type\": \"simpo\"", "simpo"),
-    ] {
-        let text = format!("{{\"model_name_or_path\": \"org/base\", \"dataset_name\": \"rows.jsonl\", {text}}}");
-        let found = import(&text, "trl.json", None).unwrap();
-        assert!(found.text.contains(&format!("stage = \"{stage}\"")), "{}", found.text);
-        assert!(found.left.is_empty(), "{stage}: {:?}", found.left);
-    }
-    let found = keys(
-        "{\"model_name_or_path\": \"org/base\", \"dataset_name\": \"org/rows\", \"dataset_train_split\": \"train_sft\", \"dataset_test_split\": \
-         \"test_sft\", \"eval_strategy\": \"steps\", \"eval_steps\": 20, \"metric_for_best_model\": \"loss\", \"load_best_model_at_end\": true,\
-         \"lr_scheduler_type\": \"polynomial\", \"lr_scheduler_kwargs\": {\"lr_end\": 1e-7, \"power\": 2.0}, \"learning_rate\": 1e-5,\
-         \"use_peft\": true, \"report_to\": [\"tensorboard\", \"wandb\"]}",
-        "trl.json",
-    );
-    has(
-        &found,
-        &[
-            "eval = \"org/rows\"",
-            "split = \"train_sft\"",
-            "eval_split = \"test_sft\"",
-            "metric_for_best_model = \"eval_loss\"",
-            "min_lr_ratio = 0.01",
-            "power = 2.0",
-            "lora_dropout = 0.05",
-            "report_to = \"tensorboard\"",
-        ],
-    );
-    leaves(&found, &["report_to: wandb", "assistant_only_loss"]);
-}
-
-#[test]
 fn schedules_and_optimizers_of_mlx() {
     let found = keys(
         "model: m\ntrain: true\ndata: rows\niters: 1000\noptimizer: adamw\noptimizer_config:\n  adamw:\n    betas: [0.9, 0.98]\n\
@@ -443,33 +404,6 @@ fn what_llama_factory_has_and_ft_has_not_is_listed_with_the_reason() {
 }
 
 #[test]
-fn what_trl_and_unsloth_have_and_ft_has_not_is_listed_with_the_reason() {
-    notes(
-        "{\"model_name_or_path\": \"org/base\", \"dataset_name\": \"rows.jsonl\", \"use_peft\": true, \"completion_only_loss\": true,\
-         \"push_to_hub\": true, \"report_to\": [\"tensorboard\", \"wandb\"], \"lr_scheduler_kwargs\": {\"last_epoch\": 3},\
-         \"attn_implementation\": \"sdpa\", \"eval_steps\": 20, \"no_such_option\": 5}",
-        "trl.json",
-        &[
-            ("push_to_hub", "a run uploads nothing"),
-            ("report_to: wandb", "`tensorboard` writes an event file"),
-            ("lr_scheduler_kwargs.last_epoch", "only the keys of `[schedule]`"),
-            ("attn_implementation", "attention, loss and updates are always fused"),
-            ("no_such_option", "ft has no such key"),
-            ("eval_steps", "there are no rows to evaluate on"),
-        ],
-    );
-    notes(
-        "model_name: org/base\nmax_seq_length: 2048\nload_in_4bit: true\nuse_gradient_checkpointing: unsloth\n\
-         train_on_responses_only: true\ndataset: rows.jsonl\nlora_r: 16\nuse_rslora: false\nfast_inference: true\ndisable_tqdm: true\n",
-        "unsloth.yaml",
-        &[
-            ("fast_inference", "attention, loss and updates are always fused"),
-            ("disable_tqdm", "progress goes to standard error"),
-        ],
-    );
-}
-
-#[test]
 fn what_mlx_has_and_ft_has_not_is_listed_with_the_reason() {
     notes(
         "model: org/base\ntrain: true\ndata: rows\niters: 100\nnum_layers: 16\nval_batches: 25\nlr_schedule:\n  name: step_decay\n  \
@@ -489,7 +423,7 @@ fn what_mlx_has_and_ft_has_not_is_listed_with_the_reason() {
 #[test]
 fn the_names_of_the_rules_are_in_the_docs() {
     let page = include_str!("../../../docs/coming-from.md");
-    let arms = include_str!("rules.rs")
+    let arms = concat!(include_str!("rules.rs"), include_str!("trl.rs"))
         .lines()
         .filter(|line| line.starts_with("        \"") && line.contains("=>"));
     let names: Vec<&str> = arms

@@ -2,7 +2,7 @@
 
 use super::registry::Registry;
 use super::yaml::YamlNode;
-use super::{Findings, quoted};
+use super::{Findings, quoted, trl};
 use crate::recipe::value::ValueKind;
 use crate::recipe::{peers, table};
 
@@ -43,7 +43,7 @@ impl TrainingTool {
         }
     }
 
-    fn name(self) -> &'static str {
+    pub fn name(self) -> &'static str {
         match self {
             Self::Axolotl => "Axolotl",
             Self::LlamaFactory => "LLaMA-Factory",
@@ -68,6 +68,16 @@ impl<'a> ToolConfig<'a> {
             stage: stage(root, tool),
             registry,
         }
+    }
+
+    /// True if the file has one of these keys with a value, be it `false`.
+    pub fn has(&self, names: &[&str]) -> bool {
+        let has = |name: &&str| {
+            self.root
+                .get(name)
+                .is_some_and(|node| !matches!(node, YamlNode::Nothing))
+        };
+        names.iter().any(has)
     }
 
     pub fn text(&self, name: &str) -> Option<&'a str> {
@@ -110,7 +120,14 @@ fn stage_named(name: &str) -> Option<&'static str> {
 fn stage(root: &YamlNode, tool: TrainingTool) -> Option<&'static str> {
     let has = |name: &&str| root.get(name).is_some_and(|node| !matches!(node, YamlNode::Nothing));
     let any = |names: &[&str]| names.iter().any(has);
-    let text = |name: &str| root.get(name).and_then(YamlNode::scalar).unwrap_or_default();
+    let text = |name: &str| {
+        let node = root.get(name);
+        let one = match node {
+            Some(YamlNode::List(items)) if items.len() == 1 => items.first(),
+            node => node,
+        };
+        one.and_then(YamlNode::scalar).unwrap_or_default()
+    };
     // DPO, ORPO and SimPO are one stage there.
     let loss = ["pref_loss", "loss_type"].map(text);
     let named = ["stage", "rl", "train_mode"].map(text);
@@ -124,12 +141,12 @@ fn stage(root: &YamlNode, tool: TrainingTool) -> Option<&'static str> {
     match tool {
         _ if any(&["pretraining_dataset"]) => Some("pretrain"),
         TrainingTool::Trl | TrainingTool::Unsloth => match () {
-            () if any(&["teacher_model_name_or_path"]) => Some("distill"),
-            () if any(&["num_generations", "reward_funcs"]) => Some("grpo"),
+            () if any(&["teacher_model_name_or_path", "lmbda", "seq_kd"]) => Some("distill"),
+            () if any(&["num_generations", "reward_funcs", "normalize_advantages"]) => Some("grpo"),
             () if any(&["cliprange", "kl_coef", "num_ppo_epochs"]) => Some("ppo"),
             () if any(&["center_rewards_coefficient"]) => Some("reward"),
             () if any(&["desirable_weight", "undesirable_weight"]) => Some("kto"),
-            () if any(&["cpo_alpha", "simpo_gamma"]) => Some("simpo"),
+            () if any(&["cpo_alpha", "simpo_gamma", "gamma_beta_ratio"]) => Some("simpo"),
             () if dpo_losses.split(' ').any(|name| name == loss[1]) || any(&["beta"]) => Some("dpo"),
             () => None,
         },
@@ -142,6 +159,7 @@ pub fn defaults(found: &mut Findings, file: &ToolConfig) {
     let Some(tool) = Some(file.tool).filter(|_| !found.taken.is_empty()) else {
         return;
     };
+    trl::defaults(found, file);
     let from = format!("default of {}", tool.name());
     let stage = file.stage.unwrap_or("sft");
     let has = |found: &Findings, key: &str| found.taken.iter().any(|taken| taken.key == key);
@@ -149,14 +167,10 @@ pub fn defaults(found: &mut Findings, file: &ToolConfig) {
         .taken
         .iter()
         .any(|t| t.key == "train.max_steps" && !t.value.starts_with('-'));
-    let rate = match (tool, stage) {
-        (TrainingTool::Mlx, _) => Some("1e-5"),
-        (TrainingTool::LlamaFactory, _) => Some("5e-5"),
-        (TrainingTool::Trl | TrainingTool::Unsloth, "sft" | "distill") => Some("2e-5"),
-        (TrainingTool::Trl | TrainingTool::Unsloth, "reward") => Some("1e-4"),
-        (TrainingTool::Trl | TrainingTool::Unsloth, "ppo") => Some("3e-6"),
-        (TrainingTool::Trl | TrainingTool::Unsloth, _) => Some("1e-6"),
-        (TrainingTool::Axolotl, _) => None,
+    let rate = match tool {
+        TrainingTool::Mlx => Some("1e-5"),
+        TrainingTool::LlamaFactory => Some("5e-5"),
+        TrainingTool::Axolotl | TrainingTool::Trl | TrainingTool::Unsloth => None,
     };
     let rank = || {
         found
@@ -214,7 +228,6 @@ pub fn defaults(found: &mut Findings, file: &ToolConfig) {
             match tool {
                 _ if steps => None,
                 TrainingTool::Axolotl => Some("1".into()),
-                _ if trainer && stage == "reward" && tool != TrainingTool::LlamaFactory => Some("1".into()),
                 _ => trainer.then(|| "3".into()),
             },
         ),
@@ -227,9 +240,10 @@ pub fn defaults(found: &mut Findings, file: &ToolConfig) {
             "data.train_on",
             (tool == TrainingTool::Mlx && stage == "sft").then(|| "\"all\"".into()),
         ),
+        // Its trainer is TRL's for CPO.
         (
-            "data.max_length",
-            matches!(tool, TrainingTool::Trl | TrainingTool::Unsloth).then(|| "1024".into()),
+            "rlhf.cpo_alpha",
+            (tool == TrainingTool::Axolotl && stage == "simpo").then(|| "1.0".into()),
         ),
         (
             "data.packing",
@@ -271,6 +285,7 @@ pub fn defaults(found: &mut Findings, file: &ToolConfig) {
         .iter()
         .any(|t| t.key == "tune.method" && t.value == "\"lora\"")
     {
+        trl::dropout(found, file);
         for (key, value) in adapters {
             found.take_default(key, value, &from);
         }
@@ -288,10 +303,11 @@ pub fn take_stage(found: &mut Findings, file: &ToolConfig) {
     let Some(stage) = file.stage else { return };
     let names = ["pref_loss", "stage", "rl", "train_mode", "pretraining_dataset"];
     let from = names.iter().find(|name| file.root.get(name).is_some());
-    let from = match from {
-        Some(name) => name.to_string(),
-        None if stage == "dpo" => "the keys of DPO; with ORPOTrainer: \"orpo\"".into(),
-        None => "the keys of its trainer".into(),
+    let from = match (from, trl::origin(file)) {
+        (Some(name), _) => name.to_string(),
+        (None, Some(origin)) => origin.into(),
+        (None, None) if stage == "dpo" => "the keys of DPO; with ORPOTrainer: \"orpo\"".into(),
+        (None, None) => "the keys of its trainer".into(),
     };
     found.take("train.stage", quoted(stage), &from);
 }

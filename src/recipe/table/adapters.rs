@@ -1,6 +1,7 @@
 //! Adapters.
 
 use super::*;
+use crate::peft::targets::{is_regex, layers_in_pattern};
 
 section! {
     /// Adapters. Names and meaning as in PEFT.
@@ -241,6 +242,17 @@ pub(super) fn check(s: &RecipeSections, faults: &mut KeyFaults) {
                 "`tune.lora.target_modules` is empty"
             })
             .expected("`all-linear`, or names of modules"),
+        );
+    }
+    let by_expression = matches!(lora.target_modules.as_slice(), [one] if is_regex(one));
+    if by_expression && !lora.layers_to_transform.is_empty() && lora.adapter.is_none() {
+        faults.add(
+            &[LoraKeys::layers_to_transform, LoraKeys::target_modules],
+            Error::usage(
+                "`tune.lora.layers_to_transform` does not apply to a regular expression in `tune.lora.target_modules`",
+            )
+            .found(format!("{:?}", lora.target_modules))
+            .hint(layers_in_pattern(&lora.layers_to_transform)),
         );
     }
     if corrects && !lora.target_parameters.is_empty() {

@@ -58,9 +58,12 @@ impl RowIndex {
                 return find();
             };
             match cache.made(&names, &|| Ok(find()?.to_bytes()))? {
-                Some(bytes) => Self::of_bytes(&bytes).ok_or_else(|| {
-                    Error::internal("a cached alignment of the rows of student and teacher is incomplete")
-                }),
+                Some(bytes) => {
+                    let found = Self::of_bytes(&bytes).filter(|found| found.is_within(other.examples.len()));
+                    found.ok_or_else(|| {
+                        Error::internal("a cached alignment of the rows of student and teacher is not valid")
+                    })
+                }
                 None => find(),
             }
         })
@@ -100,8 +103,14 @@ impl RowIndex {
         Ok(out)
     }
 
+    /// True if the teacher has all of these rows.
+    fn is_within(&self, rows: usize) -> bool {
+        let mut all = self.rows.values().chain(self.prompts.values());
+        all.all(|row| (*row as usize) < rows)
+    }
+
     /// Numbers are little-endian.
-    fn to_bytes(&self) -> Vec<u8> {
+    pub fn to_bytes(&self) -> Vec<u8> {
         let mut out: Vec<u8> = self.counts.iter().flat_map(|n| n.to_le_bytes()).collect();
         for map in [&self.rows, &self.prompts] {
             out.extend((map.len() as u64).to_le_bytes());
@@ -118,7 +127,7 @@ impl RowIndex {
     }
 
     /// As `to_bytes` wrote it.
-    fn of_bytes(bytes: &[u8]) -> Option<Self> {
+    pub fn of_bytes(bytes: &[u8]) -> Option<Self> {
         let mut left = bytes;
         let mut counts = [0; 3];
         for count in &mut counts {
@@ -138,7 +147,8 @@ impl RowIndex {
                 u32::from_le_bytes(*b.last_chunk()?),
             ))
         };
-        let ends = left.as_chunks().0.iter().map(pair).collect::<Option<_>>()?;
+        let (pairs, []) = left.as_chunks() else { return None };
+        let ends = pairs.iter().map(pair).collect::<Option<_>>()?;
         Some(Self {
             rows,
             prompts,
@@ -206,8 +216,11 @@ mod tests {
             counts: [100, 90, 12],
             ends: vec![(7, 70_000), (1, 2)],
         };
+        // The greatest row is 24.
+        assert!(index.is_within(25) && !index.is_within(24));
         let bytes = index.to_bytes();
         assert_eq!(RowIndex::of_bytes(&bytes), Some(index));
         assert_eq!(RowIndex::of_bytes(&bytes[..100]), None);
+        assert_eq!(RowIndex::of_bytes(&bytes[..bytes.len() - 1]), None);
     }
 }

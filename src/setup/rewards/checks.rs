@@ -3,14 +3,25 @@
 use super::numbers;
 use super::schema::Schema;
 use fancy_regex::Regex;
-use serde_json::Value;
+use serde_json::{Number, Value};
 
 /// The known answers of a row as texts; each one is correct.
 pub fn known(answer: &Value) -> Vec<String> {
     match answer {
         Value::String(text) => vec![text.clone()],
         Value::Array(list) => list.iter().flat_map(known).collect(),
+        Value::Number(number) => vec![number_text(number)],
         other => vec![other.to_string()],
+    }
+}
+
+/// A column of integers is one of floats if a row has none: 13.0 is `13`.
+fn number_text(number: &Number) -> String {
+    // Below 2^53 f64 has every integer.
+    let is_whole = |x: &f64| x.fract() == 0.0 && x.abs() < (1_u64 << 53) as f64;
+    match number.as_f64().filter(|x| number.is_f64() && is_whole(x)) {
+        Some(x) => (x as i64).to_string(),
+        None => number.to_string(),
     }
 }
 
@@ -35,10 +46,18 @@ pub fn has_number(answer: &Value) -> bool {
 }
 
 /// True if a known answer consists of several numbers, of which `numeric` compares the last one: `12:30`. In a text with words,
-/// or after `####` (GSM8K), the last one is the result.
+/// or after `####` (GSM8K) or `\boxed`, the last one is the result.
 pub fn has_several_numbers(answer: &Value) -> bool {
-    let is_text = |a: &str| a.contains("####") || a.chars().any(char::is_alphabetic);
+    let is_text = |a: &str| ["####", "\\boxed"].iter().any(|mark| a.contains(mark)) || has_words(a);
     known(answer).iter().any(|a| !is_text(a) && numbers::count(a) > 1)
+}
+
+/// True if a text has letters that are not the name of a LaTeX command.
+fn has_words(text: &str) -> bool {
+    let mut parts = text.split('\\');
+    let before = parts.next().into_iter();
+    let behind = parts.map(|part| part.trim_start_matches(|c: char| c.is_ascii_alphabetic()));
+    before.chain(behind).any(|part| part.chars().any(char::is_alphabetic))
 }
 
 /// 1 if the text contains a match of the pattern. A search that exceeds the step limit counts as no match.
@@ -67,6 +86,11 @@ mod tests {
     fn answers_are_compared_as_texts_or_as_numbers() {
         assert_eq!(exact(" 13\n", &json!("13")), 1.0);
         assert_eq!(exact("13", &json!(13)), 1.0);
+        // A column of floats.
+        assert_eq!(exact("13", &json!(13.0)), 1.0);
+        assert_eq!(exact("-2", &json!([-2.0, 0.5])), 1.0);
+        assert_eq!(exact("0.5", &json!([-2.0, 0.5])), 1.0);
+        assert_eq!(known(&json!([2.5, 1u64 << 60])), ["2.5", "1152921504606846976"]);
         assert_eq!(exact("thirteen", &json!(["13", "thirteen"])), 1.0);
         assert_eq!(exact("13.", &json!("13")), 0.0);
         assert_eq!(numeric("3 + 10 = 13.", &json!("13")), 1.0);
@@ -90,6 +114,10 @@ mod tests {
             (json!(-1234.5), false),
             (json!("3 + 10 = 13\n#### 13"), false),
             (json!("3 + 10 is 13, so \\boxed{13}"), false),
+            (json!("3 + 10 = \\boxed{13}"), false),
+            (json!("2 \\cdot 3"), true),
+            (json!("2 \\text{ or } 3"), false),
+            (json!("2\\frac{1}{2}"), false),
         ] {
             assert_eq!(has_several_numbers(&answer), several, "{answer}");
         }

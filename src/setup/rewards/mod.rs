@@ -153,6 +153,26 @@ impl RewardKind {
     }
 }
 
+/// For the fuzzer: the scores of a text by the rewards that use only the text, and whether the known answer has several numbers.
+#[doc(hidden)]
+pub fn scores_of_text(pattern: &str, schema: Value, known: &Value, text: &str) -> ([Option<f64>; 4], bool) {
+    let regex = Regex::new(pattern).ok();
+    let schema = Schema::new(schema).ok();
+    let scores = [
+        Some(checks::exact(text, known)),
+        Some(checks::numeric(text, known)),
+        regex.map(|pattern| checks::regex(text, &pattern)),
+        schema.map(|schema| checks::json(text, Some(&schema))),
+    ];
+    (scores, checks::has_several_numbers(known))
+}
+
+/// For the fuzzer: the words of the command of a reward program.
+#[doc(hidden)]
+pub fn command_words(command: &str) -> Option<Vec<String>> {
+    program::words(command).ok()
+}
+
 fn kinds(rlhf: &RlSection) -> Result<Vec<RewardKind>> {
     if rlhf.rewards.is_empty() {
         return Err(

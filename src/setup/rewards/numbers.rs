@@ -1,8 +1,8 @@
-//! Numbers in free text, as people write them: `-1,234.50`, `3/4`, `\frac{3}{4}`, `.5`, `1e3`.
+//! Numbers in free text, as people write them: `-1,234.50`, `3/4`, `\frac{3}{4}`, `2\frac12`, `.5`, `1e3`.
 //!
-//! A comma between groups of exactly three digits is a thousands separator. A number never ends with a point or a
-//! comma: those end sentences. A minus sign belongs to a number if it touches it and no digit, letter or bracket
-//! stands before it.
+//! A comma between groups of exactly three digits is a thousands separator, also as LaTeX writes it (`{,}`, `,\!`, `\,`). A
+//! number never ends with a point or a comma: those end sentences. It begins with a point only if no digit, letter, bracket or
+//! point stands before it. A minus sign belongs to a number if it touches it and no digit, letter or bracket stands before it.
 
 /// Returns the last number of `text`; a fraction is one number. `None`: there is no number.
 pub fn last(text: &str) -> Option<f64> {
@@ -17,10 +17,13 @@ pub fn count(text: &str) -> usize {
 
 /// The numbers of `text` in order.
 fn all(text: &str) -> Vec<f64> {
-    let chars: Vec<char> = text.chars().map(plain).collect();
+    let chars = plain_separators(text.chars().map(plain).collect());
     let (mut at, mut found) = (0, Vec::new());
     while at < chars.len() {
-        match fraction(&chars, at).or_else(|| number(&chars, at)) {
+        match mixed(&chars, at)
+            .or_else(|| fraction(&chars, at))
+            .or_else(|| number(&chars, at))
+        {
             Some((value, end)) => {
                 found.push(value);
                 at = end;
@@ -51,29 +54,82 @@ fn plain(c: char) -> char {
     }
 }
 
-/// Parses `a/b` or `\frac{a}{b}` at `at`; also returns its end.
-fn fraction(chars: &[char], at: usize) -> Option<(f64, usize)> {
-    let rest = &chars[at..];
-    for command in ["\\frac{", "\\dfrac{"] {
-        if rest.iter().copied().take(command.len()).eq(command.chars()) {
-            let (over, end) = number(chars, at + command.len())?;
-            let end = expect(chars, expect(chars, end, '}')?, '{')?;
-            let (under, end) = number(chars, end)?;
-            let end = expect(chars, end, '}')?;
-            let sign = if signed(chars, at) { -1.0 } else { 1.0 };
-            return (under != 0.0).then_some((sign * over / under, end));
+/// Separators of thousands in LaTeX.
+const SEPARATORS: [&str; 3] = ["{,}", ",\\!", "\\,"];
+
+/// Writes separators of LaTeX between digits as commas.
+fn plain_separators(chars: Vec<char>) -> Vec<char> {
+    if !chars.contains(&'\\') && !chars.contains(&'{') {
+        return chars;
+    }
+    let digit = |i: usize| chars.get(i).is_some_and(char::is_ascii_digit);
+    let (mut at, mut out) = (0, Vec::with_capacity(chars.len()));
+    while at < chars.len() {
+        let is_here = |separator: &&&str| starts_with(&chars[at..], separator) && digit(at + separator.len());
+        match SEPARATORS.iter().find(is_here).filter(|_| at > 0 && digit(at - 1)) {
+            Some(separator) => {
+                out.push(',');
+                at += separator.len();
+            }
+            None => {
+                out.push(chars[at]);
+                at += 1;
+            }
         }
     }
+    out
+}
+
+/// `text` is ASCII.
+fn starts_with(chars: &[char], text: &str) -> bool {
+    chars.iter().copied().take(text.len()).eq(text.chars())
+}
+
+fn skip_spaces(chars: &[char], mut at: usize) -> usize {
+    while chars.get(at) == Some(&' ') {
+        at += 1;
+    }
+    at
+}
+
+/// Parses an integer before a fraction of LaTeX, `2\frac{1}{2}`, at `at`; also returns its end.
+fn mixed(chars: &[char], at: usize) -> Option<(f64, usize)> {
+    let (whole, end) = number(chars, at)?;
+    let (part, end) = latex_fraction(chars, skip_spaces(chars, end))?;
+    let is_mixed = whole.fract() == 0.0 && (0.0..1.0).contains(&part);
+    // The sign of `-0` counts.
+    is_mixed.then(|| (whole + part.copysign(whole), end))
+}
+
+/// Parses `\frac{a}{b}` or `\frac ab` at `at`; also returns its end.
+fn latex_fraction(chars: &[char], at: usize) -> Option<(f64, usize)> {
+    let is_here = |command: &&&str| starts_with(&chars[at.min(chars.len())..], command);
+    let command = ["\\frac", "\\dfrac", "\\tfrac", "\\cfrac"].iter().find(is_here)?;
+    let (over, end) = argument(chars, at + command.len())?;
+    let (under, end) = argument(chars, end)?;
+    let sign = if signed(chars, at) { -1.0 } else { 1.0 };
+    (under != 0.0).then_some((sign * over / under, end))
+}
+
+/// Parses a number in braces, or one digit, as the argument of a command; also returns its end.
+fn argument(chars: &[char], at: usize) -> Option<(f64, usize)> {
+    let at = skip_spaces(chars, at);
+    if chars.get(at) != Some(&'{') {
+        let digit = chars.get(at)?.to_digit(10)?;
+        return Some((f64::from(digit), at + 1));
+    }
+    let (value, end) = number(chars, skip_spaces(chars, at + 1))?;
+    Some((value, expect(chars, skip_spaces(chars, end), '}')?))
+}
+
+/// Parses `a/b` or `\frac{a}{b}` at `at`; also returns its end.
+fn fraction(chars: &[char], at: usize) -> Option<(f64, usize)> {
+    if let Some(found) = latex_fraction(chars, at) {
+        return Some(found);
+    }
     let (over, end) = number(chars, at)?;
-    let mut slash = end;
-    while chars.get(slash) == Some(&' ') {
-        slash += 1;
-    }
-    let mut next = expect(chars, slash, '/')?;
-    while chars.get(next) == Some(&' ') {
-        next += 1;
-    }
-    let (under, end) = number(chars, next)?;
+    let slash = expect(chars, skip_spaces(chars, end), '/')?;
+    let (under, end) = number(chars, skip_spaces(chars, slash))?;
     (under != 0.0).then_some((over / under, end))
 }
 
@@ -102,6 +158,8 @@ fn number(chars: &[char], at: usize) -> Option<(f64, usize)> {
         i += 1;
     }
     let start = i;
+    let before = start.checked_sub(1).and_then(|i| chars.get(i));
+    let may_begin_with_point = !before.is_some_and(|c| c.is_alphanumeric() || ['.', ')', ']'].contains(c));
     while digit(i) {
         text.push(chars[i]);
         i += 1;
@@ -112,7 +170,7 @@ fn number(chars: &[char], at: usize) -> Option<(f64, usize)> {
         text.extend(&chars[i + 1..i + 4]);
         i += 4;
     }
-    if chars.get(i) == Some(&'.') && digit(i + 1) {
+    if chars.get(i) == Some(&'.') && digit(i + 1) && (whole > 0 || may_begin_with_point) {
         if whole == 0 {
             text.push('0');
         }
@@ -168,6 +226,30 @@ mod tests {
             ("$18", 18.0),
             ("50%", 50.0),
             ("7/0", 0.0),
+            ("The answer is...42", 42.0),
+            ("No.5", 5.0),
+            ("3.14.15", 15.0),
+            ("(a).5", 5.0),
+            ("it is -.5", -0.5),
+            ("$.75", 0.75),
+            (r"\tfrac{3}{4}", 0.75),
+            (r"\cfrac{3}{4}", 0.75),
+            (r"\frac34", 0.75),
+            (r"\frac 3 4", 0.75),
+            (r"\frac{ 3 }{ 4 }", 0.75),
+            (r"\frac3{4}", 0.75),
+            (r"\frac{-3}{4}", -0.75),
+            (r"\frac{x}{4}", 4.0),
+            (r"\fraction 7", 7.0),
+            (r"1{,}234", 1234.0),
+            (r"10,\!000", 10000.0),
+            (r"10\,000.5", 10000.5),
+            (r"5\,6", 6.0),
+            (r"{,}234", 234.0),
+            (r"2\frac{1}{2}", 2.5),
+            (r"-2 \frac12", -2.5),
+            (r"-0\frac12", -0.5),
+            (r"2\frac{3}{2}", 1.5),
         ] {
             assert_eq!(last(text), Some(want), "{text}");
         }
@@ -197,6 +279,8 @@ mod tests {
             ("1,234.50", 1),
             ("3/4", 1),
             (r"-\frac{1}{2}", 1),
+            (r"2\frac{1}{2}", 1),
+            (r"1{,}234 and 5", 2),
             ("12:30", 2),
             ("1.000.000", 2),
             ("8 - 6 = 2", 3),

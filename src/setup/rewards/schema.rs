@@ -7,7 +7,7 @@
 //! `$defs` or `definitions` of the same file. Annotations (`title`, `description`, ...) do not affect validity.
 
 use crate::base::{Error, Result};
-use fancy_regex::Regex;
+use fancy_regex::{Regex, RegexBuilder};
 use serde_json::{Map, Value};
 use std::cell::Cell;
 use std::collections::BTreeMap;
@@ -27,14 +27,48 @@ const NOTES: [&str; 10] = [
 const TYPES: [&str; 7] = ["null", "boolean", "object", "array", "number", "string", "integer"];
 /// Largest depth of nested schemas.
 const DEPTH: usize = 64;
-/// Largest number of checks of one answer. References can double the work at each level, so the depth alone is no bound.
-const CHECKS: usize = 1 << 22;
+/// Largest work for one answer. References can double the work at each level, so the depth alone is no bound.
+const WORK: usize = 1 << 26;
+/// The work of one check. Comparing two values costs at least 1 for each part of them.
+const CHECK: usize = 1 << 4;
+/// The work of a search, and of one that needs more steps than `QUICK`.
+const SEARCH: usize = 1 << 8;
+const LONG_SEARCH: usize = 1 << 18;
+/// Steps of a search back that cost no more than the search.
+const QUICK: usize = 1 << 10;
 
 /// A schema that was parsed and checked.
 #[derive(Debug)]
 pub struct Schema {
     root: Value,
-    patterns: BTreeMap<String, Regex>,
+    patterns: BTreeMap<String, Pattern>,
+}
+
+/// A regular expression, also with a small limit of steps: few searches need more.
+#[derive(Debug)]
+struct Pattern {
+    quick: Regex,
+    whole: Regex,
+}
+
+impl Pattern {
+    fn new(text: &str) -> std::result::Result<Self, fancy_regex::Error> {
+        Ok(Self {
+            quick: RegexBuilder::new(text).backtrack_limit(QUICK).build()?,
+            whole: Regex::new(text)?,
+        })
+    }
+
+    /// A pattern that exceeds the step limit of the regular expression ends the check: not accepted.
+    fn is_in(&self, text: &str, left: &Cell<usize>) -> bool {
+        if !take(left, SEARCH.saturating_add(text.len().saturating_mul(4))) {
+            return false;
+        }
+        self.quick.is_match(text).unwrap_or_else(|_| {
+            let found = take(left, LONG_SEARCH).then(|| self.whole.is_match(text));
+            found.is_some_and(|found| found.unwrap_or_else(|_| take(left, WORK)))
+        })
+    }
 }
 
 impl Schema {
@@ -112,8 +146,8 @@ impl Schema {
                 }
                 "pattern" => {
                     let text = value.as_str().ok_or_else(|| wrong("a regular expression"))?;
-                    let regex = Regex::new(text).map_err(|e| wrong("a regular expression").hint(e.to_string()))?;
-                    self.patterns.insert(text.to_string(), regex);
+                    let pattern = Pattern::new(text).map_err(|e| wrong("a regular expression").hint(e.to_string()))?;
+                    self.patterns.insert(text.to_string(), pattern);
                 }
                 "$ref" => {
                     let name = value.as_str().ok_or_else(|| wrong("a string"))?;
@@ -143,15 +177,15 @@ impl Schema {
         }
     }
 
-    /// True if the answer is valid. An answer that is nested too deeply or needs too many checks is not accepted.
+    /// True if the answer is valid. An answer that is nested too deeply or needs too much work is not accepted.
     pub fn accepts(&self, value: &Value) -> bool {
-        let left = Cell::new(CHECKS);
+        let left = Cell::new(WORK);
         self.valid(&self.root, value, 0, &left) && left.get() > 0
     }
 
     fn valid(&self, schema: &Value, value: &Value, depth: usize, left: &Cell<usize>) -> bool {
         // A deeper value is not accepted. This also bounds recursive schemas.
-        if depth > 4 * DEPTH || !take(left, 1) {
+        if depth > 4 * DEPTH || !take(left, CHECK) {
             return false;
         }
         match schema {
@@ -172,6 +206,12 @@ impl Schema {
         depth: usize,
         left: &Cell<usize>,
     ) -> bool {
+        if NOTES.contains(&key) {
+            return true;
+        }
+        if !take(left, own_work(rule)) {
+            return false;
+        }
         let each = |list: &Value, check: &dyn Fn(&Value) -> bool| {
             let schemas = list.as_array().map(Vec::as_slice).unwrap_or_default();
             schemas.iter().filter(|s| check(s)).count()
@@ -186,15 +226,21 @@ impl Schema {
             (Some(x), Some(limit)) => holds(x, limit),
             _ => true,
         };
-        let (chars, items) = (value.as_str().map(|s| s.chars().count()), value.as_array());
+        let chars = || {
+            value
+                .as_str()
+                .filter(|s| take(left, s.len() / 16))
+                .map(|s| s.chars().count())
+        };
+        let items = value.as_array();
         let object = value.as_object();
         match key {
             "type" => match rule {
                 Value::Array(any) => any.iter().any(|t| is(value, t.as_str().unwrap_or_default())),
                 one => is(value, one.as_str().unwrap_or_default()),
             },
-            "const" => equal(rule, value),
-            "enum" => each(rule, &|v| equal(v, value)) > 0,
+            "const" => equal(rule, value, left),
+            "enum" => each(rule, &|v| equal(v, value, left)) > 0,
             "required" => object.is_none_or(|o| each(rule, &|n| !n.as_str().is_some_and(|n| o.contains_key(n))) == 0),
             "properties" => object.is_none_or(|o| {
                 let rules = rule.as_object().into_iter().flatten();
@@ -205,16 +251,18 @@ impl Schema {
             "additionalProperties" => object.is_none_or(|o| {
                 let named = fields.get("properties").and_then(Value::as_object);
                 let other = |n: &String| named.is_none_or(|named| !named.contains_key(n));
-                o.iter()
-                    .filter(|(n, _)| other(n))
-                    .all(|(_, v)| self.valid(rule, v, depth, left))
+                take(left, o.len())
+                    && o.iter()
+                        .filter(|(n, _)| other(n))
+                        .all(|(_, v)| self.valid(rule, v, depth, left))
             }),
             "items" => items.is_none_or(|l| l.iter().all(|v| self.valid(rule, v, depth, left))),
             "uniqueItems" if rule == &Value::Bool(true) => {
-                items.is_none_or(|l| (1..l.len()).all(|i| take(left, i) && !l[..i].iter().any(|v| equal(v, &l[i]))))
+                let is_new = |l: &[Value], i: usize| !l[..i].iter().any(|v| equal(v, &l[i], left));
+                items.is_none_or(|l| (1..l.len()).all(|i| take(left, CHECK * i) && is_new(l, i)))
             }
-            "minLength" => bound(chars, &|n, limit| n >= limit),
-            "maxLength" => bound(chars, &|n, limit| n <= limit),
+            "minLength" => bound(chars(), &|n, limit| n >= limit),
+            "maxLength" => bound(chars(), &|n, limit| n <= limit),
             "minItems" => bound(items.map(Vec::len), &|n, limit| n >= limit),
             "maxItems" => bound(items.map(Vec::len), &|n, limit| n <= limit),
             "minProperties" => bound(object.map(Map::len), &|n, limit| n >= limit),
@@ -226,8 +274,7 @@ impl Schema {
             "multipleOf" => number(&|x, by| ((x / by).round() - x / by).abs() < 1e-9),
             "pattern" => value.as_str().is_none_or(|text| {
                 let pattern = rule.as_str().and_then(|r| self.patterns.get(r));
-                // A pattern that exceeds the step limit of the regular expression ends the check: not accepted.
-                pattern.is_some_and(|p| p.is_match(text).unwrap_or_else(|_| take(left, CHECKS)))
+                pattern.is_some_and(|pattern| pattern.is_in(text, left))
             }),
             "allOf" => each(rule, &|s| !valid(s)) == 0,
             "anyOf" => each(rule, &valid) > 0,
@@ -242,7 +289,17 @@ impl Schema {
     }
 }
 
-/// Takes `n` from the checks that are left. False if there are not enough.
+/// The work of looking at the value of a keyword, without the values in it.
+fn own_work(rule: &Value) -> usize {
+    match rule {
+        Value::String(text) => text.len() / 16,
+        Value::Array(list) => list.len(),
+        Value::Object(fields) => fields.len(),
+        _ => 0,
+    }
+}
+
+/// Takes `n` from the work that is left. False if there is not enough.
 fn take(left: &Cell<usize>, n: usize) -> bool {
     left.set(left.get().saturating_sub(n));
     left.get() > 0
@@ -262,12 +319,16 @@ fn is(value: &Value, name: &str) -> bool {
 }
 
 /// True if two values are equal as JSON: 1 and 1.0 are the same number.
-fn equal(a: &Value, b: &Value) -> bool {
+fn equal(a: &Value, b: &Value, left: &Cell<usize>) -> bool {
+    if !take(left, 1) {
+        return false;
+    }
     match (a, b) {
+        (Value::String(a), Value::String(b)) => a.len() == b.len() && take(left, a.len() / 256) && a == b,
         (Value::Number(a), Value::Number(b)) => a == b || a.as_f64() == b.as_f64(),
-        (Value::Array(a), Value::Array(b)) => a.len() == b.len() && a.iter().zip(b).all(|(a, b)| equal(a, b)),
+        (Value::Array(a), Value::Array(b)) => a.len() == b.len() && a.iter().zip(b).all(|(a, b)| equal(a, b, left)),
         (Value::Object(a), Value::Object(b)) => {
-            a.len() == b.len() && a.iter().all(|(k, v)| b.get(k).is_some_and(|w| equal(v, w)))
+            a.len() == b.len() && a.iter().all(|(k, v)| b.get(k).is_some_and(|w| equal(v, w, left)))
         }
         _ => a == b,
     }
@@ -400,6 +461,47 @@ mod tests {
             json!({"items": {"not": {"pattern": "^(a|a?)+\\1$"}}}),
             &[],
             &[json!(vec![slow; 1000])],
+        );
+        assert!(start.elapsed().as_secs() < 60);
+    }
+
+    /// The work inside of one check counts too: searches that succeed, comparisons, lengths of texts.
+    #[test]
+    fn work_that_a_check_repeats_is_bounded() {
+        let (start, long) = (std::time::Instant::now(), "a".repeat(1 << 16));
+        let mut levels = Map::new();
+        for i in 0..17 {
+            let next = json!({"$ref": format!("#/$defs/{}", i + 1)});
+            levels.insert(i.to_string(), json!({"allOf": [next, next]}));
+        }
+        // 2^17 times the same rule for the same text: a few checks would be accepted.
+        let often = |rule: Value| {
+            let mut levels = levels.clone();
+            levels.insert("17".into(), rule);
+            json!({"$ref": "#/$defs/0", "$defs": levels})
+        };
+        let words: Vec<String> = (0..1000).map(|i| format!("word {i}")).collect();
+        let with_long: Vec<&String> = words.iter().chain([&long]).collect();
+        for rule in [
+            json!({"pattern": "^a+$"}),
+            json!({"maxLength": 1 << 20}),
+            json!({"const": long}),
+            json!({"enum": with_long}),
+        ] {
+            check(rule.clone(), &[json!(long)], &[]);
+            check(often(rule), &[], &[json!(long)]);
+        }
+        check(often(json!({"not": {"enum": words}})), &[], &[json!("none")]);
+        // A search that needs many steps and ends below their limit.
+        let (back, text) = (json!({"pattern": "^(a|a?)+\\1$|!"}), format!("{}!", "a".repeat(11)));
+        check(back.clone(), &[json!(text)], &[]);
+        check(json!({"items": back}), &[], &[json!(vec![text; 10_000])]);
+        // Ordinary lists stay valid.
+        let list: Vec<&String> = words.iter().cycle().take(10_000).collect();
+        check(
+            json!({"items": {"enum": words, "pattern": "^word (?!x)", "maxLength": 9}}),
+            &[json!(list)],
+            &[],
         );
         assert!(start.elapsed().as_secs() < 60);
     }

@@ -1,6 +1,9 @@
-//! Tests of the checkpoint of another run from which a run goes on, until it is in the directory of that run.
+//! Tests of the checkpoint of another run from which a run goes on, until it is in the directory of that run; and of the forecast of
+//! the disk space.
 
 use super::*;
+use crate::setup::active_schedule::ActiveSchedule;
+use crate::setup::adapters;
 
 /// A run with one checkpoint.
 fn run_with(dir: &Path, name: &str, step: u64) -> PathBuf {
@@ -105,4 +108,28 @@ fn a_checkpoint_that_was_brought_for_one_run_does_not_count_for_another() {
     save(&run, 30);
     begun(&run, &b);
     assert_eq!(resume(&run), Resume::From(b));
+}
+
+/// The other parts of a multimodal model are in `final/` too.
+#[test]
+fn the_forecast_of_disk_space_counts_all_that_final_has() {
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/parity/goldens/families/gemma3");
+    let without_weights = tempfile::tempdir().unwrap();
+    std::fs::copy(golden.join("config.json"), without_weights.path().join("config.json")).unwrap();
+    let needed = |model: &Path, method: &str| {
+        let text = format!(
+            "[model]\npath = {model:?}\ndtype = \"f32\"\n[tune]\nmethod = \"{method}\"\n[data]\ntrain = \"rows.jsonl\"\n"
+        );
+        let recipe = recipe::parse(&text, "r.toml", &[]).unwrap().recipe;
+        let model = ModelFiles::of_recipe(&recipe).unwrap();
+        let adapters = adapters::of(&recipe, &model.spec).unwrap();
+        let params = model.spec.params();
+        let schedule = ActiveSchedule::new(&recipe, &model.spec, &params, &adapters).unwrap();
+        let size = CheckpointSize::new(&recipe, &schedule, 1, &params, &adapters.adapters);
+        space_needed(&recipe, &model, &size, Placement::Device)
+    };
+    let others = hf::bytes_of_other_parts(&golden, StoredDtype::F32);
+    assert!(others > 0);
+    assert_eq!(needed(&golden, "full"), needed(without_weights.path(), "full") + others);
+    assert_eq!(needed(&golden, "lora"), needed(without_weights.path(), "lora"));
 }

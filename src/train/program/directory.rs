@@ -89,7 +89,7 @@ impl OpenedRun {
         let params = model.spec.params();
         let elements = trained_elements(schedule, cx.total_steps, &params, &adapters.adapters);
         let size = CheckpointSize::new(recipe, schedule, cx.total_steps, &params, &adapters.adapters);
-        let needed = directory::space_needed(recipe, &model.spec, &size, strategy.placement);
+        let needed = directory::space_needed(recipe, model, &size, strategy.placement);
         if ranks.several() {
             ranks.same(&ranks::agreed(
                 &fingerprint,

@@ -12,7 +12,7 @@ use crate::setup::active_schedule::{self, ActiveSchedule};
 use crate::setup::allocation;
 use crate::sft::CausalLm;
 use crate::train::finish::TrainedModel;
-use crate::train::stage::{self, BatchSource, Stage};
+use crate::train::stage::{self, BatchSource, PolicyStart, Stage, StageContext};
 use crate::train::starts::{self, AdapterInitContext};
 use crate::train::{learning, rehearsal, running, state};
 use serde_json::json;
@@ -85,7 +85,12 @@ impl<'a> Trainer<'a> {
             };
             starts::fill(&mut setting, &mut loaded_model.network, adapters)?;
         }
-        let Stage { batches, objective } = stage::open(stage::StageContext {
+        let start = PolicyStart {
+            network: &loaded_model.network,
+            strategy: &strategy,
+            schedule: &schedule,
+        };
+        let context = StageContext {
             recipe,
             spec: &model.spec,
             model,
@@ -95,7 +100,8 @@ impl<'a> Trainer<'a> {
             stream,
             eval: rows.eval.as_ref(),
             questions: rows.questions.as_ref(),
-        })?;
+        };
+        let Stage { batches, objective } = stage::open(context, &start)?;
         // The stage may have read another model, such as a teacher.
         ranks.meet_after_reading()?;
         let objective_params = objective.params().into_iter().map(|p| p.name.to_string());

@@ -19,6 +19,7 @@ use candle_core::{Device, Tensor};
 pub enum ReferenceModel {
     /// The current weights with adapters disabled.
     WithoutAdapters,
+    /// A network with adapters of its own, or also with weights of its own.
     Copy(Box<Network>),
 }
 
@@ -95,10 +96,6 @@ impl<'a> AdvantageComputer<'a> {
             },
             metrics: Vec::new(),
         }
-    }
-
-    pub fn uses_reference(&self) -> bool {
-        self.kl.coefficient > 0.0
     }
 
     pub fn is_ppo(&self) -> bool {

@@ -3,6 +3,7 @@
 
 pub mod advantages;
 pub mod preference;
+mod reference;
 mod rl;
 pub mod rollout_buffer;
 mod distill;
@@ -12,10 +13,11 @@ use crate::base::{Error, Result};
 use crate::data::order::BatchStream;
 use crate::data::source::position;
 use crate::data::{Batch, Dataset, RowOrigin, RowPosition, Source};
-use crate::engine::Engine;
-use crate::model::{Objective, Spec};
+use crate::engine::{Engine, StepStrategy};
+use crate::model::{Network, Objective, Spec};
 use crate::recipe::{self, Recipe};
 use crate::setup::ModelDir;
+use crate::setup::active_schedule::ActiveSchedule;
 use crate::setup::prompts::PromptSet;
 use candle_core::Device;
 use serde_json::Value;
@@ -111,6 +113,14 @@ pub struct StageContext<'a> {
     pub questions: Option<&'a PromptSet>,
 }
 
+/// The policy before its first step, also in a resumed run.
+pub struct PolicyStart<'a> {
+    /// With the start values of its adapters, if they change the model.
+    pub network: &'a Network,
+    pub strategy: &'a StepStrategy,
+    pub schedule: &'a ActiveSchedule,
+}
+
 /// The rows of `train` in each micro-batch of step `step`.
 fn rows_of(train: &Dataset, stream: &BatchStream, step: u64, sources: &[Source]) -> Result<Vec<Vec<RowPosition>>> {
     let origins = train.all_origins()?;
@@ -135,10 +145,10 @@ pub fn check(recipe: &Recipe, model: &ModelDir, train: &Dataset) -> Result<()> {
 }
 
 /// Creates the stage of a recipe.
-pub fn open<'a>(setting: StageContext<'a>) -> Result<Stage<'a>> {
+pub fn open<'a>(setting: StageContext<'a>, start: &PolicyStart) -> Result<Stage<'a>> {
     match setting.recipe.train.stage {
         recipe::Stage::Pretrain | recipe::Stage::Sft => sft::open(setting),
-        recipe::Stage::Ppo | recipe::Stage::Grpo => rl::open(setting),
+        recipe::Stage::Ppo | recipe::Stage::Grpo => rl::open(setting, start),
         stage if stage.is_preference() => preference::open(setting),
         recipe::Stage::Distill => distill::open(setting),
         // The recipe parser refuses it already.

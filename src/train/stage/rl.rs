@@ -8,7 +8,7 @@
 
 use super::advantages::{self, AdvantageComputer, ReferenceModel};
 use super::rollout_buffer::{self, RolloutBuffer, Trajectory};
-use super::{BatchSource, Stage, StageContext};
+use super::{BatchSource, PolicyStart, Stage, StageContext, reference};
 use crate::base::rng::{Rng, Stream};
 use crate::base::{Error, Result, progress};
 use crate::data::prompts::Prompt;
@@ -16,15 +16,12 @@ use crate::data::{Batch, Mixture, RowPosition, Source};
 use crate::engine::Engine;
 use crate::generate::{self, Answer, CopyFormats, GenerateLimits, QuantizedCopy, Request};
 use crate::quant::Format;
-use crate::recipe::{Method, ModelInit, Recipe, RolloutWeights};
+use crate::recipe::{Recipe, RolloutWeights};
 use crate::rlhf::advantage::moments;
 use crate::setup::ModelDir;
-use crate::setup::locate::adapter_directory;
-use crate::setup::prompts::{answers_of_rollout, base_is_frozen, needs_reference_copy, steps_of_rollout};
+use crate::setup::prompts::{answers_of_rollout, base_is_frozen, steps_of_rollout};
 use crate::setup::rewards::{RewardInput, Rewards, WeightedReward};
-use crate::source;
 use crate::train::samples;
-use candle_core::Device;
 use serde_json::{Value, json};
 use std::time::Instant;
 
@@ -50,7 +47,7 @@ struct Rollouts<'a> {
     samples: Vec<Value>,
 }
 
-pub(super) fn open<'a>(setting: StageContext<'a>) -> Result<Stage<'a>> {
+pub(super) fn open<'a>(setting: StageContext<'a>, start: &PolicyStart) -> Result<Stage<'a>> {
     let (recipe, rlhf) = (setting.recipe, &setting.recipe.rl);
     let Some(questions) = setting.questions else {
         return Err(Error::internal("the prompts of this stage were not read"));
@@ -61,11 +58,7 @@ pub(super) fn open<'a>(setting: StageContext<'a>) -> Result<Stage<'a>> {
         (lasting(base.clone()), lasting(format!("{base}_std")))
     };
     let advantages = AdvantageComputer::new(recipe);
-    let reference = if advantages.uses_reference() {
-        Some(reference(recipe, setting.model, setting.device)?)
-    } else {
-        None
-    };
+    let reference = reference::open(&setting, start)?;
     Ok(Stage {
         objective: advantages::objective(recipe, setting.model.spec.hidden, setting.device)?,
         batches: Box::new(Rollouts {
@@ -89,26 +82,6 @@ pub(super) fn open<'a>(setting: StageContext<'a>) -> Result<Stage<'a>> {
 /// Metric names live until the program ends: a few bytes for each reward of the run.
 fn lasting(name: String) -> &'static str {
     Box::leak(name.into_boxed_str())
-}
-
-fn reference(recipe: &Recipe, model: &ModelDir, device: &Device) -> Result<ReferenceModel> {
-    if !needs_reference_copy(recipe) {
-        return Ok(ReferenceModel::WithoutAdapters);
-    }
-    let dtype = recipe.model.dtype;
-    let network = match recipe.model.init {
-        ModelInit::Pretrained => {
-            let adapter = recipe.tune.lora.adapter.as_deref();
-            let adapter = adapter.filter(|_| recipe.tune.method == Method::Lora);
-            let adapter = adapter.map(adapter_directory).transpose()?;
-            model.infer(adapter.as_deref(), Some(dtype), device)?
-        }
-        init => {
-            let storage = source::StoragePolicy::dense(dtype);
-            model.load(&storage, init, recipe.train.seed, device)?.network
-        }
-    };
-    Ok(ReferenceModel::Copy(Box::new(network)))
 }
 
 impl Rollouts<'_> {
@@ -233,7 +206,8 @@ impl Rollouts<'_> {
         self.advantages
             .read(&mut kept, &engine.network, self.reference.as_ref())?;
         let finished: Vec<bool> = answers.iter().map(|a| a.finished).collect();
-        let sampling: Vec<&[f32]> = answers.iter().map(|a| &a.log_probs[..]).collect();
+        // Over all tokens, as those under the exact weights: top-k and top-p are no difference of the weights.
+        let sampling: Vec<&[f32]> = answers.iter().map(|a| &a.full_log_probs[..]).collect();
         self.advantages.teach(&mut kept, &totals, &finished, &sampling);
         if rlhf.sample_steps > 0 && rollout.is_multiple_of(rlhf.sample_steps as u64) {
             self.keep_samples(step, &prompts, &answers, &texts, &scores, &kept)?;
@@ -411,7 +385,9 @@ impl BatchSource for Rollouts<'_> {
     }
 
     fn restore(&mut self, state: &[u8]) -> Result<()> {
-        self.rollout_buffer = RolloutBuffer::from_bytes(state)?;
+        let rollout_buffer = RolloutBuffer::from_bytes(state)?;
+        rollout_buffer.check(self.model.spec.vocab, self.advantages.is_ppo())?;
+        self.rollout_buffer = rollout_buffer;
         self.advantages.kl.coefficient = self.rollout_buffer.kl_coefficient;
         let pending = std::mem::take(&mut self.rollout_buffer.metrics).into_iter();
         self.metrics = pending.map(|(name, value)| (lasting(name), value)).collect();

@@ -140,6 +140,38 @@ impl RolloutBuffer {
         words.iter().flat_map(|w| w.to_le_bytes()).collect()
     }
 
+    /// Checks what a step takes for granted. `tokens`: number of ids of the vocabulary. `per_token`: as for `batch`.
+    ///
+    /// Errors: an id that the vocabulary does not have; a list that has not a value for each token of its answer.
+    pub fn check(&self, tokens: usize, per_token: bool) -> Result<()> {
+        let invalid = |what: &str, found: usize, expected: String| {
+            Error::format("the answers of a rollout in the checkpoint are not valid")
+                .found(format!("{what} {found}"))
+                .expected(expected)
+        };
+        for answer in &self.kept {
+            if let Some(id) = answer.ids.iter().find(|id| **id as usize >= tokens) {
+                return Err(invalid("the token", *id as usize, format!("a token below {tokens}")));
+            }
+            let [columns @ .., advantages] = answer.parts();
+            let advantages = advantages.len();
+            let has_advantages = if per_token {
+                [0, answer.tokens()].contains(&advantages)
+            } else {
+                advantages <= 1
+            };
+            let wrong = columns
+                .iter()
+                .map(|column| column.len())
+                .find(|n| ![0, answer.tokens()].contains(n));
+            if let Some(n) = wrong.or((!has_advantages).then_some(advantages)) {
+                let expected = format!("one for each of {} tokens, or none", answer.tokens());
+                return Err(invalid("a list with so many values:", n, expected));
+            }
+        }
+        Ok(())
+    }
+
     /// Errors: bytes that `to_bytes` did not write.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
         let words: Vec<u32> = bytes
@@ -273,6 +305,37 @@ mod tests {
         assert_eq!(b.columns.documents[columns::ADVANTAGES], [1.5, -1.0]);
         assert_eq!(b.columns.documents[columns::FACTOR], [0.75, 0.0]);
         assert!(!b.columns.tokens.contains_key(columns::ADVANTAGES));
+    }
+
+    #[test]
+    fn tokens_without_a_word_and_lists_of_another_length_are_refused() {
+        let buffer = |kept| RolloutBuffer {
+            kept,
+            ..RolloutBuffer::default()
+        };
+        let good = kept();
+        buffer(good.clone()).check(7, true).unwrap();
+        let e = buffer(good.clone()).check(6, true).unwrap_err().to_string();
+        assert!(e.contains("token 6") && e.contains("below 6"), "{e}");
+        // A value for each answer.
+        let e = buffer(good.clone()).check(7, false).unwrap_err().to_string();
+        assert!(e.contains("values: 2"), "{e}");
+        let columns: [fn(&mut Trajectory) -> &mut Vec<f32>; 6] = [
+            |k| &mut k.old,
+            |k| &mut k.reference,
+            |k| &mut k.ratios,
+            |k| &mut k.values,
+            |k| &mut k.returns,
+            |k| &mut k.advantages,
+        ];
+        for column in columns {
+            let mut changed = good.clone();
+            column(&mut changed[1]).extend([0.0; 2]);
+            assert!(buffer(changed).check(7, true).is_err());
+        }
+        let mut of_group = good;
+        of_group.iter_mut().for_each(|k| k.advantages.truncate(1));
+        buffer(of_group).check(7, false).unwrap();
     }
 
     #[test]

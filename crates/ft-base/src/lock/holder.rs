@@ -76,11 +76,16 @@ impl<'a> LockLine<'a> {
 
     /// The machine of the line, if it is not this one, or another container of this one.
     fn elsewhere(&self) -> Option<String> {
-        let (its, own) = (self.place.as_ref()?, ProcessPlace::own()?);
-        if *its == own {
+        self.elsewhere_than(ProcessPlace::own().as_ref())
+    }
+
+    /// As `elsewhere`, for a process at `own`. On a machine without a name, a line with a name is from another one.
+    fn elsewhere_than(&self, own: Option<&ProcessPlace>) -> Option<String> {
+        let its = self.place.as_ref()?;
+        if Some(its) == own {
             return None;
         }
-        let container = if its.host == own.host {
+        let container = if own.is_some_and(|own| its.host == own.host) {
             ", in another container"
         } else {
             ""
@@ -210,6 +215,11 @@ mod tests {
         let container = format!("{}, in another container", own.host);
         assert_eq!(state(dir), LockState::Elsewhere(container));
         RunLock::acquire(dir).unwrap();
+
+        // A machine without a name.
+        let there = LockLine::parse(&text).unwrap();
+        assert_eq!(there.elsewhere_than(None), Some(own.host));
+        assert_eq!(there.elsewhere_than(there.place.as_ref()), None);
 
         // Lines of earlier versions, lines that were cut off, and names that are none.
         let number = u32::MAX;

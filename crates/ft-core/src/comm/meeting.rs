@@ -4,15 +4,12 @@
 //! it listens itself, its job and its host; when all are there, rank 0 answers with the list. Then each rank connects to
 //! the ranks between 0 and itself. Each message is its length (4 bytes) and a text.
 
+use super::greeting::{Greeting, hear_greeting, message, ranks_in};
 use crate::base::{Error, Result};
 use std::io::{ErrorKind, Read, Write};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::time::{Duration, Instant};
 
-/// First word of a rank; whatever else connects is another program.
-const GREETING: &str = "ft-rank-3";
-/// Longest text of a greeting.
-const SHORT: usize = 1 << 10;
 /// Longest name of a job in a greeting.
 const NAME: usize = 1 << 8;
 /// Longest list of the ranks.
@@ -96,43 +93,6 @@ pub(super) fn meet(rendezvous: &Rendezvous, own: &str) -> Result<PeerConnections
         connect_all(rendezvous, end, own, &mut peers)?
     };
     Ok((peers, hosts))
-}
-
-/// The first message of a rank: the data about itself.
-#[derive(Clone)]
-struct Greeting {
-    rank: usize,
-    size: usize,
-    port: u16,
-    job: String,
-    host: String,
-}
-
-impl Greeting {
-    fn text(&self) -> String {
-        let Self {
-            rank,
-            size,
-            port,
-            job,
-            host,
-        } = self;
-        format!("{GREETING} {rank} {size} {port} {job} {host}")
-    }
-
-    fn read(text: &str) -> Option<Self> {
-        let mut words = text.splitn(6, ' ');
-        if words.next() != Some(GREETING) {
-            return None;
-        }
-        Some(Self {
-            rank: words.next()?.parse().ok()?,
-            size: words.next()?.parse().ok()?,
-            port: words.next()?.parse().ok()?,
-            job: words.next()?.to_string(),
-            host: words.next()?.to_string(),
-        })
-    }
 }
 
 /// Rank 0: waits for all others and sends them the list of addresses. Returns the host names.
@@ -286,10 +246,8 @@ fn connect_all(
     if let Some(why) = list.strip_prefix("no ") {
         return Err(refused(rendezvous, why));
     }
-    let lines: Vec<(&str, &str)> = list.lines().skip(1).filter_map(|line| line.split_once(' ')).collect();
-    if lines.len() != rendezvous.size {
-        return Err(Error::format("what answers is not rank 0 of this job").at(&place));
-    }
+    let lines = ranks_in(&list, rendezvous.size)
+        .ok_or_else(|| Error::format("what answers is not rank 0 of this job").at(&place))?;
     peers[0] = Some(root);
     let end = Instant::now() + REST;
     for (other, (address, host)) in lines.iter().enumerate().take(rank).skip(1) {
@@ -382,33 +340,6 @@ struct Visitor {
     said: Vec<u8>,
 }
 
-impl Visitor {
-    /// Reads what there is, and nothing after the greeting. The text, if it is complete.
-    fn hear(&mut self) -> std::io::Result<Option<String>> {
-        loop {
-            let whole = match self.said.first_chunk() {
-                None => 4,
-                Some(length) => 4 + u32::from_le_bytes(*length) as usize,
-            };
-            if whole > 4 + SHORT {
-                return Err(ErrorKind::InvalidData.into());
-            }
-            if self.said.len() >= 4 && self.said.len() == whole {
-                let text = String::from_utf8(self.said.split_off(4));
-                return text.map(Some).map_err(|_| ErrorKind::InvalidData.into());
-            }
-            let mut piece = vec![0; whole - self.said.len()];
-            match self.stream.read(&mut piece) {
-                Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
-                Ok(n) => self.said.extend_from_slice(&piece[..n]),
-                Err(e) if e.kind() == ErrorKind::Interrupted => {}
-                Err(e) if e.kind() == ErrorKind::WouldBlock => return Ok(None),
-                Err(e) => return Err(e),
-            }
-        }
-    }
-}
-
 /// Where ranks connect. One who says nothing keeps no other one waiting.
 struct Door {
     listener: TcpListener,
@@ -442,7 +373,7 @@ impl Door {
             }
             let mut at = 0;
             while let Some(visitor) = self.visitors.get_mut(at) {
-                match visitor.hear() {
+                match hear_greeting(&mut visitor.stream, &mut visitor.said) {
                     Ok(None) if visitor.since.elapsed() < MANNERS => at += 1,
                     Ok(None) | Err(_) => drop(self.visitors.remove(at)),
                     Ok(Some(text)) => {
@@ -469,9 +400,7 @@ fn left(end: Instant) -> Duration {
 
 fn say(mut to: &TcpStream, text: &str, end: Instant) -> std::io::Result<()> {
     to.set_write_timeout(Some(left(end)))?;
-    let mut message = (text.len() as u32).to_le_bytes().to_vec();
-    message.extend_from_slice(text.as_bytes());
-    to.write_all(&message)
+    to.write_all(&message(text))
 }
 
 fn hear(from: &TcpStream, most: usize, end: Instant) -> std::io::Result<String> {

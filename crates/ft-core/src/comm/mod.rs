@@ -8,6 +8,7 @@
 //! Letters: W ranks.
 
 mod collect;
+mod greeting;
 mod group;
 #[cfg(any(feature = "nccl", test))]
 #[cfg_attr(not(feature = "nccl"), allow(unreachable_pub, reason = "exported with the feature"))]
@@ -27,6 +28,9 @@ mod wire;
 mod tests;
 
 pub use collect::{Shard, WholeList};
+// For the fuzz targets.
+#[doc(hidden)]
+pub use greeting::{greeting_again, ranks_in};
 pub use group::RankGroup;
 #[cfg(feature = "nccl")]
 pub use meeting::Rendezvous;

@@ -243,6 +243,11 @@ impl Objective for Distill {
         })
     }
 
+    /// The teacher computes a token from all earlier ones of its document, or has stored whole documents.
+    fn reads_whole_documents(&self) -> bool {
+        true
+    }
+
     fn hidden_layers(&self) -> &[usize] {
         self.hidden.as_ref().map_or(&[], HiddenDistance::layers)
     }

@@ -319,6 +319,9 @@ impl<'a> GradientPass<'a> {
             )
             .hint("set the factors of the router losses to 0, or give each micro-batch to one rank"));
         }
+        if self.objective.reads_whole_documents() {
+            return Err(SequenceRanks::not_whole());
+        }
         self.sequence.check(&self.network.spec)?;
         SequenceRanks::new(self.comm, self.sequence, batch).map(Some)
     }
@@ -543,7 +546,7 @@ fn embedding_gradient(
         Some(dw) => dw,
         None => update::zeros(table.tensor.shape(), DType::F32, &network.device)?,
     };
-    network.add_lookups(&dw, &batch.ids, dx, network.spec.embedding_scale)?;
+    network.add_lookups(&dw, &batch.ids, dx, network.embedding_factor()?)?;
     sink.take(&table, dw)
 }
 

@@ -1,13 +1,19 @@
 //! Steps of ranks that share micro-batches.
 
 use super::ranks_tests::{Case, FULL, batches, engine};
-use super::{UpdateExchange, sent_bytes};
+use super::sinks::CollectGradients;
+use super::{GradientPass, UpdateExchange, sent_bytes};
+use crate::base::{Error, Result};
 use crate::comm::threads::CountingComm;
 use crate::comm::{Collective, SingleRank, threads};
 use crate::data::Batch;
+use crate::distill::{Distill, DistillTerms, StoredOutputs, Teacher};
 use crate::model::sequence::sequence_bytes;
 use crate::model::{SequenceBy, SequenceConfig};
+use crate::ops::distill::TopK;
+use crate::ops::step_stats::StepStats;
 use crate::ops::{Dtype, update};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
@@ -90,6 +96,47 @@ fn a_short_batch_of_one_group_keeps_the_ranks_in_step() {
         engine.evaluate(&both[group]).unwrap().loss_sum
     });
     assert_eq!([found[0] + found[1], found[2] + found[3]], want);
+}
+
+/// A teacher whose outputs must not be read.
+struct NoOutputs;
+
+impl StoredOutputs for NoOutputs {
+    fn of(&self, _: &Batch) -> Result<TopK> {
+        Err(Error::internal("the outputs of the teacher were read"))
+    }
+
+    fn common(&self) -> usize {
+        1
+    }
+}
+
+/// The part of a document that one rank has would give the teacher another context than the student.
+#[test]
+fn a_teacher_of_tokens_that_ranks_share_is_refused() {
+    let errors = threads::run(2, |comm| {
+        let (engine, active) = engine(FULL, comm.clone());
+        let (teacher, vocab) = (Teacher::Stored(Box::new(NoOutputs)), engine.network.spec.vocab);
+        let distill = Distill::new(teacher, DistillTerms::default(), None, vocab).unwrap();
+        let step_stats = StepStats::new(&engine.network.device).unwrap();
+        let config = SequenceConfig {
+            ranks: 2,
+            by: SequenceBy::Auto,
+        };
+        let pass = GradientPass {
+            comm: &*comm,
+            sequence: config,
+            ..GradientPass::new(&engine.network, &distill, &active, &step_stats)
+        };
+        let mut sink = CollectGradients {
+            active: &active,
+            gradients: BTreeMap::new(),
+        };
+        pass.window(&batches(2, 1), &mut sink).unwrap_err().to_string()
+    });
+    for error in errors {
+        assert!(error.contains("reads whole documents"), "{error}");
+    }
 }
 
 #[test]

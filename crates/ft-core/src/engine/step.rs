@@ -417,10 +417,10 @@ impl Engine {
                 let totals = pass.window(batches, &mut sink)?;
                 sink.complete(comm, self.divided)?;
                 self.agreed = self.outer.is_none();
-                sink.add(&pull)?;
                 if scaled {
                     sink.scale((1.0 / scale) as f32)?;
                 }
+                sink.add(&pull)?;
                 if let Some(hook) = &mut self.step_hook {
                     hook.before_update(&|name| sink.gradient(name))?;
                 }

@@ -114,6 +114,8 @@ pub struct Answer {
     /// Natural log-probability of each id in the distribution from which it was sampled: after temperature, top-k
     /// and top-p, renormalized. Greedy answers: that of the model itself (temperature 1, all tokens).
     pub log_probs: Vec<f32>,
+    /// The same over all tokens, also those that top-k and top-p leave out: to compare with other weights.
+    pub full_log_probs: Vec<f32>,
     /// True if the answer ends with a stop id; false if it was cut at `max_new_tokens` or at the model's last position.
     pub finished: bool,
 }

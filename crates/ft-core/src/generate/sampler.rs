@@ -73,19 +73,23 @@ impl Sampler {
         let mut weights = vec![0f32; logits.len()];
         let temperature = if greedy { 1.0 } else { self.temperature };
         softmax::weights(logits, highest, temperature, &mut weights);
-        let drawn = |id: usize, total: f64| SampledToken {
-            id: id as u32,
-            log_prob: ((logits[id] - highest) / temperature) - total.ln() as f32,
+        let all = sum(&weights);
+        let drawn = |id: usize, total: f64| {
+            let log_prob = |total: f64| ((logits[id] - highest) / temperature) - total.ln() as f32;
+            SampledToken {
+                id: id as u32,
+                log_prob: log_prob(total),
+                full_log_prob: log_prob(all),
+            }
         };
         if greedy {
             // In a tie, the lowest id.
             let id = logits.iter().position(|x| *x == highest).unwrap_or(0);
-            return Ok(drawn(id, sum(&weights)));
+            return Ok(drawn(id, all));
         }
         let uniform = self.uniform(number, position);
         if self.keeps_all(logits.len()) {
-            let total = sum(&weights);
-            return Ok(drawn(pick(&weights, uniform * total), total));
+            return Ok(drawn(pick(&weights, uniform * all), all));
         }
         let kept = self.kept(logits, &weights);
         let weights: Vec<f32> = kept.iter().map(|&id| weights[id as usize]).collect();
@@ -230,6 +234,24 @@ mod tests {
             &shares(&sampler(1.0, Some(1), None), &logits(&[0.4, 0.4, 0.2])),
             &[0.5, 0.5, 0.0],
         );
+    }
+
+    #[test]
+    fn the_probability_over_all_tokens_has_the_mass_that_is_cut_off() {
+        let l = logits(&[0.1, 0.4, 0.2, 0.3]);
+        for (s, kept) in [
+            (sampler(1.0, Some(2), None), 0.7),
+            (sampler(1.0, None, Some(0.6)), 0.7),
+            (sampler(1.0, Some(1), None), 0.4),
+            (sampler(1.0, None, None), 1.0),
+        ] {
+            for position in 0..8 {
+                let drawn = s.next(&l, 3, position).unwrap();
+                let p = [0.1f32, 0.4, 0.2, 0.3][drawn.id as usize];
+                assert!((drawn.full_log_prob - p.ln()).abs() < 1e-5, "{drawn:?}");
+                assert!((drawn.log_prob - (p / kept).ln()).abs() < 1e-5, "{drawn:?}");
+            }
+        }
     }
 
     #[test]

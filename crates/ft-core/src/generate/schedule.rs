@@ -396,6 +396,7 @@ impl<'a> RequestSchedule<'a> {
             let answer = &mut self.answers[request];
             answer.ids.push(drawn.id);
             answer.log_probs.push(drawn.log_prob);
+            answer.full_log_probs.push(drawn.full_log_prob);
             if self.settings.stop_ids.contains(&drawn.id) {
                 answer.finished = true;
                 leaving[r] = true;

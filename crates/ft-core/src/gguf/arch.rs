@@ -3,6 +3,7 @@
 use crate::base::{Error, Result};
 use crate::model::Spec;
 use crate::model::families::NAMES;
+use crate::model::rope::Rope;
 use crate::model::spec::Mixer;
 use crate::ops::glu::Activation;
 use crate::ops::rope::RopePairing;
@@ -334,7 +335,23 @@ fn check(spec: &Spec, arch: &Arch) -> Result<()> {
     if arch.name == "exaone4" && windows != (spec.layers.len() == 64) {
         return no("sliding windows in a model of this size");
     }
+    // It rotates layers with windows by the base of the other layers, without their scaling.
+    if let ("olmo2", [full, windowed]) = (arch.name, spec.ropes.as_slice())
+        && !(windowed.theta == full.theta && is_unscaled(windowed))
+    {
+        return no(
+            "another base of the rotary frequencies in the layers with sliding windows, or scaled frequencies there",
+        );
+    }
     check_layers(spec, arch)
+}
+
+/// True for the frequencies of the base alone.
+fn is_unscaled(rope: &Rope) -> bool {
+    let rotary = 2 * rope.inv_freq.len();
+    let plain = |i: usize| 1.0 / (rope.theta as f32).powf((2 * i) as f32 / rotary as f32);
+    let long = rope.long.as_ref().is_some_and(|long| long.inv_freq.is_some());
+    rope.attention_factor == 1.0 && !long && rope.inv_freq.iter().enumerate().all(|(i, f)| *f == plain(i))
 }
 
 fn check_layers(spec: &Spec, arch: &Arch) -> Result<()> {

@@ -7,9 +7,10 @@ use crate::formats::config::Config;
 use crate::formats::gguf::{self, BlockType, EncodingErrors, GgufReader, MetadataValue, TensorEntry};
 use crate::formats::tokenizer::Tokenizer;
 use crate::formats::{ChatTemplate, Weights};
+use crate::hf;
 use crate::model::rope::Rope;
 use crate::model::{Spec, families};
-use crate::source::{ParamInfo, stored};
+use crate::source::{ParamInfo, resident, stored};
 use ft_base::named;
 use rayon::prelude::*;
 use std::collections::BTreeMap;
@@ -152,13 +153,23 @@ fn without_k_format(file_type: FileType, entries: &[TensorEntry]) -> Option<Stri
 /// Writes the model in `dir` to `out`, and reads the header of the file again.
 ///
 /// # Errors
-/// A family, an option or a pre-tokenizer that llama.cpp does not have (`Unsupported`); a weight that is missing, not
-/// finite, or too large for f16; a file that cannot be written.
+/// A family, an option or a pre-tokenizer that llama.cpp does not have, or a reward model (`Unsupported`); a weight that is
+/// missing, not of this model, not finite, or too large for f16; a file that cannot be written.
 pub fn model(file: &ModelFile<'_>, out: &Path) -> Result<WrittenModel> {
     let config = Config::load(file.dir)?;
     let spec = families::read(&config)?;
     let arch = arch::of(&spec)?;
     let weights = Weights::open(file.dir)?;
+    // A tied reward model has all parameters of a language model.
+    if weights.info(hf::SCORE).is_some() {
+        return Err(Error::unsupported("a reward model returns scores, not text")
+            .at_path(file.dir)
+            .found(format!("`{}` in the weights", hf::SCORE))
+            .expected("a language model")
+            .hint("give the model from which it was trained"));
+    }
+    // A weight that the file would not have is an error, as in training.
+    resident::check_names(&spec.params(), &weights)?;
     let tokenizer = Tokenizer::load(file.dir)?;
     let template = ChatTemplate::from_dir(file.dir, &tokenizer)?;
     let vocabulary = tokenizer.vocabulary(spec.vocab)?;

@@ -6,6 +6,8 @@ use crate::base::{ErrorKind, Result, files};
 use crate::formats::adapter::AdapterConfig;
 use crate::formats::config::Config;
 use crate::formats::gguf::{BlockType, MetadataValue};
+use crate::formats::weights::Weights;
+use crate::formats::writer::{self, TensorPlan, Values};
 use crate::hf;
 use crate::hf::testing::{adapter_config, adapters, base};
 use crate::model::{Spec, families};
@@ -170,6 +172,34 @@ fn latent_attention_that_rotates_halves_is_refused() {
     }
 }
 
+/// llama.cpp has one base for all layers, and no scaling in those with windows.
+#[test]
+fn olmo_3_needs_one_base_and_no_scaling_in_windows() {
+    let yarn = json!({
+        "rope_type": "yarn", "factor": 4.0, "rope_theta": 500_000.0, "original_max_position_embeddings": 32});
+    let of = |changes: &Value| arch::of(&read(&golden("olmo3", changes)));
+    let with = |sliding: Value| {
+        let both = json!({"full_attention": yarn, "sliding_attention": sliding});
+        of(&json!({"rope_parameters": both}))
+    };
+    let plain = json!({"rope_type": "default", "rope_theta": 500_000.0});
+    assert_eq!(with(plain).unwrap().name, "olmo2");
+    // Of transformers 4: `rope_theta` is that of the layers without windows.
+    let older = |theta: f64| of(&json!({"rope_parameters": null, "rope_scaling": null, "rope_theta": theta}));
+    older(500_000.0).unwrap();
+    for refused in [
+        with(json!({"rope_type": "default", "rope_theta": 10_000.0})),
+        with(json!({"rope_type": "linear", "factor": 2.0, "rope_theta": 500_000.0})),
+        with(yarn.clone()),
+        older(100.0),
+        of(&json!({})),
+    ] {
+        let e = refused.unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::Unsupported, "{e}");
+        assert!(e.to_string().contains("another base of the rotary frequencies"), "{e}");
+    }
+}
+
 /// Both pairings are right only where the rows of q and k change their order for llama.cpp.
 #[test]
 fn every_architecture_refuses_the_other_pairing() {
@@ -236,5 +266,48 @@ fn an_adapter_with_values_beyond_f16_is_refused() {
     assert!(!dir.path().join("f16.gguf").exists());
     for (block, out) in [(BlockType::Bf16, "bf16.gguf"), (BlockType::F32, "f32.gguf")] {
         assert_eq!(write(block, out).unwrap().0, "llama");
+    }
+}
+
+/// A tied reward model has every parameter of a language model: the difference is the score head.
+#[test]
+fn reward_models_and_weights_of_another_model_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let base = base(dir.path(), true, crate::formats::StoredDtype::F32);
+    let weights = Weights::open(&base).unwrap();
+    let plan = |name: &str, shape: &[usize]| TensorPlan {
+        name: name.into(),
+        dtype: crate::formats::StoredDtype::F32,
+        shape: shape.to_vec(),
+    };
+    let own: Vec<TensorPlan> = weights
+        .names()
+        .map(|name| plan(name, &weights.info(name).unwrap().shape))
+        .collect();
+    let out = dir.path().join("model.gguf");
+    for (more, shape, kind, part) in [
+        (
+            hf::SCORE,
+            [1, 8],
+            ErrorKind::Unsupported,
+            "a reward model returns scores",
+        ),
+        ("model.layers.9.extra", [2, 2], ErrorKind::Shape, "model.layers.9.extra"),
+    ] {
+        let plans = [own.clone(), vec![plan(more, &shape)]].concat();
+        writer::write_file(&base.join("model.safetensors"), &plans, &[], |plan, sink| {
+            sink(Values::F32(&vec![0.5; plan.shape.iter().product()]))
+        })
+        .unwrap();
+        let file = model::ModelFile {
+            dir: &base,
+            file_type: model::FileType::F32,
+            name: "m",
+            pre_tokenizer: None,
+        };
+        let e = model::model(&file, &out).unwrap_err();
+        assert_eq!(e.kind(), kind, "{e}");
+        assert!(e.to_string().contains(part), "{e}");
+        assert!(!out.exists(), "{more}");
     }
 }

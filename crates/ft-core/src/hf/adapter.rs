@@ -2,7 +2,7 @@
 
 use super::expert_adapters;
 use super::fingerprint::{self, BaseHashes};
-use super::load_adapter::{SEQUENCE_CLASSIFIER, alpha_of, rank_of};
+use super::load_adapter::{SEQUENCE_CLASSIFIER, ranks_and_alphas};
 use super::{TOKENIZER, copy_beside};
 use crate::base::staging::Staging;
 use crate::base::{Error, Result, files};
@@ -114,8 +114,9 @@ fn tensors(
         return Err(Error::new("there is no adapter to save").at_path(out));
     }
     let mut tensors: Vec<(String, Tensor)> = Vec::new();
-    for (module, adapter) in adapters {
-        check(config, module, adapter)?;
+    let ranks = ranks_and_alphas(config, adapters.keys())?;
+    for ((module, adapter), rank) in adapters.iter().zip(ranks) {
+        check(config, module, adapter, rank)?;
         if let Adapter::Experts(own) = &**adapter {
             let parts = expert_adapters::tensors(module, own, adapters)?;
             tensors.extend(parts.map(|(name, tensor)| (file_key(&config.name_in_file(&name)), tensor)));
@@ -144,10 +145,8 @@ fn tensors(
     Ok(tensors)
 }
 
-/// Checks that the config describes what the adapter computes.
-fn check(config: &AdapterConfig, module: &str, adapter: &Adapter) -> Result<()> {
-    let r = rank_of(config, module)?;
-    let alpha = alpha_of(config, module)?;
+/// Checks that the config, with this rank and alpha of the module, describes what the adapter computes.
+fn check(config: &AdapterConfig, module: &str, adapter: &Adapter, (r, alpha): (usize, f64)) -> Result<()> {
     let (rank, scale, wanted) = match adapter {
         Adapter::Lora(Lora { start: Some(_), .. }) => {
             let what = "the initial LoRA pair (A₀, B₀) was not merged into the adapter before it was saved";
@@ -203,7 +202,8 @@ pub fn plain_lora(config: &AdapterConfig, adapters: &Adapters) -> Result<(Adapte
     config.rank_pattern.iter_mut().for_each(|(_, r)| *r *= 2);
     config.alpha_pattern.iter_mut().for_each(|(_, alpha)| *alpha *= more);
     let mut plain = Adapters::new();
-    for (module, adapter) in adapters {
+    let ranks = ranks_and_alphas(&config, adapters.keys())?;
+    for ((module, adapter), (r, alpha)) in adapters.iter().zip(ranks) {
         let Some(lora) = adapter.lora() else {
             return Err(Error::new("only a LoRA can subtract its first product").at(module));
         };
@@ -216,8 +216,7 @@ pub fn plain_lora(config: &AdapterConfig, adapters: &Adapters) -> Result<(Adapte
                 .at(module));
             }
         };
-        let scale = scaling(alpha_of(&config, module)?, rank_of(&config, module)?, config.use_rslora);
-        let lora = Lora::new(module, pair, scale, lora.mask);
+        let lora = Lora::new(module, pair, scaling(alpha, r, config.use_rslora), lora.mask);
         plain.insert(module.clone(), Arc::new(Adapter::Lora(lora)));
     }
     Ok((config, plain))

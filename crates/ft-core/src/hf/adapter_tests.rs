@@ -10,7 +10,7 @@ use crate::formats::writer::{self, TensorPlan, Values};
 use crate::model::Adapters;
 use crate::ops::update;
 use crate::peft::Adapter;
-use crate::peft::config::{LoraConfig, LoraInit};
+use crate::peft::config::{LoraConfig, LoraInit, PeftType};
 use candle_core::{Device, Tensor};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -254,6 +254,40 @@ fn numbers_that_are_not_finite_and_missing_files_are_refused() {
     assert!(load(dir.path()).is_err());
 }
 
+/// A config of a few bytes must not choose the size of a rotation.
+#[test]
+fn a_rotation_has_blocks_of_the_size_of_its_tensor() {
+    let dir = tempfile::tempdir().unwrap();
+    let name = file_key("model.layers.0.self_attn.q_proj.oft_R.weight");
+    let load_with = |block: u64, shape: &[usize]| {
+        let config = format!(
+            "{{\"peft_type\": \"OFT\", \"oft_block_size\": {block}, \"target_modules\": [\"q_proj\"], \
+             \"layers_to_transform\": [0]}}"
+        );
+        std::fs::write(dir.path().join("adapter_config.json"), config).unwrap();
+        let plan = TensorPlan {
+            name: name.clone(),
+            dtype: StoredDtype::F32,
+            shape: shape.to_vec(),
+        };
+        writer::write_file(&dir.path().join(WEIGHTS), &[plan], &[], |plan, sink| {
+            sink(Values::F32(&vec![0.5; plan.shape.iter().product()]))
+        })
+        .unwrap();
+        load(dir.path())
+    };
+    // A tensor without blocks has no bytes, whatever its second size is.
+    for (block, elements) in [(1 << 20, (1 << 19) * ((1 << 20) - 1)), (10_000_000_000, 1)] {
+        let e = load_with(block, &[0, elements]).unwrap_err().to_string();
+        let found = format!("found [0, {elements}], expected [1, 28]");
+        assert!(e.contains(&found), "{e}");
+    }
+    // Three blocks of two do not cover eight features.
+    let e = load_with(2, &[3, 1]).unwrap_err().to_string();
+    assert!(e.contains("found [3, 1], expected [4, 1]"), "{e}");
+    load_with(10_000_000_000, &[4, 1]).unwrap();
+}
+
 /// Row A3.
 #[test]
 fn targets_limit_what_must_be_there() {
@@ -285,6 +319,96 @@ fn targets_limit_what_must_be_there() {
     write_raw(dir.path(), &config, &all, StoredDtype::F32, 0.5);
     let e = load(dir.path()).unwrap_err().to_string();
     assert!(e.contains("10 differences") && e.contains("up_proj"), "{e}");
+}
+
+#[test]
+fn layers_that_peft_does_not_find_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut config = adapter_config();
+    let all = tensors(&config).into_iter();
+    let of_layer: Vec<_> = all.filter(|(name, _)| name.contains("layers.1.")).collect();
+    config.layers_to_transform = Some(vec![1]);
+    for (pattern, found) in [
+        (&["layers"][..], true),
+        (&["h", "layers"], true),
+        (&["model.layers"], true),
+        (&["h"], false),
+    ] {
+        config.layers_pattern = pattern.iter().map(|p| p.to_string()).collect();
+        write_raw(dir.path(), &config, &of_layer, StoredDtype::F32, 0.5);
+        match load(dir.path()) {
+            Ok(read) => assert!(found && read.adapters.len() == 2, "{pattern:?}"),
+            Err(e) => assert!(!found && e.to_string().contains("`layers_pattern`"), "{e}"),
+        }
+    }
+    // PEFT takes a whole path, whatever the two keys say.
+    let paths = ["mlp.down_proj", "self_attn.q_proj"].map(|module| format!("model.layers.1.{module}"));
+    config.layers_to_transform = Some(vec![0]);
+    config.target_modules = Targets::List(paths.to_vec());
+    write_raw(dir.path(), &config, &of_layer, StoredDtype::F32, 0.5);
+    assert_eq!(load(dir.path()).unwrap().adapters.len(), 2);
+    let without_one: Vec<_> = of_layer.iter().filter(|(n, _)| n.contains("q_proj")).cloned().collect();
+    write_raw(dir.path(), &config, &without_one, StoredDtype::F32, 0.5);
+    let e = load(dir.path()).unwrap_err().to_string();
+    assert!(
+        e.contains("model.layers.1.mlp.down_proj") && e.contains("missing"),
+        "{e}"
+    );
+}
+
+#[test]
+fn layers_beside_a_regular_expression_are_refused() {
+    let lora = |target: &str| LoraConfig {
+        r: 4,
+        target_modules: vec![target.into()],
+        layers_to_transform: vec![0, 1],
+        ..LoraConfig::default()
+    };
+    let spec = spec(&config(true));
+    let e = adapter_shapes(&lora(r".*\.q_proj"), &spec, None).err().unwrap();
+    assert_eq!(e.kind(), ErrorKind::Usage);
+    assert!(e.to_string().contains(r"`.*\.layers\.(?:0|1)\..*_proj`"), "{e}");
+    assert_eq!(adapter_shapes(&lora("q_proj"), &spec, None).unwrap().adapters.len(), 2);
+}
+
+/// PEFT has no list of layers for IA3: the file names each module.
+#[test]
+fn ia3_on_some_layers_comes_back_as_it_was() {
+    let dir = tempfile::tempdir().unwrap();
+    let spec = spec(&config(true));
+    for (targets, inputs) in [
+        (&["k_proj", "down_proj"][..], &["model.layers.1.mlp.down_proj"][..]),
+        (&[], &["model.layers.1.mlp.down_proj"]),
+        (&["k_proj"], &[]),
+    ] {
+        let lora = LoraConfig {
+            peft_type: PeftType::Ia3,
+            target_modules: targets.iter().map(|t| t.to_string()).collect(),
+            layers_to_transform: vec![1],
+            ..LoraConfig::default()
+        };
+        let made = new_adapters(&lora, &spec, None, 0).unwrap();
+        let config = made.config.unwrap();
+        let out = adapter(
+            &dir.path().join(targets.len().to_string()),
+            &config,
+            &made.adapters,
+            &BTreeMap::new(),
+            dir.path(),
+            &BaseHashes::default(),
+        )
+        .unwrap();
+        let read = load(&out).unwrap();
+        assert!(read.adapters.keys().eq(made.adapters.keys()), "{targets:?}");
+        let written = config.to_json();
+        let list = |key: &str| -> Vec<String> { serde_json::from_value(written[key].clone()).unwrap() };
+        // PEFT compares these as sets of strings.
+        assert_eq!(list("feedforward_modules"), inputs);
+        let modules = list("target_modules");
+        assert_eq!(modules.len(), made.adapters.len());
+        assert!(modules.iter().all(|m| m.starts_with("model.layers.1.")), "{modules:?}");
+        assert!(inputs.iter().all(|i| modules.iter().any(|m| m == i)), "{modules:?}");
+    }
 }
 
 #[test]

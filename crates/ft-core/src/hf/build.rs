@@ -2,7 +2,6 @@
 //!
 //! Letters: I input features, O output features, R rank.
 
-use super::load_adapter::{alpha_of, rank_of};
 use crate::base::Result;
 use crate::formats::adapter::{AdapterConfig, AdapterKind};
 use crate::formats::weights::Weights;
@@ -21,6 +20,9 @@ pub(super) struct LinearTensors<'a> {
     pub site: &'a Site,
     /// Index of the site in the model.
     pub index: u64,
+    /// The rank and the alpha of the config for this linear.
+    pub r: usize,
+    pub alpha: f64,
     pub names: &'a BTreeMap<&'static str, String>,
     pub faults: &'a mut Vec<String>,
 }
@@ -73,8 +75,7 @@ impl LinearTensors<'_> {
     pub(super) fn build(mut self, shared: Option<&VeraProjections>) -> Result<Option<Adapter>> {
         let (config, site) = (self.config, self.site);
         let (module, i, o) = (site.module.as_str(), site.input, site.output);
-        let r = rank_of(config, module)?;
-        let alpha = alpha_of(config, module)?;
+        let (r, alpha) = (self.r, self.alpha);
         let mask = DropoutMask {
             p: config.lora_dropout as f32,
             site: self.index,
@@ -146,9 +147,14 @@ impl LinearTensors<'_> {
             }
             AdapterKind::Oft { block, neumann } => {
                 let k = self.matrix("oft_R.weight").map_or(0, |(k, _)| k);
-                let s = if k > 0 && i % k == 0 { i / k } else { *block };
+                // The size in the config may be anything; no tensor of this number of blocks has the shape of a fitting one.
+                let s = if k > 0 && i % k == 0 {
+                    i / k
+                } else {
+                    Oft::fitting((*block).max(1), i)
+                };
                 let cayley = neumann.map_or(Cayley::Exact, Cayley::Neumann);
-                self.take("oft_R.weight", &[i / s.max(1), Oft::elements(s)])?
+                self.take("oft_R.weight", &[i / s, Oft::elements(s)])?
                     .map(|t| Adapter::Oft(Oft::new(module, t, s, cayley)))
             }
             AdapterKind::Adalora(allocation) => {

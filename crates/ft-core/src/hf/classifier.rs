@@ -1,6 +1,10 @@
 //! A reward model in the form of transformers: sequence classification with one label.
 
+use crate::base::{Error, Result};
+use crate::formats::weights::Weights;
+use crate::model::Spec;
 use serde_json::{Map, Value, json};
+use std::path::Path;
 
 /// Name of the score head in a model directory: `[1, D]`, no bias.
 pub const SCORE: &str = "score.weight";
@@ -25,6 +29,22 @@ pub fn as_classifier(config: &mut Map<String, Value>, pad_id: Option<u32>) {
     config.insert("label2id".into(), json!({"LABEL_0": 0}));
     if let Some(pad) = pad_id {
         config.insert("pad_token_id".into(), json!(pad));
+    }
+}
+
+/// True if the model in `dir` has a score head instead of the output projection.
+///
+/// # Errors
+/// It has several scores.
+pub fn has_score(spec: &Spec, weights: &Weights, dir: &Path) -> Result<bool> {
+    let width = spec.hidden;
+    match weights.info(SCORE) {
+        Some(info) if info.shape == [1, width] => Ok(true),
+        Some(info) => Err(Error::new("the reward model must have exactly one score")
+            .at_path(dir)
+            .found(format!("{SCORE} {:?}", info.shape))
+            .expected(format!("[1, {width}]"))),
+        None => Ok(false),
     }
 }
 

@@ -4,7 +4,7 @@
 //! Letters: E experts, R rank, I input features, O output features of the joined matrix.
 
 use super::build;
-use super::load_adapter::{alpha_of, rank_of};
+use super::load_adapter::ranks_and_alphas;
 use crate::base::{Error, Result};
 use crate::formats::adapter::{AdapterConfig, wrapper};
 use crate::formats::weights::Weights;
@@ -93,11 +93,12 @@ pub(super) fn fresh(
 ) -> Result<Adapters> {
     let all = spec.expert_sites();
     let mut adapters = Adapters::new();
-    for site in chosen(config, spec) {
+    let sites = chosen(config, spec);
+    let ranks = ranks_and_alphas(config, sites.iter().map(|s| &s.site.module))?;
+    for (site, (r, alpha)) in sites.into_iter().zip(ranks) {
         let path = site.site.module.clone();
         let index = first + all.iter().position(|s| s.site.module == path).unwrap_or(0);
-        let r = rank_of(config, &path)?;
-        let scale = scaling(alpha_of(config, &path)?, r, config.use_rslora);
+        let scale = scaling(alpha, r, config.use_rslora);
         let own = match seed {
             Some(seed) => ExpertLora::fresh(&site, r, scale, gaussian, seed, index as u64)?,
             None => ExpertLora::shapes(&site, r, scale)?,
@@ -118,11 +119,11 @@ pub(super) fn read(
     let sites = chosen(config, spec);
     let has = |path: &str| sites.iter().any(|s| s.site.module == path);
     let mut adapters = Adapters::new();
-    for site in &sites {
+    let ranks = ranks_and_alphas(config, sites.iter().map(|s| &s.site.module))?;
+    for (site, (r, alpha)) in sites.iter().zip(ranks) {
         let path = &site.site.module;
         let module = wrapper(path, &has);
         let names = found.remove(&module).unwrap_or_default();
-        let r = rank_of(config, path)?;
         let columns = r * site.experts;
         let mut take = |below: &str, shape: &[usize]| match names.get(below) {
             Some(name) => build::read(weights, name, shape, faults),
@@ -134,7 +135,7 @@ pub(super) fn read(
         let a = take("lora_A.weight", &[columns, site.site.input])?;
         let b = take("lora_B.weight", &[site.site.output, columns])?;
         if let Some((a, b)) = a.zip(b) {
-            let scale = scaling(alpha_of(config, path)?, r, config.use_rslora);
+            let scale = scaling(alpha, r, config.use_rslora);
             let own = ExpertLora::of_file(site, a, &b, scale)?;
             adapters.insert(path.clone(), Arc::new(Adapter::Experts(own)));
         }

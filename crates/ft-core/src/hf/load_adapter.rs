@@ -4,7 +4,7 @@ use super::build::{self, LinearTensors};
 use super::classifier::SCORE;
 use super::expert_adapters;
 use crate::base::{Error, Result, files};
-use crate::formats::adapter::{self, AdapterConfig, AdapterKey, unwrapped};
+use crate::formats::adapter::{self, AdapterConfig, AdapterKey, Targets, unwrapped};
 use crate::formats::weights::Weights;
 use crate::formats::{header, index};
 use crate::model::{Adapters, Spec, spec};
@@ -152,10 +152,37 @@ pub fn load_adapter(dir: &Path, spec: &Spec) -> Result<LoadedAdapter> {
     }
 
     let known: BTreeMap<&str, usize> = sites.iter().enumerate().map(|(i, s)| (s.module.as_str(), i)).collect();
+    if config.layers_to_transform.is_some() && !config.layers_pattern.is_empty() {
+        let in_file = |site: &Site| Site {
+            module: config.name_in_file(&site.module),
+            ..site.clone()
+        };
+        let in_file: Vec<Site> = sites.iter().map(in_file).collect();
+        // PEFT takes a whole path in any layer.
+        let is_path = |name: &String| in_file.iter().any(|site| site.module == *name);
+        let by_layer = match &config.target_modules {
+            Targets::AllLinear => true,
+            Targets::List(names) => !names.iter().all(is_path),
+            Targets::Pattern(_) => false,
+        };
+        if by_layer && !targets::names_layers(&config.layers_pattern, &in_file)? {
+            faults.push(format!(
+                "`layers_pattern` {:?}: the layers of this model have another name, so PEFT selects none of them",
+                config.layers_pattern
+            ));
+        }
+    }
     let shared = build::projections(&config, &weights, &mut faults)?;
     let mut adapters = expert_adapters::read(&config, &weights, spec, &mut found, &mut faults)?;
+    let linears: Vec<&str> = found
+        .keys()
+        .map(String::as_str)
+        .filter(|module| known.contains_key(module))
+        .collect();
+    let ranks = ranks_and_alphas(&config, &linears)?;
+    let ranks: BTreeMap<&str, (usize, f64)> = linears.into_iter().zip(ranks).collect();
     for (module, names) in &found {
-        let Some(&index) = known.get(module.as_str()) else {
+        let (Some(&index), Some(&(r, alpha))) = (known.get(module.as_str()), ranks.get(module.as_str())) else {
             faults.push(format!("{module}: this model has no such linear"));
             continue;
         };
@@ -164,6 +191,8 @@ pub fn load_adapter(dir: &Path, spec: &Spec) -> Result<LoadedAdapter> {
             weights: &weights,
             site: &sites[index],
             index: index as u64,
+            r,
+            alpha,
             names,
             faults: &mut faults,
         };
@@ -336,18 +365,20 @@ fn refuse_pickles(dir: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Rank of a module: its entry in `rank_pattern`, else `r`.
+/// Rank and alpha of each of these modules: their entries in `rank_pattern` and `alpha_pattern`, else `r` and `lora_alpha`.
+/// Each call compiles the patterns, so one call is for all modules.
 ///
 /// # Errors
-/// A pattern of `rank_pattern` is not a regular expression.
-pub fn rank_of(config: &AdapterConfig, module: &str) -> Result<usize> {
-    Ok(*targets::of_pattern(&config.rank_pattern, &config.name_in_file(module))?.unwrap_or(&config.r))
-}
-
-/// Alpha of a module: its entry in `alpha_pattern`, else `lora_alpha`.
-///
-/// # Errors
-/// A pattern of `alpha_pattern` is not a regular expression.
-pub fn alpha_of(config: &AdapterConfig, module: &str) -> Result<f64> {
-    Ok(*targets::of_pattern(&config.alpha_pattern, &config.name_in_file(module))?.unwrap_or(&config.lora_alpha))
+/// A pattern is not a regular expression, or cannot be matched in reasonable time.
+pub fn ranks_and_alphas(
+    config: &AdapterConfig,
+    modules: impl IntoIterator<Item = impl AsRef<str>>,
+) -> Result<Vec<(usize, f64)>> {
+    let modules = modules.into_iter().map(|module| config.name_in_file(module.as_ref()));
+    let modules: Vec<String> = modules.collect();
+    let ranks = targets::of_patterns(&config.rank_pattern, &modules)?;
+    let alphas = targets::of_patterns(&config.alpha_pattern, &modules)?;
+    let ranks = ranks.into_iter().map(|r| r.copied().unwrap_or(config.r));
+    let alphas = alphas.into_iter().map(|a| a.copied().unwrap_or(config.lora_alpha));
+    Ok(ranks.zip(alphas).collect())
 }

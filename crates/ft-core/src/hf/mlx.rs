@@ -20,12 +20,27 @@ use std::path::Path;
 /// `lora_b`. The product of a module is the same.
 ///
 /// # Errors
-/// An adapter of another kind than LoRA on linears of layers or the output projection, or one that also replaces whole
-/// parameters or rows (`Unsupported`); a file that cannot be read or written.
+/// An adapter of another kind than LoRA on linears of layers or the output projection, one that also replaces whole
+/// parameters or rows, or one on a multimodal model (`Unsupported`); a file that cannot be read or written.
 pub fn mlx_adapter(dir: &Path, base: &Path, out: &Path) -> Result<()> {
     let spec = families::read(&Config::read(base)?)?;
-    let loaded = load_adapter(dir, &spec)?;
     let merge = "merge the adapter into its base model: mlx-lm reads the result";
+    // mlx-lm looks for tensors under its own names, and ignores all others without a message.
+    if spec.multimodal {
+        return Err(
+            Error::unsupported(
+                "mlx-lm uses other tensor names for the language model of a multimodal model, and would ignore this adapter",
+            )
+            .at_path(dir)
+            .found(format!(
+                "an adapter on a multimodal model with the text model `{}`",
+                spec.model_type
+            ))
+            .expected("an adapter on a text-only model")
+            .hint(merge),
+        );
+    }
+    let loaded = load_adapter(dir, &spec)?;
     if !loaded.whole.is_empty() || !loaded.rows.is_empty() || loaded.score.is_some() {
         return Err(
             Error::unsupported("an adapter of mlx-lm cannot store whole parameters or rows of an embedding")
@@ -116,6 +131,28 @@ impl MlxMatrix {
         if from != to {
             let row = |row: &[f32]| [row, &vec![0.0; to - from]].concat();
             self.0 = self.0.chunks_exact(from).flat_map(row).collect();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Its names would be those of a text-only model: mlx-lm would answer with the base model.
+    #[test]
+    fn an_adapter_on_a_multimodal_model_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let goldens = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/parity/goldens/families");
+        for (family, text) in [("gemma3", "gemma3_text"), ("qwen2_5_vl", "qwen2_5_vl_text")] {
+            let e = mlx_adapter(dir.path(), &goldens.join(family), dir.path()).unwrap_err();
+            assert_eq!(e.kind(), crate::base::ErrorKind::Unsupported, "{family}: {e}");
+            let e = e.to_string();
+            assert!(
+                e.contains("multimodal") && e.contains(text) && e.contains("merge"),
+                "{e}"
+            );
+            assert!(files::list(dir.path()).unwrap().is_empty(), "{family}");
         }
     }
 }

@@ -13,21 +13,23 @@ mod mlx;
 mod model;
 mod new_adapters;
 mod open;
+mod other_parts;
 mod python_numbers;
 mod tie;
 
 pub use adapter::{adapter, adapter_over, plain_lora, pruned, rehearse_adapter};
-pub use classifier::{SCORE, as_classifier};
+pub use classifier::{SCORE, as_classifier, has_score};
 pub use fingerprint::of as fingerprint_of;
 pub use fingerprint::{BaseHashes, Fingerprint, base_of, check_base, fingerprint};
 pub use load_adapter::{LoadedAdapter, load_adapter};
-pub use load_adapter::{SEQUENCE_CLASSIFIER, alpha_of, choice, rank_of, row_tables, saved_whole, unsaved};
+pub use load_adapter::{SEQUENCE_CLASSIFIER, choice, ranks_and_alphas, row_tables, saved_whole, unsaved};
 pub use merged::{WeightedAdapter, merged};
 pub use mlx::mlx_adapter;
 pub use model::{ModelExport, ParamFill, TensorFill, WriteMore, model, rehearse_model};
 pub use model::{OutputModel, set_dtype, set_language_key, stored};
 pub use new_adapters::{AdapterSet, TrainedRows, adapter_shapes, adapters_to_fill, new_adapters, subtracts_init};
 pub use open::{OpenModel, open, open_dequantized};
+pub use other_parts::bytes_of_other_parts;
 pub use python_numbers::{config_note, left_out_note, writable_config};
 pub use tie::{untied_weights, unties};
 

@@ -1,5 +1,6 @@
 //! A Hugging Face model directory: weights in safetensors, config with all its keys, tokenizer files.
 
+use super::other_parts::OtherParts;
 use super::{BESIDE, TOKENIZER, copy_beside, set_chat_template, writable_config};
 use crate::base::staging::Staging;
 use crate::base::{Error, Result, files};
@@ -141,11 +142,20 @@ struct Contents {
     own: Vec<joined::OutputTensor>,
     /// Names and formats of all, those of the base model last.
     plans: Vec<TensorPlan>,
-    /// The base model, if its other parts are kept.
-    base: Option<Weights>,
+    /// The other parts of the base model.
+    others: Option<OtherParts>,
 }
 
 impl OutputModel<'_> {
+    /// Bytes of all tensors of the files: `tensors` and the other parts of the base model.
+    ///
+    /// # Errors
+    /// The weights of the base model cannot be read; a quantized tensor of another part that cannot be dequantized.
+    pub fn bytes(&self) -> Result<u64> {
+        let plans = self.contents()?.plans;
+        Ok(plans.iter().filter_map(TensorPlan::bytes).sum())
+    }
+
     /// As `rehearse_model`.
     fn rehearse(&self, fill: &mut TensorFill) -> Result<()> {
         let contents = self.contents()?;
@@ -180,7 +190,9 @@ impl OutputModel<'_> {
         Ok(())
     }
 
-    /// The names and joined tensors of the base model, and its other parts unchanged.
+    /// The names and joined tensors of the base model, and its other parts. Their values stay the same.
+    ///
+    /// Errors: a quantized tensor of another part that cannot be dequantized.
     fn contents(&self) -> Result<Contents> {
         let wrapped = ["text_config", "vision_config", "mtp_num_hidden_layers"]
             .iter()
@@ -203,26 +215,26 @@ impl OutputModel<'_> {
                 .map_or(output.plan.name.clone(), |base| base.stored_name(&output.plan.name)),
             ..output.plan.clone()
         });
-        let others = base.as_ref().map_or(&[][..], Weights::other_parts);
-        let other_plans = others.iter().map(|info| TensorPlan {
-            name: info.name.clone(),
-            dtype: info.dtype,
-            shape: info.shape.clone(),
-        });
-        let plans: Vec<TensorPlan> = renamed.chain(other_plans).collect();
-        Ok(Contents { own, plans, base })
+        let mut plans: Vec<TensorPlan> = renamed.collect();
+        let dense = match plans.first().map(|plan| plan.dtype) {
+            Some(StoredDtype::F32 | StoredDtype::F64) => StoredDtype::F32,
+            Some(StoredDtype::F16) => StoredDtype::F16,
+            _ => StoredDtype::Bf16,
+        };
+        let others = base.map(|base| OtherParts::of(base, dense)).transpose()?;
+        plans.extend(others.iter().flat_map(OtherParts::plans));
+        Ok(Contents { own, plans, others })
     }
 
     fn write_weights(&self, dir: &Path, fill: &mut TensorFill) -> Result<Vec<PathBuf>> {
-        let Contents { own, plans, base } = self.contents()?;
-        let others = base.as_ref().map_or(&[][..], Weights::other_parts);
-        let (mut own, mut others) = (own.iter(), others.iter());
-        writer::write_model(dir, &plans, self.shard_bytes, |plan, sink| match own.next() {
-            Some(own) => own.write(self.tensors, fill, sink),
-            None => match (others.next(), &base) {
-                (Some(info), Some(base)) => sink(Values::Raw(&base.read_other(info)?)),
-                _ => Err(Error::not_found("no such tensor").at(&plan.name)),
-            },
+        let Contents { own, plans, others } = self.contents()?;
+        let mut own = own.iter();
+        writer::write_model(dir, &plans, self.shard_bytes, |plan, sink| {
+            match (own.next(), &others) {
+                (Some(own), _) => own.write(self.tensors, fill, sink),
+                (None, Some(others)) => others.write(&plan.name, sink),
+                (None, None) => Err(Error::not_found("no such tensor").at(&plan.name)),
+            }
         })
     }
 }

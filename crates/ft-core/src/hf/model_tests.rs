@@ -4,12 +4,18 @@ use super::testing::{base, config, names, numbers, spec};
 use super::*;
 use crate::base::Error;
 use crate::formats::StoredDtype;
+use crate::formats::adapter::wrapped;
 use crate::formats::config::Config;
 use crate::formats::weights::Weights;
-use crate::formats::writer::{TensorPlan, Values};
+use crate::formats::writer::{self, TensorPlan, Values};
+use crate::model::families;
 use crate::ops::Dtype;
+use crate::quant::{Format, QMatrix, quantize};
+use crate::source::policy::is_projection;
+use crate::source::stored::{self as quantized, QuantizedLayout};
+use fancy_regex::Regex;
 use serde_json::{Map, Value, json};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 fn read_config(dir: &Path) -> Map<String, Value> {
     Config::load(dir).unwrap().raw
@@ -323,4 +329,256 @@ fn settings_of_quantized_weights_are_removed_from_both_places() {
     unquantized(&mut config);
     assert_eq!(config["text_config"], json!({"a": 1, "b": 2}));
     assert!(config.keys().eq(order.iter()), "keys keep their order");
+}
+
+/// The rules of transformers 5 and 4 for `llm_int8_skip_modules`.
+struct Skipped {
+    entries: Vec<String>,
+    /// Each entry at the start of a name.
+    starts: Vec<Regex>,
+    /// As `starts`, up to a point or the end.
+    bounded: Vec<Regex>,
+}
+
+impl Skipped {
+    fn new(entries: Vec<String>) -> Self {
+        let with = |end: &str| -> Vec<Regex> {
+            let of = |entry: &String| Regex::new(&format!("^(?:{entry}){end}")).unwrap();
+            entries.iter().map(of).collect()
+        };
+        let (starts, bounded) = (with(""), with(r"(?:(?<=\.)|(?=\.|$))"));
+        Self {
+            entries,
+            starts,
+            bounded,
+        }
+    }
+
+    fn in_5(&self, starts: &[Regex], module: &str) -> bool {
+        starts.iter().any(|regex| regex.is_match(module).unwrap())
+            || self.entries.iter().any(|entry| module.ends_with(entry.as_str()))
+    }
+
+    /// In every version.
+    fn in_all(&self, module: &str) -> bool {
+        self.in_5(&self.bounded, module) && self.in_4(module)
+    }
+
+    /// In one of the versions.
+    fn in_some(&self, module: &str) -> bool {
+        self.in_5(&self.starts, module) || self.in_4(module)
+    }
+
+    fn in_4(&self, module: &str) -> bool {
+        let is = |entry: &String| module == entry || module.contains(&format!("{entry}."));
+        self.entries.iter().any(is)
+    }
+}
+
+/// In every family without experts.
+#[test]
+fn transformers_replaces_exactly_the_linears_that_ft_quantizes() {
+    let goldens = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/parity/goldens/families");
+    let (mut read, mut outside, mut parts) = (0, 0, 0);
+    for dir in files::list(&goldens).unwrap() {
+        // The files of another family are used for some.
+        let (Ok(config), Ok(weights)) = (Config::read(&dir), Weights::open(&dir)) else {
+            continue;
+        };
+        let spec = families::read(&config).unwrap();
+        if spec.layers.iter().any(|layer| layer.experts.is_some()) {
+            continue;
+        }
+        read += 1;
+        let params = spec.params();
+        let kept = quantized::kept_modules(&weights, &params);
+        let skipped = Skipped::new(kept.unwrap_or_else(|| panic!("{dir:?}: a linear has no entry of its own")));
+        let module = |name: &str| name.trim_end_matches(".weight").to_string();
+        // The names in the files, and those that transformers 5 has.
+        let names = |name: &str| {
+            let now = if spec.multimodal {
+                wrapped(name)
+            } else {
+                name.to_string()
+            };
+            [module(&weights.stored_name(name)), module(&now)]
+        };
+        for p in params.iter().filter(|p| is_projection(p)) {
+            for module in names(&p.name) {
+                assert!(!skipped.in_some(&module), "{dir:?}: {module}");
+            }
+        }
+        let altup = (0..spec.layers.len()).flat_map(|l| {
+            let linears = spec.altup_linears().into_iter();
+            linears.map(move |linear| format!("model.layers.{l}.{}", linear.name))
+        });
+        let others = spec.linears_outside().into_iter().map(|site| site.module);
+        for linear in others.chain(altup).chain(["lm_head".to_string()]) {
+            outside += usize::from(linear != "lm_head");
+            for module in names(&format!("{linear}.weight")) {
+                assert!(skipped.in_all(&module), "{dir:?}: {module}");
+            }
+        }
+        for info in weights
+            .other_parts()
+            .iter()
+            .filter(|info| info.name.ends_with(".weight"))
+        {
+            parts += 1;
+            let stored = module(&info.name);
+            let now = format!("model.{}", stored.trim_start_matches("model."));
+            for module in [stored, now] {
+                assert!(skipped.in_all(&module), "{dir:?}: {module}");
+            }
+        }
+    }
+    assert!(read > 30 && outside > 10 && parts > 50, "{read} {outside} {parts}");
+}
+
+/// A model with layers for multi-token prediction: tensors outside the language model. `more`: those beside it, with their bytes.
+fn with_others(dir: &Path, more: &[(TensorPlan, Vec<u8>)]) -> PathBuf {
+    let base = base(dir, true, StoredDtype::F32);
+    let params = spec(&config(true)).params();
+    let own = params.iter().map(|p| TensorPlan {
+        name: p.name.to_string(),
+        dtype: StoredDtype::F32,
+        shape: p.shape.clone(),
+    });
+    let plans: Vec<TensorPlan> = own.chain(more.iter().map(|(plan, _)| plan.clone())).collect();
+    writer::write_file(&base.join("model.safetensors"), &plans, &[], |plan, sink| {
+        match more.iter().find(|(other, _)| other.name == plan.name) {
+            Some((_, bytes)) => sink(Values::Raw(bytes)),
+            None => sink(Values::F32(&numbers(&plan.name, plan.shape.iter().product()))),
+        }
+    })
+    .unwrap();
+    base
+}
+
+fn raw(name: &str, dtype: StoredDtype, shape: &[usize], bytes: Vec<u8>) -> (TensorPlan, Vec<u8>) {
+    let plan = TensorPlan {
+        name: name.into(),
+        dtype,
+        shape: shape.to_vec(),
+    };
+    (plan, bytes)
+}
+
+fn nf4(name: &str, dims: (usize, usize)) -> (QMatrix, Vec<(TensorPlan, Vec<u8>)>) {
+    let layout = QuantizedLayout::Bitsandbytes;
+    let format = Format::Nf4 { double: true };
+    let matrix = quantize(&numbers(name, dims.0 * dims.1), dims, format, Dtype::F32).unwrap();
+    let plans = quantized::tensors(layout, format, name, dims).into_iter();
+    let with_bytes = |plan: TensorPlan| {
+        let bytes = quantized::bytes(layout, &matrix, name, &plan).unwrap();
+        (plan, bytes)
+    };
+    let tensors = plans.map(with_bytes).collect();
+    (matrix, tensors)
+}
+
+/// The config of an export has no settings of quantized weights: other parts are not left quantized.
+#[test]
+fn quantized_tensors_outside_the_language_model_are_dequantized_or_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let params = spec(&config(true)).params();
+    let size = |name: &str| params.iter().find(|p| &*p.name == name).unwrap().elements();
+    let export = |base: &Path, out: &Path, rehearsed: bool| {
+        let export = ModelExport {
+            out,
+            base_dir: base,
+            config: config(true),
+            tied: true,
+            dtype: Dtype::F32,
+            params: &params,
+            more: None,
+        };
+        let fill: &mut ParamFill = &mut |name, sink| sink(Values::F32(&numbers(name, size(name))));
+        if rehearsed {
+            rehearse_model(&export, fill)
+        } else {
+            model(&export, fill).map(drop)
+        }
+    };
+    let (matrix, mut more) = nf4("mtp.fc.weight", (6, 64));
+    let scales: Vec<u8> = [127f32, 254.0].iter().flat_map(|x| x.to_le_bytes()).collect();
+    let same = vec![7; 16];
+    more.extend([
+        raw(
+            "mtp.proj.weight",
+            StoredDtype::I8,
+            &[2, 3],
+            vec![1, 2, 3, 255, 254, 253],
+        ),
+        raw("mtp.proj.SCB", StoredDtype::F32, &[2], scales),
+        raw("mtp.norm.weight", StoredDtype::Bf16, &[8], same.clone()),
+    ]);
+    let base = with_others(&dir.path().join("a"), &more);
+    let out = dir.path().join("out");
+    export(&base, &out, true).unwrap();
+    export(&base, &out, false).unwrap();
+    let written = Weights::open(&out).unwrap().into_other_parts();
+    let names: Vec<&str> = written.names().collect();
+    assert_eq!(names, ["mtp.fc.weight", "mtp.norm.weight", "mtp.proj.weight"]);
+    assert_eq!(written.read_f32("mtp.fc.weight").unwrap(), matrix.dequantize());
+    let eight_bits = written.read_f32("mtp.proj.weight").unwrap();
+    for (found, wanted) in eight_bits.iter().zip([1.0f32, 2.0, 3.0, -2.0, -4.0, -6.0]) {
+        assert!((found - wanted).abs() < 1e-5, "{eight_bits:?}");
+    }
+    assert_eq!(written.read_bytes("mtp.norm.weight").unwrap(), same);
+    // The space that is needed: of the dequantized values.
+    let own = params.iter().filter(|p| &*p.name != "lm_head.weight");
+    let tensors: Vec<TensorPlan> = own
+        .map(|p| TensorPlan {
+            name: p.name.to_string(),
+            dtype: StoredDtype::F32,
+            shape: p.shape.clone(),
+        })
+        .collect();
+    let output = OutputModel {
+        out: &out,
+        base_dir: &base,
+        config: &config(true),
+        tensors: &tensors,
+        shard_bytes: writer::SHARD_BYTES,
+        chat_template: None,
+    };
+    let own: u64 = tensors.iter().filter_map(TensorPlan::bytes).sum();
+    let of_others = written.total_bytes();
+    assert_eq!(of_others, 4 * (6 * 64 + 2 * 3) + 16);
+    assert_eq!(output.bytes().unwrap(), own + of_others);
+    assert_eq!(bytes_of_other_parts(&base, StoredDtype::F32), of_others);
+    let halves = bytes_of_other_parts(&base, StoredDtype::Bf16);
+    assert_eq!(halves, 2 * (6 * 64 + 2 * 3) + 16);
+    assert_eq!(bytes_of_other_parts(&out.join("nothing"), StoredDtype::F32), 0);
+    let shape = |name: &str| written.info(name).unwrap().shape.clone();
+    assert_eq!(
+        (shape("mtp.fc.weight"), shape("mtp.proj.weight")),
+        (vec![6, 64], vec![2, 3])
+    );
+
+    // Before the first step of a training, and then again.
+    let (_, mut without_absmax) = nf4("mtp.fc.weight", (6, 64));
+    without_absmax.retain(|(plan, _)| !plan.name.ends_with("weight.absmax"));
+    for (place, more, part) in [
+        (
+            "b",
+            vec![raw("mtp.experts", StoredDtype::F8E4M3, &[2, 2, 2], vec![0; 8])],
+            "mtp.experts",
+        ),
+        (
+            "c",
+            vec![raw("mtp.fc.weight_packed", StoredDtype::I32, &[1, 1], vec![0; 4])],
+            "mtp.fc.weight_packed",
+        ),
+        ("d", without_absmax, "mtp.fc.weight.absmax"),
+    ] {
+        let base = with_others(&dir.path().join(place), &more);
+        let out = dir.path().join(place).join("out");
+        for rehearsed in [true, false] {
+            let e = export(&base, &out, rehearsed).unwrap_err().to_string();
+            assert!(e.contains(part) && e.contains("unquantized weights"), "{e}");
+            assert!(!out.exists(), "{place}");
+        }
+    }
 }

@@ -2,7 +2,7 @@
 //! with it.
 
 use super::expert_adapters;
-use super::load_adapter::{alpha_of, choice, chosen_by, rank_of, row_tables, saved_whole};
+use super::load_adapter::{choice, chosen_by, ranks_and_alphas, row_tables, saved_whole};
 use crate::base::{Error, Result, suggest};
 use crate::formats::adapter::{AdapterConfig, AdapterKind, RankAllocation, Targets};
 use crate::model::spec::{EMBEDDING, LM_HEAD};
@@ -186,9 +186,10 @@ fn adapters(lora: &LoraConfig, spec: &Spec, base: Option<String>, seed: Option<u
     };
     let gaussian = lora.init_lora_weights == LoraInit::Gaussian;
     let mut adapters = expert_adapters::fresh(&config, spec, gaussian, seed, all.len())?;
-    for site in &chosen {
+    let ranks = ranks_and_alphas(&config, chosen.iter().map(|s| &s.module))?;
+    for (site, rank) in chosen.iter().zip(ranks) {
         let index = all.iter().position(|s| s.module == site.module).unwrap_or(0) as u64;
-        let adapter = one(lora, &config, site, index, seed, shared.as_ref())?;
+        let adapter = one(lora, &config, site, rank, index, seed, shared.as_ref())?;
         adapters.insert(site.module.clone(), Arc::new(adapter));
     }
     Ok(AdapterSet {
@@ -213,8 +214,9 @@ fn check_ranks(config: &AdapterConfig, chosen: &[Site]) -> Result<Vec<String>> {
         return Ok(Vec::new());
     }
     let mut above = Vec::new();
-    for site in chosen {
-        let (r, most) = (rank_of(config, &site.module)?, site.input.min(site.output));
+    let ranks = ranks_and_alphas(config, chosen.iter().map(|s| &s.module))?;
+    for (site, (r, _)) in chosen.iter().zip(ranks) {
+        let most = site.input.min(site.output);
         if r > most {
             above.push((site, r, most));
         }
@@ -229,7 +231,7 @@ fn check_ranks(config: &AdapterConfig, chosen: &[Site]) -> Result<Vec<String>> {
                 .at("LoraConfig::r")
                 .found(r)
                 .expected(format!("at most {most}"))
-                .hint("lower `LoraConfig::r`, for example to 16, or train without adapters"),
+                .hint("lower `LoraConfig::r`, or train without adapters"),
         );
     }
     Ok(vec![format!(
@@ -274,6 +276,20 @@ fn named(list: &[String], field: &str) -> Result<Targets> {
             names.dedup();
             Ok(Targets::List(names))
         }
+    }
+}
+
+/// Errors: layers beside a regular expression, which has no effect on it, and which PEFT refuses.
+fn check_layers(targets: &Targets, layers: &[usize]) -> Result<()> {
+    match targets {
+        Targets::Pattern(pattern) if !layers.is_empty() => Err(Error::usage(
+            "`LoraConfig::layers_to_transform` does not apply to a regular expression, and PEFT refuses both together",
+        )
+        .at("LoraConfig::layers_to_transform")
+        .found(format!("{layers:?} with `{pattern}`"))
+        .expected("names of modules, or only a regular expression")
+        .hint(targets::layers_in_pattern(layers))),
+        _ => Ok(()),
     }
 }
 
@@ -329,18 +345,20 @@ fn config_of(lora: &LoraConfig, base: Option<String>) -> Result<AdapterConfig> {
         AdapterKind::Lora | AdapterKind::Vera { .. } | AdapterKind::Adalora(_)
     );
     let patterns = matches!(kind, AdapterKind::Lora | AdapterKind::Loha | AdapterKind::Lokr { .. });
+    let target_modules = if lora.only_parameters {
+        Targets::List(Vec::new())
+    } else if lora.target_modules.is_empty() {
+        Targets::AllLinear
+    } else {
+        named(&lora.target_modules, "LoraConfig::target_modules")?
+    };
+    check_layers(&target_modules, &lora.layers_to_transform)?;
     Ok(AdapterConfig {
         kind,
         r: lora.r,
         lora_alpha: lora.lora_alpha,
         lora_dropout: if drops { lora.lora_dropout } else { 0.0 },
-        target_modules: if lora.only_parameters {
-            Targets::List(Vec::new())
-        } else if lora.target_modules.is_empty() {
-            Targets::AllLinear
-        } else {
-            named(&lora.target_modules, "LoraConfig::target_modules")?
-        },
+        target_modules,
         exclude_modules: if lora.exclude_modules.is_empty() {
             None
         } else {
@@ -405,6 +423,14 @@ fn settle_targets(config: &mut AdapterConfig, chosen: &[Site]) {
     if let AdapterKind::Ia3 { feedforward } = &mut config.kind {
         // PEFT requires that the feed-forward modules are among the targets.
         feedforward.retain(|f| chosen.iter().any(|s| targets::ends(&s.module, f)));
+        // Its IA3 has no `layers_to_transform`: the targets are whole paths.
+        if config.layers_to_transform.take().is_some() {
+            let paths = || chosen.iter().map(|s| s.module.clone());
+            let scales_input = |path: &String| feedforward.iter().any(|f| targets::ends(path, f));
+            let inputs = paths().filter(scales_input).collect();
+            *feedforward = inputs;
+            config.target_modules = Targets::List(paths().collect());
+        }
     }
 }
 
@@ -491,14 +517,13 @@ fn one(
     lora: &LoraConfig,
     config: &AdapterConfig,
     site: &Site,
+    (r, alpha): (usize, f64),
     index: u64,
     draw: Option<u64>,
     shared: Option<&VeraProjections>,
 ) -> Result<Adapter> {
     let seed = draw.unwrap_or(0);
     let (module, i, o) = (site.module.as_str(), site.input, site.output);
-    let r = rank_of(config, module)?;
-    let alpha = alpha_of(config, module)?;
     let mask = DropoutMask {
         p: config.lora_dropout as f32,
         site: index,

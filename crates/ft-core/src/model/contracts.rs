@@ -322,6 +322,12 @@ pub trait Objective {
         batch.trained()
     }
 
+    /// True if the gradient of a token needs more of its document than the hidden state and the target of the token: ranks
+    /// cannot share the tokens of a micro-batch then.
+    fn reads_whole_documents(&self) -> bool {
+        false
+    }
+
     /// Layers whose inputs the objective uses too: 0 is the embedding's output, l the output of layer l - 1.
     fn hidden_layers(&self) -> &[usize] {
         &[]

@@ -192,7 +192,7 @@ impl Network {
     /// The rows of the embedding, `[N, D]`, with the noise of a training step.
     pub(super) fn embedded(&self, ids: &[u32], ctx: &Context) -> Result<Tensor> {
         let (table, ids) = self.source.rows(EMBEDDING, ids)?;
-        let x = embedding::gather(&table, &ids, self.spec.embedding_scale)?;
+        let x = embedding::gather(&table, &ids, self.spec.embedding_factor(table.dtype()))?;
         EmbeddingNoise::add(&x, ctx, &self.spec)?;
         Ok(x)
     }
@@ -203,6 +203,14 @@ impl Network {
     /// The weights cannot be read.
     pub fn embedding(&self) -> Result<Param> {
         param(&*self.source.fetch(Group::Embedding)?, EMBEDDING)
+    }
+
+    /// The factor of the embedding's output.
+    ///
+    /// # Errors
+    /// The weights cannot be read.
+    pub(crate) fn embedding_factor(&self) -> Result<f32> {
+        Ok(self.spec.embedding_factor(self.dtype()?))
     }
 
     /// The type of the weights that are not quantized.

@@ -210,6 +210,12 @@ impl<'a> SequenceRanks<'a> {
         self.comm.world().rank - self.first
     }
 
+    /// The error of an objective that needs more than the tokens of one rank.
+    pub(crate) fn not_whole() -> Error {
+        Error::unsupported("this objective reads whole documents, but ranks share them")
+            .hint("give each micro-batch to one rank")
+    }
+
     /// The tokens of this rank.
     pub fn own(&self) -> Range<usize> {
         self.tokens.of(self.index())
@@ -221,9 +227,7 @@ impl<'a> SequenceRanks<'a> {
     /// A batch with columns: an objective reads them by document.
     pub fn part(&self, batch: &Batch) -> Result<Batch> {
         if batch.columns != Default::default() {
-            return Err(Error::unsupported(
-                "this objective reads whole documents, but ranks share them",
-            ));
+            return Err(Self::not_whole());
         }
         let own = self.own();
         let mut documents: Vec<usize> = batch

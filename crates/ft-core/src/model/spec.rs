@@ -15,6 +15,8 @@ use crate::ops::glu::Activation;
 use crate::ops::latent::LatentHeads;
 use crate::ops::rope::RopePairing;
 use crate::ops::short_conv::DEVICE_TAPS;
+use candle_core::DType;
+use half::{bf16, f16};
 use std::collections::HashMap;
 use std::mem::discriminant;
 
@@ -69,8 +71,8 @@ pub struct Spec {
     pub mlp_bias: bool,
     /// Phi-3: one projection for q, k and v.
     pub fused_qkv: bool,
-    /// Phi-3, GLM-4: one projection for gate and up.
-    pub fused_gate_up: bool,
+    /// Phi-3, GLM-4, Granite 4: one projection for gate and up. Its name, and that of the projection down.
+    pub fused_gate_up: Option<[&'static str; 2]>,
     /// An MLP without a gate: the names of its projections.
     pub plain_mlp: Option<[&'static str; 2]>,
     /// Names of modules that differ between families.
@@ -91,6 +93,8 @@ pub struct Spec {
     pub logit_scale: f32,
     /// Factor of the embedding's output.
     pub embedding_scale: f32,
+    /// transformers stores `embedding_scale` in the type of the embedding's weights, where it is rounded.
+    pub embedding_scale_rounded: bool,
     /// Factor of the noise of NEFTune: `embedding_scale` where transformers applies that after its embedding module; else 1.
     pub noise_scale: f32,
     /// Granite: factor of what a half of a layer adds to the residual stream.
@@ -404,6 +408,15 @@ impl QkNorm {
 }
 
 impl Spec {
+    /// The factor of the output of an embedding whose weights have this type.
+    pub fn embedding_factor(&self, dtype: DType) -> f32 {
+        match dtype {
+            DType::BF16 if self.embedding_scale_rounded => bf16::from_f32(self.embedding_scale).to_f32(),
+            DType::F16 if self.embedding_scale_rounded => f16::from_f32(self.embedding_scale).to_f32(),
+            _ => self.embedding_scale,
+        }
+    }
+
     /// Names of the weights of the routers.
     pub fn router_names(&self) -> impl Iterator<Item = String> + '_ {
         let experts = self
@@ -524,6 +537,7 @@ impl Spec {
             "dots1",
             "granite",
             "granitemoe",
+            "granitemoehybrid",
             "granitemoeshared",
             "ernie4_5",
             "ernie4_5_moe",

@@ -103,7 +103,7 @@ impl TokenRows {
     pub fn add_embedded(&self, network: &Network, gradient: &Tensor, ids: &[u32], dx: &Tensor) -> Result<()> {
         let padding = network.spec.padding;
         let row_of = |id: &u32| self.ids.iter().position(|own| own == id && padding != Some(*id));
-        add_rows(gradient, ids, dx, network.spec.embedding_scale, row_of)
+        add_rows(gradient, ids, dx, network.embedding_factor()?, row_of)
     }
 
     /// True if the sink wants the gradient of these rows.

@@ -151,7 +151,8 @@ impl RankAllocator {
             return Ok(());
         }
         let end = self.schedule.total_steps.saturating_sub(self.schedule.tfinal);
-        if step > end {
+        // In f16 the update of the last allocation may have been skipped: then its scores are still there, and it is made now.
+        if step > end && self.moments.is_empty() {
             return self.mask();
         }
         if step < end {
@@ -161,7 +162,7 @@ impl RankAllocator {
         if due || step == end {
             self.allocate(budget)?;
         }
-        if step == end {
+        if step >= end {
             self.moments.clear();
         }
         Ok(())
@@ -303,4 +304,54 @@ fn away(m: &Tensor) -> Result<(Tensor, f64)> {
     values.iter_mut().step_by(r + 1).for_each(|x| *x -= 1.0);
     let far = values.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt();
     Ok((Tensor::from_vec(values, (r, r), m.device())?, far))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::peft::small::DropoutMask;
+    use candle_core::Device;
+
+    /// The loss scale of f16 skips the update of the step in which the last allocation is due.
+    #[test]
+    fn the_last_allocation_is_made_up_for_after_a_skipped_step() {
+        let adapter = |module: &str, scale: f32| {
+            let full = |n: usize, shape: (usize, usize)| {
+                let values: Vec<f32> = (0..n).map(|i| scale * (1 + i) as f32).collect();
+                Tensor::from_vec(values, shape, &Device::Cpu).unwrap()
+            };
+            let (a, b, e) = (full(6, (2, 3)), full(8, (4, 2)), full(2, (2, 1)));
+            (
+                module.to_string(),
+                Adalora::new(module, a, b, e, 1.0, DropoutMask::default()),
+            )
+        };
+        let adapters = BTreeMap::from([adapter("one", 0.1), adapter("two", 0.3)]);
+        let schedule = RankSchedule {
+            target_r: 1,
+            tinit: 1,
+            tfinal: 2,
+            delta_t: 100,
+            beta1: 0.85,
+            beta2: 0.85,
+            orth_reg_weight: 0.0,
+            total_steps: 6,
+        };
+        let mut ranks = RankAllocator::new(adapters.iter(), schedule);
+        let parts: Vec<Param> = adapters
+            .values()
+            .flat_map(|k| [k.a.clone(), k.b.clone(), k.e.clone()])
+            .collect();
+        let gradients = |name: &str| parts.iter().find(|p| &*p.name == name).map(|p| p.tensor.clone());
+        for step in 1..4 {
+            ranks.after(step, &gradients, 1.0).unwrap();
+        }
+        // Step 4 was skipped.
+        assert!(kept(&ranks.saved()).is_empty());
+        ranks.after(5, &gradients, 1.0).unwrap();
+        let left = kept(&ranks.saved());
+        assert_eq!(left.values().flatten().filter(|kept| **kept).count(), 2);
+        ranks.after(6, &gradients, 1.0).unwrap();
+        assert_eq!(kept(&ranks.saved()), left);
+    }
 }

@@ -23,7 +23,7 @@ pub struct TargetSelection<'a> {
     pub targets: &'a Targets,
     /// The linears without one.
     pub exclude: Option<&'a Targets>,
-    /// Only these layers; applies to a list of names only, as in PEFT.
+    /// Only these layers; applies to ends of names only, as in PEFT: a whole path in the list is taken in any layer.
     pub layers: Option<&'a [usize]>,
 }
 
@@ -31,6 +31,8 @@ pub struct TargetSelection<'a> {
 const BACKTRACKS: usize = 100_000;
 
 fn compile(pattern: &str) -> Result<Regex> {
+    #[cfg(test)]
+    tests::COMPILED.with(|n| n.set(n.get() + 1));
     fancy_regex::RegexBuilder::new(pattern)
         .backtrack_limit(BACKTRACKS)
         .build()
@@ -59,6 +61,32 @@ pub fn ends(module: &str, name: &str) -> bool {
 pub fn layer_of(module: &str) -> Option<usize> {
     let above = module.rsplit_once('.').map_or("", |(above, _)| above);
     above.split('.').find_map(|part| part.parse().ok())
+}
+
+/// How a regular expression of modules selects layers, for an error that refuses a list of layers beside it.
+pub fn layers_in_pattern(layers: &[usize]) -> String {
+    let layers: Vec<String> = layers.iter().map(usize::to_string).collect();
+    format!(
+        r"write the layers into the regular expression: `.*\.layers\.(?:{})\..*_proj`",
+        layers.join("|")
+    )
+}
+
+/// True if `layers_pattern` names the list of the layers: PEFT looks for the number of a layer behind one of these names, which
+/// begin a path or follow a point.
+///
+/// # Errors
+/// A name is not a regular expression.
+pub fn names_layers(patterns: &[String], sites: &[Site]) -> Result<bool> {
+    for pattern in patterns {
+        let regex = compile(&format!(r"^(?:(?:.*\.)?{pattern}\.[0-9]+\.)"))?;
+        for site in sites {
+            if is_match(&regex, &site.module)? {
+                return Ok(true);
+            }
+        }
+    }
+    Ok(false)
 }
 
 /// Targets, compiled once.
@@ -146,7 +174,8 @@ pub fn matching(sites: &[Site], choice: &TargetSelection) -> Result<Vec<Site>> {
     let mut chosen = Vec::new();
     for site in sites {
         let module = &site.module;
-        let in_layers = by_layer.is_none_or(|l| layer_of(module).is_some_and(|at| l.contains(&at)));
+        let whole_path = matches!(targets, Matcher::Names(names) if names.contains(module));
+        let in_layers = whole_path || by_layer.is_none_or(|l| layer_of(module).is_some_and(|at| l.contains(&at)));
         let out = match &exclude {
             Some(e) => e.matches(module)?,
             None => false,
@@ -158,17 +187,27 @@ pub fn matching(sites: &[Site], choice: &TargetSelection) -> Result<Vec<Site>> {
     Ok(chosen)
 }
 
-/// The `rank_pattern` or `alpha_pattern` value of a module: of the first key that matches the end of its path.
+/// The `rank_pattern` or `alpha_pattern` value of each of these modules: of the first key that matches the end of its path.
+///
+/// Each pattern is compiled once, and only one is in memory at a time: a config may have many, and one can take megabytes.
 ///
 /// # Errors
-/// A pattern is not a regular expression.
-pub fn of_pattern<'a, T>(patterns: &'a [(String, T)], module: &str) -> Result<Option<&'a T>> {
+/// A pattern that decides about a module is not a regular expression, or cannot be matched in reasonable time.
+pub fn of_patterns<'a, T>(patterns: &'a [(String, T)], modules: &[String]) -> Result<Vec<Option<&'a T>>> {
+    let mut values = vec![None; modules.len()];
     for (pattern, value) in patterns {
-        if PatternKey::new(pattern)?.matches(module)? {
-            return Ok(Some(value));
+        // As for one module: a pattern behind the one that matches has no effect, also if it is not valid.
+        if values.iter().all(Option::is_some) {
+            break;
+        }
+        let key = PatternKey::new(pattern)?;
+        for (module, found) in modules.iter().zip(&mut values) {
+            if found.is_none() && key.matches(module)? {
+                *found = Some(value);
+            }
         }
     }
-    Ok(None)
+    Ok(values)
 }
 
 /// A key of `rank_pattern` or `alpha_pattern`. Allocated ranks have a key for every linear, which are plain paths: no
@@ -247,6 +286,12 @@ fn no_match(sites: &[Site], target: &str, field: &str) -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::cell::Cell;
+
+    thread_local! {
+        /// Number of regular expressions that this thread compiled.
+        pub(super) static COMPILED: Cell<usize> = const { Cell::new(0) };
+    }
 
     fn sites() -> Vec<Site> {
         [
@@ -296,6 +341,30 @@ mod tests {
     }
 
     #[test]
+    fn a_list_of_layers_has_the_names_that_peft_finds() {
+        let names = |patterns: &[&str]| {
+            let patterns: Vec<String> = patterns.iter().map(|p| p.to_string()).collect();
+            names_layers(&patterns, &sites()).unwrap()
+        };
+        assert!(names(&["layers"]) && names(&["h", "layers"]) && names(&["(?:h|layers)"]));
+        // With the modules above the list too.
+        assert!(names(&["model.layers"]) && names(&[r"model\.layers"]));
+        assert!(!names(&["h"]) && !names(&["layer"]) && !names(&["odel.layers"]) && !names(&["model"]));
+        assert!(names_layers(&["(".to_string()], &sites()).is_err());
+    }
+
+    #[test]
+    fn a_whole_path_is_taken_in_any_layer_like_in_peft() {
+        let path = "model.layers.0.self_attn.q_proj";
+        assert_eq!(count(list(&[path]), None, Some(&[1])).unwrap(), 1);
+        assert_eq!(count(list(&[path, "up_proj"]), None, Some(&[1])).unwrap(), 1);
+        assert_eq!(count(list(&[path, "q_proj"]), None, Some(&[1])).unwrap(), 2);
+        // The end of a path is in the layers only.
+        assert!(count(list(&["layers.0.self_attn.q_proj"]), None, Some(&[1])).is_err());
+        assert!(count(list(&[path]), Some(list(&["q_proj"])), Some(&[1])).is_err());
+    }
+
+    #[test]
     fn a_number_at_the_end_is_no_layer() {
         assert_eq!(layer_of("model.layers.12.altup.modality_router"), Some(12));
         assert_eq!(layer_of("model.altup_projections.0"), None);
@@ -328,7 +397,7 @@ mod tests {
             (r"self_attn\.[qk]_proj".to_string(), 2),
             ("_proj".to_string(), 3),
         ];
-        let of = |m: &str| of_pattern(&patterns, m).unwrap().copied();
+        let of = |m: &str| of_patterns(&patterns, &[m.to_string()]).unwrap()[0].copied();
         assert_eq!(of("model.layers.0.self_attn.q_proj"), Some(1));
         assert_eq!(of("layers.0.self_attn.q_proj"), Some(1));
         assert_eq!(
@@ -353,5 +422,39 @@ mod tests {
             .unwrap_err()
             .to_string();
         assert!(e.contains("rank_pattern") && e.contains("`_proj`"), "{e}");
+    }
+
+    #[test]
+    fn a_pattern_is_compiled_once_for_all_modules() {
+        let modules: Vec<String> = (0..50).map(|i| format!("model.layers.{i}.mlp.up_proj")).collect();
+        // A plain path needs no regular expression.
+        let mut patterns = vec![("layers.7.mlp.up_proj".to_string(), 100)];
+        patterns.extend((0..20).map(|i| (format!(r"layers\.[0-{i}]\.mlp\.(up|down)_proj"), i)));
+        let compiled = || COMPILED.with(Cell::get);
+        let before = compiled();
+        let found = of_patterns(&patterns, &modules).unwrap();
+        assert_eq!(compiled() - before, 20);
+        for (i, value) in found.iter().enumerate() {
+            let wanted = if i == 7 { Some(100) } else { Some(i).filter(|i| *i < 10) };
+            assert_eq!(value.copied(), wanted, "layer {i}");
+        }
+        // The same as for each module alone.
+        for (module, value) in modules.iter().zip(&found) {
+            assert_eq!(of_patterns(&patterns, std::slice::from_ref(module)).unwrap(), [*value]);
+        }
+    }
+
+    #[test]
+    fn only_a_pattern_that_decides_about_a_module_must_be_valid() {
+        let patterns = [("up_proj".to_string(), 1), ("(q_".to_string(), 2)];
+        let of = |modules: &[&str]| {
+            let modules: Vec<String> = modules.iter().map(|m| m.to_string()).collect();
+            let values = of_patterns(&patterns, &modules)?;
+            Ok::<_, Error>(values.into_iter().map(|v| v.copied()).collect::<Vec<Option<i32>>>())
+        };
+        assert_eq!(of(&["a.up_proj", "b.up_proj"]).unwrap(), [Some(1), Some(1)]);
+        assert!(of(&[]).unwrap().is_empty());
+        let e = of(&["a.up_proj", "b.q_proj"]).unwrap_err().to_string();
+        assert!(e.contains("regular expression") && e.contains("(q_"), "{e}");
     }
 }

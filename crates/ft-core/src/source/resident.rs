@@ -391,18 +391,7 @@ pub fn check_names(params: &[ParamInfo], weights: &Weights) -> Result<()> {
         let harmless = name.ends_with("rotary_emb.inv_freq")
             || ["lm_head.weight", "score.weight"].contains(&name)
             || is_beside_quantized(weights, name);
-        // Gemma 4 and Gemma 3n: the files also have keys and values of layers that read those of another layer.
-        let unused = || {
-            let (layer, rest) = name.split_once(".self_attn.")?;
-            let mut marks = ["layer_scalar", "altup.correct_output_scale"].into_iter();
-            let shared = !known.contains(format!("{layer}.self_attn.k_proj.weight").as_str())
-                && marks.any(|mark| known.contains(format!("{layer}.{mark}").as_str()));
-            let of_keys = ["k_proj.", "v_proj.", "k_norm.", "v_norm."]
-                .iter()
-                .any(|part| rest.starts_with(part));
-            Some(shared && of_keys)
-        };
-        let harmless = harmless || unused() == Some(true);
+        let harmless = harmless || is_of_unused_keys(&known, name);
         if !known.contains(name) && !parts.contains(name) && !harmless {
             faults.push(format!("{name}: not a weight of this model"));
         }
@@ -428,6 +417,18 @@ pub fn check_names(params: &[ParamInfo], weights: &Weights) -> Result<()> {
             units::counted(faults.len(), "difference")
         ))
         .hint("check that config.json belongs to these weights"))
+}
+
+/// True for the projections and norms of keys and values in a layer that reads those of another layer: the published files of
+/// Gemma 3n and Gemma 4 have them, and no layer uses them. `known`: the names of all parameters.
+pub fn is_of_unused_keys(known: &std::collections::HashSet<&str>, name: &str) -> bool {
+    let Some((layer, rest)) = name.split_once(".self_attn.") else {
+        return false;
+    };
+    let has = |part: &str| known.contains(format!("{layer}.{part}").as_str());
+    let shared = !has("self_attn.k_proj.weight") && (has("layer_scalar") || has("altup.correct_output_scale"));
+    let mut parts = ["k_proj.", "v_proj.", "k_norm.", "v_norm."].into_iter();
+    shared && parts.any(|part| rest.starts_with(part))
 }
 
 /// True for tensors that tools write beside quantized weights, and that change nothing: scales of a quantized KV cache,

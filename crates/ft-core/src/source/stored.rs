@@ -10,12 +10,14 @@
 
 mod finite;
 mod grid;
+mod kept_modules;
 mod other;
 mod settings;
 mod unpack;
 mod wide;
 
 pub(crate) use finite::StoredNumbers;
+pub use kept_modules::kept_modules;
 pub use other::ToolLayout;
 pub use settings::check as check_config;
 
@@ -102,6 +104,36 @@ pub fn names(
             .into_iter()
             .map(|t| t.name)
             .collect(),
+    }
+}
+
+/// Rows and columns of a quantized weight as its tensors say them. `None`: they do not.
+///
+/// # Errors
+/// A failed read.
+pub fn dims(weights: &Weights, name: &str, layout: QuantizedLayout) -> Result<Option<(usize, usize)>> {
+    let Some(info) = weights.info(name) else {
+        return Ok(None);
+    };
+    match layout {
+        QuantizedLayout::Bitsandbytes | QuantizedLayout::Other(ToolLayout::Bitsandbytes4(_)) => {
+            let states = [STATE, FP4_STATE].map(|state| format!("{name}.{state}"));
+            let Some(state) = states.iter().find(|state| weights.info(state).is_some()) else {
+                return Ok(None);
+            };
+            let state: Value = serde_json::from_slice(&weights.read_bytes(state)?).unwrap_or_default();
+            let side = |i: usize| state["shape"].get(i).and_then(Value::as_u64).map(|n| n as usize);
+            let fits = |(rows, columns): &(usize, usize)| {
+                let codes = rows.checked_mul(*columns).map(|n| n.div_ceil(2) as u64);
+                codes == Some(info.bytes)
+            };
+            Ok(side(0).zip(side(1)).filter(fits))
+        }
+        QuantizedLayout::Other(ToolLayout::Bitsandbytes8 | ToolLayout::Plain(_)) => match info.shape.as_slice() {
+            &[rows, columns] => Ok(Some((rows, columns))),
+            _ => Ok(None),
+        },
+        _ => Ok(None),
     }
 }
 
@@ -315,8 +347,9 @@ fn check_state(
     Ok(state.get("nested_offset").and_then(Value::as_f64))
 }
 
-/// The `quantization_config` of `config.json` for a directory whose projections have these `formats`.
-pub fn config(layout: QuantizedLayout, formats: &[Format], dequantized_dtype: Dtype) -> Value {
+/// The `quantization_config` of `config.json` for a directory whose projections have these `formats`. `kept`: for
+/// bitsandbytes, the modules that are not quantized (`kept_modules`).
+pub fn config(layout: QuantizedLayout, formats: &[Format], dequantized_dtype: Dtype, kept: &[String]) -> Value {
     match layout {
         QuantizedLayout::Ft | QuantizedLayout::Other(_) => {
             let mut names: Vec<String> = formats.iter().map(|f| f.tag()).collect();
@@ -332,7 +365,7 @@ pub fn config(layout: QuantizedLayout, formats: &[Format], dequantized_dtype: Dt
             "bnb_4bit_use_double_quant": formats.contains(&Format::Nf4 { double: true }),
             "bnb_4bit_compute_dtype": dtype_name(dequantized_dtype),
             "bnb_4bit_quant_storage": "uint8",
-            "llm_int8_skip_modules": ["lm_head"],
+            "llm_int8_skip_modules": kept,
         }),
     }
 }

@@ -8,12 +8,14 @@
 //!   prompt and the start of the completion belongs to the completion.
 //! - Conversations: rendered once, encoded without added special tokens. In each assistant turn the tokens after the
 //!   generation prompt, up to and including the end-of-turn token, are trained; if the template has `{% generation %}`
-//!   blocks, their tokens are trained instead.
+//!   blocks, their tokens are trained instead. An answer with the weight 0 is not trained, also if all tokens are; what
+//!   a tool printed inside its turn is.
 //!
 //! The first token of a row is never trained: it has no context.
 
 mod literal;
 mod long;
+mod question;
 mod spans;
 
 #[cfg(test)]
@@ -34,9 +36,11 @@ use super::rows::{Chat, Sample};
 use crate::TrainOn;
 use ft_base::{Error, Result};
 use serde_json::Value;
+use spans::Search;
 use std::ops::Range;
 
 pub(super) use long::FittedRows;
+pub use question::{Question, plain_prompt};
 
 /// Encodes samples to examples.
 #[derive(Clone, Copy)]
@@ -64,15 +68,6 @@ pub struct EncodedRow {
     pub trained_before_cut: usize,
     /// Trained assistant turns that do not end with a special token: the model does not learn to end them.
     pub open_turns: usize,
-}
-
-/// A prompt, and the answer in its row.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Question {
-    /// `[T]`, up to and including the generation prompt.
-    pub prompt: Vec<u32>,
-    /// The known answer, as text.
-    pub answer: String,
 }
 
 /// `[T]`: ids and mask before the checks.
@@ -190,10 +185,10 @@ impl Encoder<'_> {
         Ok(source.encode()?.0)
     }
 
-    /// The renderings that a conversation needs: the whole text, and begin and end of each trained turn.
+    /// The renderings that a conversation needs: the whole text, and begin and end of each turn that is located.
     pub(super) fn asks(&self, chat: &Chat) -> Vec<(usize, bool)> {
         let mut out = vec![(chat.messages.len(), false)];
-        for i in self.wanted(chat) {
+        for i in self.located(chat) {
             out.extend([(i, true), (i + 1, false), (i, false)]);
         }
         out.sort_unstable();
@@ -201,20 +196,29 @@ impl Encoder<'_> {
         out
     }
 
-    /// Indices of the trained assistant messages.
-    fn wanted(&self, chat: &Chat) -> Vec<usize> {
+    /// Indices of the trained assistant messages; with `TrainOn::All`, of those whose weight is 0.
+    fn located(&self, chat: &Chat) -> Vec<usize> {
         let mut turns =
             (chat.first_trained..chat.messages.len()).filter(|&i| chat::role(&chat.messages[i]) == "assistant");
+        let is_trained = |i: &usize| !chat.untrained.contains(i);
         match self.train_on {
-            TrainOn::All => Vec::new(),
-            TrainOn::Assistant => turns.collect(),
-            TrainOn::Completion => turns.next_back().into_iter().collect(),
+            TrainOn::All => turns.filter(|i| !is_trained(i)).collect(),
+            TrainOn::Assistant => turns.filter(is_trained).collect(),
+            TrainOn::Completion => turns.next_back().filter(is_trained).into_iter().collect(),
         }
     }
 
     fn chat(&self, chat: &Chat) -> Result<MaskedIds> {
         let template = self.template()?;
-        let rendered = spans::render(template, &chat.messages, chat.tools.as_ref(), &self.wanted(chat))?;
+        let all = self.train_on == TrainOn::All;
+        let search = if all { Search::Wanted } else { Search::Others };
+        let rendered = spans::render(
+            template,
+            &chat.messages,
+            chat.tools.as_ref(),
+            &self.located(chat),
+            search,
+        )?;
         let source = literal::RenderedSource {
             codec: self.codec,
             template,
@@ -224,13 +228,13 @@ impl Encoder<'_> {
             text: &rendered.text,
         };
         let (ids, offsets) = source.encode()?;
-        let mut trained = vec![self.train_on == TrainOn::All; ids.len()];
+        let mut trained = vec![all; ids.len()];
         let mut open_turns = 0;
         for turn in &rendered.turns {
             let mut tokens = reaching_past(&offsets, turn.start)..reaching_past(&offsets, turn.end);
             if rendered.marked {
-                // A token that contains the last byte is included, as in transformers.
-                tokens.end = (reaching_past(&offsets, turn.end - 1) + 1).min(ids.len());
+                // A token that contains the last byte is included, as in transformers; of a character, all its tokens.
+                tokens.end = begun_before(&offsets, turn.end);
             } else if let Some(end) = self.end_of_turn(&ids, &offsets, &rendered.text, tokens.clone()) {
                 tokens.end = end + 1;
             } else {
@@ -242,27 +246,29 @@ impl Encoder<'_> {
                         .hint("look at the encoded rows; another template can be set with `ChatTemplate::from_file`"),
                 );
             }
-            trained[tokens].fill(true);
+            trained[tokens].fill(!all);
         }
         if let (true, Some(last)) = (rendered.marked, rendered.turns.last()) {
             let tokens = reaching_past(&offsets, last.start)..reaching_past(&offsets, last.end);
             open_turns += usize::from(self.end_of_turn(&ids, &offsets, &rendered.text, tokens).is_none());
         }
         for block in &rendered.tools {
-            let first = reaching_past(&offsets, block.start);
-            let last = reaching_past(&offsets, block.end - 1).min(ids.len().saturating_sub(1));
-            if block.is_empty() || first > last {
+            let tokens = reaching_past(&offsets, block.start)..begun_before(&offsets, block.end);
+            if block.is_empty() || tokens.is_empty() {
                 continue;
             }
+            let first = tokens.start;
             // If the opening token is a stop id, generation ends with it, so the assistant writes it.
-            let stops = first > 0 && trained[first - 1] && self.codec.stop_ids().contains(&ids[first]);
-            trained[first..=last].fill(false);
-            trained[first] |= stops;
+            let stops = first > 0 && trained[first - 1] != all && self.codec.stop_ids().contains(&ids[first]);
+            trained[tokens].fill(all);
+            if stops {
+                trained[first] = !all;
+            }
         }
         Ok(MaskedIds {
             ids,
             trained,
-            open_turns,
+            open_turns: if all { 0 } else { open_turns },
         })
     }
 
@@ -304,50 +310,18 @@ impl Encoder<'_> {
         }
         Ok(())
     }
-
-    /// The prompt of the row's last answer; `None` if the row has no text answer.
-    ///
-    /// # Errors
-    /// As in `encode`.
-    pub fn question(&self, sample: &Sample) -> Result<Option<Question>> {
-        match sample {
-            Sample::Text(_) => Ok(None),
-            Sample::PromptCompletion { prompt, completion } => {
-                let (mut ids, offsets) = self.codec.encode_with_offsets(prompt, true)?;
-                // If the tokenizer appends EOS to every text, remove it from the prompt.
-                while ids.len() > 1 && ids.last().copied() == self.codec.eos_id() && is_empty(offsets[ids.len() - 1]) {
-                    ids.pop();
-                }
-                self.check(&ids)?;
-                Ok(Some(Question {
-                    prompt: ids,
-                    answer: completion.clone(),
-                }))
-            }
-            Sample::Chat(chat) => {
-                let last = (chat.first_trained..chat.messages.len())
-                    .rev()
-                    .find(|&i| chat::role(&chat.messages[i]) == "assistant");
-                // A first message has no question before it.
-                let Some(last) = last.filter(|&i| i > 0 && !chat::content(&chat.messages[i]).is_empty()) else {
-                    return Ok(None);
-                };
-                let ids = self.rendered(&chat.messages[..last], chat.tools.as_ref(), true)?;
-                self.check(&ids)?;
-                Ok(Some(Question {
-                    prompt: ids,
-                    answer: chat::content(&chat.messages[last]).to_string(),
-                }))
-            }
-        }
-    }
-}
-
-fn is_empty((start, end): (usize, usize)) -> bool {
-    start >= end
 }
 
 /// Index of the first token that ends after `byte`.
 fn reaching_past(offsets: &[(usize, usize)], byte: usize) -> usize {
     offsets.iter().position(|&(_, end)| end > byte).unwrap_or(offsets.len())
+}
+
+/// One past the last token that begins before `byte`. The bytes of a character may be several tokens, which all have its
+/// range.
+fn begun_before(offsets: &[(usize, usize)], byte: usize) -> usize {
+    offsets
+        .iter()
+        .rposition(|&(start, end)| start < end && start < byte)
+        .map_or(0, |last| last + 1)
 }

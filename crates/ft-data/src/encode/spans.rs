@@ -10,6 +10,8 @@
 //!   the arguments of the last call) is located by rendering probe words in its place; the suffix after it in F, or in
 //!   F with a generation prompt, is the suffix in the text.
 //! - Tool messages are excluded from the turn: the text that appears twice if the message is duplicated.
+//!
+//! In marked text a turn is looked for only if the marks do not say whose they are (`Search`).
 
 use crate::chat;
 use crate::codec::ChatRender;
@@ -34,6 +36,15 @@ pub(crate) struct RenderedTurns {
     pub marked: bool,
 }
 
+/// The turns that are looked for in marked text, if each assistant message does not have exactly one mark.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Search {
+    /// Only those that are wanted: marks outside of them are left out.
+    Wanted,
+    /// The others: their marks are left out.
+    Others,
+}
+
 /// Renders once and locates the turns of `wanted` (indices of assistant messages, ascending).
 ///
 /// Errors: the template refuses the conversation, or a turn is not found in its text.
@@ -42,9 +53,18 @@ pub(crate) fn render(
     messages: &[Value],
     tools: Option<&Value>,
     wanted: &[usize],
+    search: Search,
 ) -> Result<RenderedTurns> {
     if let Some(marked) = template.render_marked(messages, tools, false)? {
-        return of_marks(template, messages, tools, wanted, marked.text, marked.generation);
+        let text = marked.text;
+        let talk = Conversation::new(template, messages, tools, &text);
+        let turns = talk.of_marks(wanted, search, marked.generation)?;
+        return Ok(RenderedTurns {
+            text,
+            turns,
+            tools: Vec::new(),
+            marked: true,
+        });
     }
     let text = template.render(messages, tools, false)?;
     let talk = Conversation::new(template, messages, tools, &text);
@@ -75,34 +95,6 @@ fn not_found(i: usize) -> Error {
         "use `TrainOn::All`, or with `ChatTemplate::from_file` a template that prints each message in place or has \
            `{% generation %}` blocks",
     )
-}
-
-/// The marked ranges of the wanted turns, without those of earlier messages.
-fn of_marks(
-    template: &dyn ChatRender,
-    messages: &[Value],
-    tools: Option<&Value>,
-    wanted: &[usize],
-    text: String,
-    mut marks: Vec<Range<usize>>,
-) -> Result<RenderedTurns> {
-    marks.retain(|m| !m.is_empty());
-    let is_assistant = |m: &Value| chat::role(m) == "assistant";
-    match wanted.first() {
-        None => marks.clear(),
-        Some(&first) if messages[..first].iter().any(is_assistant) => {
-            let talk = Conversation::new(template, messages, tools, &text);
-            let start = talk.start(first, 0).ok_or_else(|| not_found(first))?;
-            marks.retain(|m| m.end > start);
-        }
-        Some(_) => {}
-    }
-    Ok(RenderedTurns {
-        text,
-        turns: marks,
-        tools: Vec::new(),
-        marked: true,
-    })
 }
 
 /// A conversation and its rendered text.
@@ -138,10 +130,67 @@ impl<'a> Conversation<'a> {
         self.template.render(messages, self.tools, add_generation_prompt).ok()
     }
 
+    /// The marked ranges of the wanted turns, without those of other messages.
+    ///
+    /// Errors: a turn of `search` is not found.
+    fn of_marks(&self, wanted: &[usize], search: Search, mut marks: Vec<Range<usize>>) -> Result<Vec<Range<usize>>> {
+        marks.retain(|m| !m.is_empty());
+        let Some(&first) = wanted.first() else {
+            return Ok(Vec::new());
+        };
+        let answers = (0..self.messages.len()).filter(|i| chat::role(&self.messages[*i]) == "assistant");
+        let answers: Vec<usize> = answers.collect();
+        if self.are_of(&answers, &marks) {
+            let own = answers.iter().zip(marks).filter(|(i, _)| wanted.contains(i));
+            return Ok(own.map(|(_, mark)| mark).collect());
+        }
+        let mut after = 0;
+        let mut find = |i: usize| -> Result<Range<usize>> {
+            let turn = self.printed(i, after).ok_or_else(|| not_found(i))?;
+            after = turn.end;
+            Ok(turn)
+        };
+        if search == Search::Wanted {
+            let turns: Vec<Range<usize>> = wanted.iter().map(|i| find(*i)).collect::<Result<_>>()?;
+            let inside = |m: &Range<usize>, turn: &Range<usize>| m.start.max(turn.start)..m.end.min(turn.end);
+            let parts = turns.iter().flat_map(|turn| marks.iter().map(|m| inside(m, turn)));
+            return Ok(parts.filter(|part| !part.is_empty()).collect());
+        }
+        if answers.iter().any(|i| *i < first) {
+            let start = self.start(first, 0).ok_or_else(|| not_found(first))?;
+            marks.retain(|m| m.end > start);
+        }
+        for i in answers.into_iter().filter(|i| *i >= first && !wanted.contains(i)) {
+            let other = find(i)?;
+            // A block may print several messages: what is around this one stays.
+            let around = |m: Range<usize>| [m.start..m.end.min(other.start), m.start.max(other.end)..m.end];
+            marks = marks.into_iter().flat_map(around).filter(|m| !m.is_empty()).collect();
+        }
+        Ok(marks)
+    }
+
+    /// True if each of these messages has exactly one mark, which contains its text.
+    fn are_of(&self, answers: &[usize], marks: &[Range<usize>]) -> bool {
+        let has_text = |(i, mark): (&usize, &Range<usize>)| {
+            let content = chat::content(&self.messages[*i]).trim();
+            let printed = self.text.get(mark.clone());
+            !content.is_empty() && printed.is_some_and(|printed| printed.contains(content))
+        };
+        answers.len() == marks.len() && answers.iter().zip(marks).all(has_text)
+    }
+
     fn turn(&self, i: usize, after: usize) -> Option<Range<usize>> {
         let start = self.start(i, after)?;
         let end = self.end(i, start)?;
         Some(start..end)
+    }
+
+    /// Message i with its header.
+    fn printed(&self, i: usize, after: usize) -> Option<Range<usize>> {
+        let turn = self.turn(i, after)?;
+        let history = self.show(&self.messages[..i], false);
+        let history = history.filter(|history| self.text.starts_with(history.as_str()));
+        Some(history.map_or(turn.start, |history| history.len().min(turn.start))..turn.end)
     }
 
     /// The generation prompt after the last question, or after a generic question.

@@ -168,6 +168,7 @@ fn no_end_token_and_no_template_are_refused() {
         messages: vec![serde_json::json!({"role": "user", "content": "a"})],
         tools: None,
         first_trained: 0,
+        untrained: Vec::new(),
     };
     let e = encoder(&codec, TrainOn::All, 100)
         .encode(&Sample::Chat(chat))

@@ -372,3 +372,35 @@ fn messages_of_a_prompt_are_not_trained() {
     let sample = understand(&row(value), RowFormat::PromptCompletion).unwrap();
     assert_eq!(trained(&codec, &encoder.encode(&sample).unwrap()), ["d<|im_end|>"]);
 }
+
+#[test]
+fn an_answer_with_weight_0_is_context_and_no_target() {
+    let codec = Words::chatml();
+    let with = |weight: [Value; 2]| {
+        let [first, second] = weight;
+        json!({"messages": [
+            {"role": "user", "content": "q"}, {"role": "assistant", "content": "BAD one", "weight": first},
+            {"role": "user", "content": "again"}, {"role": "assistant", "content": "good", "weight": second},
+        ]})
+    };
+    let encode = |train_on, weight| encode(&codec, QWEN, train_on, with(weight)).unwrap();
+    let first_bad = || [json!(0), json!(1)];
+    let row = encode(TrainOn::Assistant, first_bad());
+    assert_eq!(trained(&codec, &row), ["good<|im_end|>"]);
+    let unweighed = encode(TrainOn::Assistant, [Value::Null, Value::Null]);
+    assert_eq!(row.example.ids, unweighed.example.ids);
+    assert_eq!(trained(&codec, &unweighed), ["BAD one<|im_end|>", "good<|im_end|>"]);
+    assert_eq!(
+        trained(&codec, &encode(TrainOn::Completion, first_bad())),
+        ["good<|im_end|>"]
+    );
+    let last_bad = encode(TrainOn::Completion, [json!(1), json!(0)]);
+    assert!(trained(&codec, &last_bad).is_empty());
+    // All other tokens.
+    let all = encode(TrainOn::All, first_bad());
+    let whole = codec.decode(&all.example.ids[1..]).unwrap();
+    assert_eq!(
+        trained(&codec, &all),
+        whole.split("BAD one<|im_end|>").collect::<Vec<_>>()
+    );
+}

@@ -89,7 +89,7 @@ fn turns(template: &str, chat: &str) -> Vec<String> {
     let wanted: Vec<usize> = (0..messages.len())
         .filter(|&i| messages[i]["role"] == "assistant")
         .collect();
-    let rendered = spans::render(&template, messages, None, &wanted).unwrap();
+    let rendered = spans::render(&template, messages, None, &wanted, spans::Search::Others).unwrap();
     assert_eq!(
         rendered.text,
         ChatRender::render(&template, messages, None, false).unwrap()

@@ -297,3 +297,145 @@ fn null_content_beside_a_call_is_not_printed() {
         );
     }
 }
+
+const HEADER: &str = "{% if m.role == 'assistant' %}{% generation %}{{ '<|im_start|>' + m.role + '\n' }}";
+
+#[test]
+fn weights_hold_inside_generation_blocks_too() {
+    let codec = real();
+    let bad = |text: &str| json!({"role": "assistant", "content": text, "weight": 0});
+    let talks = [
+        (
+            json!([user("q"), bad("BAD"), user("r"), answer("two")]),
+            vec!["two<|im_end|>"],
+        ),
+        (
+            json!([user("q"), answer("one"), user("r"), bad("BAD")]),
+            vec!["one<|im_end|>"],
+        ),
+        (
+            json!([
+                user("q"),
+                answer("one"),
+                user("r"),
+                bad("BAD"),
+                user("s"),
+                answer("two")
+            ]),
+            vec!["one<|im_end|>", "two<|im_end|>"],
+        ),
+        (json!([user("q"), bad("BAD")]), vec![]),
+    ];
+    // Also a block with the header of the turn, and one block for all messages.
+    let with_header = MARKED
+        .replace(
+            "{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}{% generation %}",
+            HEADER,
+        )
+        .replace("{% else %}", "{% else %}{{ '<|im_start|>' + m.role + '\n' }}");
+    assert!(with_header.contains(HEADER));
+    for (source, header) in [(MARKED, ""), (with_header.as_str(), "<|im_start|>assistant\n")] {
+        let template = ChatTemplate::from_text(source, "t.jinja", &codec).unwrap();
+        let of = |train_on, messages: &Value| {
+            runs(
+                &codec,
+                &encode(&codec, &template, train_on, json!({"messages": messages})).unwrap(),
+            )
+        };
+        for (messages, expected) in &talks {
+            let expected: Vec<String> = expected.iter().map(|run| format!("{header}{run}")).collect();
+            assert_eq!(of(TrainOn::Assistant, messages), expected, "{messages}");
+            assert!(!of(TrainOn::All, messages).concat().contains("BAD"), "{messages}");
+        }
+    }
+    let around = MARKED
+        .replace("{% generation %}", "")
+        .replace("{% endgeneration %}", "");
+    let around = format!("{{% generation %}}{around}{{% endgeneration %}}");
+    let template = ChatTemplate::from_text(&around, "t.jinja", &codec).unwrap();
+    let row = encode(&codec, &template, TrainOn::Assistant, json!({"messages": talks[2].0})).unwrap();
+    let text = runs(&codec, &row).concat();
+    assert!(
+        text.contains("one") && text.contains("two") && !text.contains("BAD"),
+        "{text}"
+    );
+}
+
+#[test]
+fn all_tokens_of_a_last_character_are_those_of_its_turn_or_block() {
+    let codec = real();
+    assert!(codec.encode("\u{1f980}", false).unwrap().len() > 1);
+    let open = MARKED.replace(
+        "{{ '<|im_end|>' }}{% endgeneration %}",
+        "{% endgeneration %}{{ '<|im_end|>' }}",
+    );
+    let template = ChatTemplate::from_text(&open, "t.jinja", &codec).unwrap();
+    let talk = json!({"messages": [user("q"), answer("one \u{1f980}")]});
+    let row = encode(&codec, &template, TrainOn::Assistant, talk).unwrap();
+    assert_eq!(runs(&codec, &row), ["one \u{1f980}"]);
+    // The output of a tool inside a turn.
+    let inside = ONE_TURN
+        .replace(" + '<|answer_end|>'", "")
+        .replace("<|turn_end|>", "<|im_end|>")
+        .replace("<|turn|>", "<|im_start|>");
+    let template = ChatTemplate::from_text(&inside, "t.jinja", &codec).unwrap();
+    let steps = json!({"messages": [user("q"), call("rain", json!("wait")), tool("sun \u{1f980}"), answer("dry")]});
+    let row = encode(&codec, &template, TrainOn::Assistant, steps).unwrap();
+    assert_eq!(runs(&codec, &row), ["<|call|>rain<|call_end|>", "waitdry<|im_end|>"]);
+}
+
+/// A template that says how many messages there are, so no rendering of a part begins the text.
+fn counted(content: &str) -> String {
+    let marked = MARKED.replacen("{{ m.content }}", content, 1);
+    assert_ne!(marked, MARKED);
+    format!("{{{{ (messages | length) ~ ' messages\n' }}}}{marked}")
+}
+
+#[test]
+fn only_turns_that_the_marks_do_not_tell_apart_are_looked_for() {
+    let codec = real();
+    let bad = json!({"role": "assistant", "content": "BAD", "weight": 0});
+    let of = |source: &str, train_on, messages: Value| {
+        let template = ChatTemplate::from_text(source, "t.jinja", &codec).unwrap();
+        encode(&codec, &template, train_on, json!({"messages": messages})).map(|row| runs(&codec, &row))
+    };
+    // No probe can find a content that is printed twice, but each answer has its own block.
+    let twice = counted("{{ m.content }} {{ m.content }}");
+    let talk = json!([user("q"), answer("one"), user("r"), bad]);
+    let found = of(&twice, TrainOn::Assistant, talk.clone()).unwrap();
+    assert_eq!(found, ["one one<|im_end|>"]);
+    let all = of(&twice, TrainOn::All, talk).unwrap().concat();
+    assert!(all.contains("one one<|im_end|>") && !all.contains("BAD"), "{all}");
+    // The block of an answer does not contain its text: with all tokens, only the excluded answer is looked for.
+    let changed = counted("{{ m.content | upper if m.name == 'x' else m.content }}");
+    let loud = json!({"role": "assistant", "name": "x", "content": "loud"});
+    let talk = json!([user("q"), bad, user("r"), loud]);
+    let all = of(&changed, TrainOn::All, talk.clone()).unwrap().concat();
+    assert!(all.contains("LOUD<|im_end|>") && !all.contains("BAD"), "{all}");
+    // The turn of the other one is needed to know which block is trained.
+    let e = of(&changed, TrainOn::Assistant, talk).unwrap_err().to_string();
+    assert!(e.contains("assistant message 4"), "{e}");
+}
+
+#[test]
+fn what_a_tool_prints_inside_an_excluded_turn_is_trained_with_all() {
+    let w = words();
+    let mut excluded = call("rain", json!("wait"));
+    excluded["weight"] = json!(0);
+    let messages = json!([
+        user("q"),
+        excluded,
+        tool("sun there"),
+        thought("so", "dry"),
+        user("r"),
+        answer("ok")
+    ]);
+    let row = encode(&w, &Jinja::new(ONE_TURN), TrainOn::All, json!({"messages": messages}));
+    let found = runs(&w, &row.unwrap()).concat();
+    assert!(
+        found.contains("sun there") && found.contains("dry<|turn_end|>"),
+        "{found}"
+    );
+    // The turn goes on after what the tool printed.
+    assert!(!found.contains("wait") && !found.contains("<|call|>"), "{found}");
+}

@@ -275,6 +275,69 @@ fn a_system_column_joins_a_conversation_once() {
 }
 
 #[test]
+fn each_row_has_its_system_message_in_either_column() {
+    let jinja = Jinja::new(QWEN);
+    let codec = Words::chatml();
+    let rules = |render| RenderRules {
+        render,
+        template: Some(&jinja),
+        codec: &codec,
+        answer: "answer",
+    };
+    let read = |render, value: Value| {
+        let first = row(json!({"question": "q", "answer": "a", "system": null, "system_prompt": null}));
+        let layout = ColumnLayout::find(&first, RowFormat::Auto, RowPurpose::Learn, &rules(render))?;
+        let layout = ColumnLayout {
+            system_prompt: Some("of the recipe".into()),
+            ..layout
+        };
+        rows::understand(&row(value), &layout)
+    };
+    let with = |systems: Value| {
+        let mut row = systems;
+        (row["question"], row["answer"]) = (json!("q"), json!("a"));
+        row
+    };
+    for (systems, expected) in [
+        (json!({"system_prompt": "s"}), "s"),
+        (json!({"system": "s", "system_prompt": null}), "s"),
+        (json!({"system": "", "system_prompt": "s"}), "s"),
+        (json!({"system": "s", "system_prompt": "s"}), "s"),
+        (json!({"system": "s", "system_prompt": ["t"]}), "s"),
+        (json!({"system": {"v": 1}, "system_prompt": "s"}), "s"),
+        (json!({}), "of the recipe"),
+    ] {
+        let Sample::Chat(chat) = read(Render::Auto, with(systems.clone())).unwrap() else {
+            panic!("{systems}")
+        };
+        assert_eq!(chat.messages[0], message("system", expected), "{systems}");
+        assert_eq!(chat.messages.len(), 3, "{systems}");
+    }
+    let e = read(Render::Auto, with(json!({"system": "s", "system_prompt": "t"}))).unwrap_err();
+    let e = e.to_string();
+    assert!(
+        e.contains("two system messages") && e.contains("`system`: s, `system_prompt`: t"),
+        "{e}"
+    );
+    let e = read(Render::Auto, with(json!({"system": "", "system_prompt": 7}))).unwrap_err();
+    let e = e.to_string();
+    assert!(
+        e.contains("`system_prompt` has the wrong type") && e.contains("hint: make it a text"),
+        "{e}"
+    );
+    let e = read(Render::Plain, with(json!({"system_prompt": "t"}))).unwrap_err();
+    assert!(e.to_string().contains("cannot contain `system_prompt`"), "{e}");
+    let both = "{\"question\": \"q\", \"answer\": \"a\", \"system\": \"s\"}\n\
+                {\"question\": \"q\", \"answer\": \"b\", \"system_prompt\": \"t\"}\n";
+    let lines = described(&[("a.jsonl", both)], RowFormat::Auto, Render::Auto, true).unwrap();
+    assert!(
+        lines[0].contains("system from system and system_prompt"),
+        "{}",
+        lines[0]
+    );
+}
+
+#[test]
 fn files_are_described_with_every_column() {
     let a = (
         "a.jsonl",

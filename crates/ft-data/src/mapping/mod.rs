@@ -2,6 +2,7 @@
 //! the prompt; a system prompt. Rows are changed here, before their layout is determined, so that all other code finds
 //! the columns under their usual names.
 
+mod nulls;
 mod path;
 mod presets;
 
@@ -244,6 +245,9 @@ impl Mapper {
                 }
             }
         }
+        if row.place.is_columnar() {
+            nulls::remove(&mut row.fields);
+        }
         Ok(None)
     }
 
@@ -294,6 +298,10 @@ impl Mapper {
                 ))
                 .found(format!("the format reads {}", layout.columns().join(", ")))
                 .hint("remove it, or set `data::Source::format`"));
+            }
+            if name == ColumnRole::System.name() {
+                // The user names the column, so no other one is read.
+                layout.systems.retain(|column| column == name);
             }
             let shown = match (&self.convert, name.as_str()) {
                 (Some(RowConversion::Ratings), "chosen") => "the best of completions",

@@ -379,6 +379,9 @@ fn columns_are_read_under_any_name_and_others_stay_away() {
         line.trim_end_matches(RENDERED),
         "prompt-completion: system from meta.who, prompt from body, completion from reply; not used: a, answer, b, messages, text"
     );
+    let row_with_two = json!({"prompt": "q", "completion": "a", "who": "s", "system_prompt": "wrong"});
+    let of_two = case(&[row_with_two], columns(&[(System, "who")])).see(RowPurpose::Learn);
+    assert_eq!(of_two.unwrap().1, format!("<system\ns>{}", chat("q", "a")));
     let with_input = [(Prompt, "body"), (Completion, "reply"), (Input, "meta.extra[0]")];
     assert_eq!(see(&with_input, RowPurpose::Learn).unwrap().1, chat("q\nx", "7"));
     let pairs = [(Prompt, "body"), (Chosen, "a"), (Rejected, "b")];

@@ -19,7 +19,7 @@ type Talk = (Vec<Value>, bool);
 
 /// A tokenized row.
 pub(super) struct TokenizedRow {
-    /// Chosen and rejected, or the judged answer.
+    /// Chosen and rejected, or the judged answer; none of a row that is left out (`Judgment::Forked`).
     pub sides: Vec<Side>,
     /// Number of prompt tokens, the same in all sides.
     pub prompt: usize,
@@ -44,6 +44,7 @@ impl Judgment {
         match self {
             Self::Pair { sides, .. } => sides.talks(),
             Self::Judged { sides, .. } => sides.talks(),
+            Self::Forked => Vec::new(),
         }
     }
 
@@ -138,6 +139,14 @@ impl PairEncoder<'_> {
         prepared: &[CachedRenderings],
     ) -> Result<TokenizedRow> {
         let (whole, prompt, margin, label) = match judgment {
+            Judgment::Forked => {
+                return Ok(TokenizedRow {
+                    sides: Vec::new(),
+                    prompt: 0,
+                    margin: None,
+                    label: false,
+                });
+            }
             Judgment::Pair { sides, margin } => {
                 let (whole, prompt) = self.tokens(sides, talks, prepared).map_err(|e| e.within(&row.place))?;
                 if whole[0] == whole[1] {

@@ -184,6 +184,14 @@ impl PairLoader<'_> {
             .collect();
         for (unit, (row, _, origin)) in units.into_iter().zip(chunk) {
             let Some(unit) = kept(unit, bad)? else { continue };
+            if unit.sides.is_empty() {
+                let stats = self.sink.stats();
+                stats.rows += 1;
+                stats.dropped_rows += 1;
+                stats.forked_rows += 1;
+                self.sink.count(origin, false);
+                continue;
+            }
             if *self.margins.get_or_insert(unit.margin.is_some()) != unit.margin.is_some() {
                 bad.add(
                     Error::format("some rows have a `margin` and others have none")

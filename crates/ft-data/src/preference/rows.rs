@@ -40,6 +40,8 @@ pub(super) enum Judgment {
         sides: Sides<1>,
         label: bool,
     },
+    /// A pair that is left out: its conversations differ before the answer, so texts of the user would be trained.
+    Forked,
 }
 
 const SHAPE: &str = "prompt, chosen, rejected (text or messages; optional margin), or prompt, completion, label";
@@ -97,7 +99,11 @@ fn pair(fields: &Map<String, Value>, layout: &ColumnLayout) -> Result<Judgment> 
                 answer_turns(fields, "rejected", FORMAT)?,
             ];
             let (prompt, sides) = if lists {
-                around(&text, sides)?
+                let (prompt, sides) = around(&text, sides)?;
+                if forks(&sides) {
+                    return Ok(Judgment::Forked);
+                }
+                (prompt, sides)
             } else {
                 (vec![chat::message("user", &text)], sides)
             };
@@ -117,6 +123,9 @@ fn pair(fields: &Map<String, Value>, layout: &ColumnLayout) -> Result<Judgment> 
         PromptPart::Implied if lists => {
             let sides = [turns(fields, "chosen", FORMAT)?, turns(fields, "rejected", FORMAT)?];
             let (prompt, sides) = implied(sides);
+            if forks(&sides) {
+                return Ok(Judgment::Forked);
+            }
             if prompt.is_empty() {
                 refuse_leftover(fields, layout)?;
             }
@@ -245,6 +254,12 @@ fn implied(sides: [Vec<Value>; 2]) -> (Vec<Value>, [Vec<Value>; 2]) {
     let at = shared(&sides[0], &sides[1]);
     let prompt = sides[0][..at].to_vec();
     (prompt, sides.map(|side| side[at..].to_vec()))
+}
+
+/// True if the sides do not both continue with an answer after their common beginning.
+fn forks(sides: &[Vec<Value>; 2]) -> bool {
+    let answers = |side: &Vec<Value>| side.first().is_some_and(|m| chat::role(m) == "assistant");
+    !sides.iter().all(answers)
 }
 
 /// Errors: there is no prompt, and a column that looks like one is not used.
@@ -543,6 +558,21 @@ mod tests {
         ] {
             let error = understand(&row(value.clone())).unwrap_err().to_string();
             assert!(error.contains(what) && error.contains("t.jsonl:3"), "{value}: {error}");
+        }
+    }
+
+    #[test]
+    fn a_pair_that_differs_before_the_answer_is_left_out() {
+        let forked = |second: &str| {
+            let first = [turn("user", "q"), turn("assistant", "a")];
+            json!([first[0], first[1], turn("user", second), turn("assistant", "b")])
+        };
+        for value in [
+            json!({"chosen": talk("q ", "a"), "rejected": talk("q", "b")}),
+            json!({"chosen": [turn("user", "q")], "rejected": talk("q", "b")}),
+            json!({"prompt": "q", "chosen": forked("x"), "rejected": forked("y")}),
+        ] {
+            assert_eq!(understand(&row(value.clone())).unwrap(), Judgment::Forked, "{value}");
         }
     }
 }

@@ -357,3 +357,30 @@ fn the_renderings_of_64_rows_are_asked_for_at_once() {
     // Single requests are used to find the layout only.
     assert!(single <= 8, "{single}");
 }
+
+#[test]
+fn pairs_that_differ_before_the_answer_are_left_out_and_counted() {
+    let words = Words::chatml();
+    let turn = |role: &str, text: &str| serde_json::json!({"role": role, "content": text});
+    let talk = |question: &str, answer: &str| [turn("user", question), turn("assistant", answer)];
+    let row =
+        |question: &str| serde_json::json!({"chosen": talk("q", "yes"), "rejected": talk(question, "no")}).to_string();
+    let (good, forked) = (row("q"), row("r"));
+    let (good, forked) = (good.as_str(), forked.as_str());
+    let read = |rows: &[&str]| read(&words, rows, PreferencePart::Pairs, 64);
+    let data = read(&[good, forked, good]).unwrap();
+    let lines: Vec<u64> = data.origins.iter().map(|origin| origin.number).collect();
+    assert_eq!(lines, [1, 3]);
+    let stats = &data.stats;
+    assert_eq!((stats.rows, stats.dropped_rows, stats.forked_rows), (3, 1, 1));
+    let warnings = stats.warnings(64);
+    assert!(
+        warnings.len() == 1 && warnings[0].contains("1 of 3 rows are skipped"),
+        "{warnings:?}"
+    );
+    let e = read(&[forked]).unwrap_err().to_string();
+    assert!(
+        e.contains("nothing in the data would be trained") && e.contains("hint: make the messages"),
+        "{e}"
+    );
+}

@@ -11,7 +11,7 @@ use std::sync::Arc;
 const SURROGATE: &str = "escapes from \\ud800 to \\udfff are halves of a surrogate pair (often of an emoji): write \
                          both halves (\\ud83d\\ude00), or remove the half; a text that is cut inside a character \
                          contains such a half";
-const BOM: &[u8] = b"\xef\xbb\xbf";
+pub(super) const BOM: &[u8] = b"\xef\xbb\xbf";
 
 pub(super) fn cannot_read(path: &str, e: std::io::Error) -> Error {
     Error::io("cannot read the file").at(path).cause(e)

@@ -62,6 +62,16 @@ mod shared_text {
     }
 }
 
+impl RowPosition {
+    /// True if the file stores columns: its structs have the same fields in all rows, and are null where a row has none.
+    pub(crate) fn is_columnar(&self) -> bool {
+        let extension = self.file.rsplit_once('.').map_or("", |(_, extension)| extension);
+        ["parquet", "arrow", "feather"]
+            .iter()
+            .any(|kind| extension.eq_ignore_ascii_case(kind))
+    }
+}
+
 impl fmt::Display for RowPosition {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let RowPosition { file, number, is_line } = self;

@@ -1,6 +1,7 @@
 //! Reads csv and tsv with a header row. Every value is a string.
 
-use super::{Row, RowPosition, RowReceiver, clip, not_utf8};
+use super::json::BOM;
+use super::{MAX_ROW_BYTES, Row, RowPosition, RowReceiver, clip, not_utf8};
 use ft_base::{Error, Result};
 use serde_json::{Map, Value};
 use std::cell::RefCell;
@@ -9,33 +10,88 @@ use std::io::{BufRead, BufReader, Cursor, Read};
 use std::rc::Rc;
 use std::sync::Arc;
 
-/// Offset of a line break's byte, and whether it ends a line (`\n`, not the `\r` before it).
-type Breaks = Rc<RefCell<VecDeque<(u64, bool)>>>;
-
-/// Records the offsets of line breaks. (The csv reader's own line numbers are too small with CRLF and blank lines.)
-struct LineBreakReader<R> {
-    input: R,
-    offset: u64,
-    breaks: Breaks,
+/// Place of a byte in a cell, as the csv reader sees it.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+enum CellPlace {
+    /// No byte of the cell yet.
+    #[default]
+    Start,
+    /// In a text without quotes, or after its quotes.
+    Plain,
+    /// Inside quotes.
+    Quoted,
+    /// After a quote inside quotes: their end, or the first one of two.
+    Quote,
 }
 
-impl<R: Read> Read for LineBreakReader<R> {
+impl CellPlace {
+    fn after(self, byte: u8, delimiter: u8) -> Self {
+        match (self, byte) {
+            (Self::Quoted, b'"') => Self::Quote,
+            (Self::Quoted, _) | (Self::Start | Self::Quote, b'"') => Self::Quoted,
+            (_, b'\n' | b'\r') => Self::Start,
+            _ if byte == delimiter => Self::Start,
+            _ => Self::Plain,
+        }
+    }
+}
+
+/// What was seen of the bytes that are read. The csv reader itself takes an open quote up to the end of the file as one
+/// text, reads rows of any size, and its line numbers are too small with CRLF and blank lines.
+#[derive(Debug, Default)]
+struct SeenBytes {
+    /// Offset of a line break's byte, and whether it ends a line (`\n`, not the `\r` before it).
+    breaks: VecDeque<(u64, bool)>,
+    place: CellPlace,
+    /// Offset of the first byte of the row.
+    row: u64,
+    /// The file has no more bytes.
+    is_end: bool,
+    /// The row is longer than `MAX_ROW_BYTES`.
+    is_long: bool,
+}
+
+type Seen = Rc<RefCell<SeenBytes>>;
+
+/// Passes bytes on, and records what they are.
+struct SeenReader<R> {
+    input: R,
+    offset: u64,
+    delimiter: u8,
+    seen: Seen,
+}
+
+impl<R: Read> Read for SeenReader<R> {
     fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
         let n = self.input.read(buffer)?;
-        let mut breaks = self.breaks.borrow_mut();
-        for (i, &byte) in buffer[..n].iter().enumerate() {
-            if byte == b'\n' || byte == b'\r' {
-                breaks.push_back((self.offset + i as u64, byte == b'\n'));
+        let seen = &mut *self.seen.borrow_mut();
+        seen.is_end = n == 0;
+        for (at, &byte) in (self.offset..).zip(&buffer[..n]) {
+            let is_break = byte == b'\n' || byte == b'\r';
+            if is_break {
+                seen.breaks.push_back((at, byte == b'\n'));
+            }
+            // The csv reader skips a byte order mark.
+            if at < 3 && BOM.contains(&byte) {
+                continue;
+            }
+            seen.place = seen.place.after(byte, self.delimiter);
+            if is_break && seen.place == CellPlace::Start {
+                seen.row = at + 1;
             }
         }
         self.offset += n as u64;
+        if self.offset - seen.row > MAX_ROW_BYTES as u64 {
+            seen.is_long = true;
+            return Err(std::io::Error::other("the row is too long"));
+        }
         Ok(n)
     }
 }
 
 /// Physical line (from 1) of the text at or after `offset`, after skipping line breaks; offsets must ascend.
-fn line_at(breaks: &Breaks, line: &mut u64, mut offset: u64) -> u64 {
-    let mut breaks = breaks.borrow_mut();
+fn line_at(seen: &Seen, line: &mut u64, mut offset: u64) -> u64 {
+    let breaks = &mut seen.borrow_mut().breaks;
     while let Some(&(at, counts)) = breaks.front().filter(|(at, _)| *at <= offset) {
         breaks.pop_front();
         *line += u64::from(counts);
@@ -67,16 +123,17 @@ pub(super) fn read_csv(path: &str, file: impl Read, each: &mut RowReceiver) -> R
 }
 
 pub(super) fn read_table(path: &str, file: impl Read, delimiter: u8, each: &mut RowReceiver) -> Result<()> {
-    let breaks = Breaks::default();
+    let seen = Seen::default();
     let mut reader = csv::ReaderBuilder::new()
         .delimiter(delimiter)
         .has_headers(false)
         .flexible(true)
         .buffer_capacity(1 << 18)
-        .from_reader(LineBreakReader {
+        .from_reader(SeenReader {
             input: file,
             offset: 0,
-            breaks: breaks.clone(),
+            delimiter,
+            seen: seen.clone(),
         });
     let mut line = 1;
     let mut place = RowPosition {
@@ -87,17 +144,47 @@ pub(super) fn read_table(path: &str, file: impl Read, delimiter: u8, each: &mut 
     let mut record = csv::ByteRecord::new();
     let mut header: Option<Vec<String>> = None;
     loop {
-        let more = reader.read_byte_record(&mut record).map_err(|e| {
-            Error::format("cannot read the table")
-                .at(&place)
-                .cause(e)
-                .hint("put a text with line breaks or quotes in double quotes, and double the quotes inside it")
-        })?;
-        if !more {
-            return Ok(());
+        let more = reader.read_byte_record(&mut record);
+        if !matches!(more, Ok(false))
+            && let Some(position) = record.position()
+        {
+            place.number = line_at(&seen, &mut line, position.byte());
         }
-        if let Some(position) = record.position() {
-            place.number = line_at(&breaks, &mut line, position.byte());
+        let (place_at_end, is_end, is_long) = {
+            let seen = seen.borrow();
+            (seen.place, seen.is_end, seen.is_long)
+        };
+        match more {
+            Err(_) if is_long => {
+                return Err(Error::format("the row is too long")
+                    .at(&place)
+                    .found(match place_at_end {
+                        CellPlace::Quoted => format!("over {MAX_ROW_BYTES} bytes in quotes that are not closed"),
+                        _ => format!("over {MAX_ROW_BYTES} bytes in one line"),
+                    })
+                    .expected("a row per line, and a quote at both ends of a text with line breaks")
+                    .hint("close the quotes, or split the text over several rows"));
+            }
+            Err(e) => {
+                return Err(Error::format("cannot read the table")
+                    .at(&place)
+                    .cause(e)
+                    .hint("put a text with line breaks or quotes in double quotes, and double the quotes inside it"));
+            }
+            Ok(false) => return Ok(()),
+            Ok(true) if is_end && place_at_end == CellPlace::Quoted => {
+                let text = String::from_utf8_lossy(record.iter().next_back().unwrap_or_default());
+                return Err(
+                    Error::format("a quote opens a text and is not closed before the end of the file")
+                        .at(&place)
+                        .found(clip(&text))
+                        .expected("a quote at both ends of the text")
+                        .hint(
+                            "close it; a text that begins with a quote of its own is written as \"\"\"so\"\" it is\"",
+                        ),
+                );
+            }
+            Ok(true) => {}
         }
         let cells = cells(&record, &place);
         match &header {
@@ -148,4 +235,76 @@ fn fields(names: &[String], cells: Vec<String>, place: &RowPosition) -> Result<M
         .cloned()
         .zip(cells.into_iter().map(Value::String))
         .collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The number of rows, and the error that ended the reading.
+    fn read(bytes: impl Read) -> (usize, String) {
+        let mut rows = 0;
+        let end = read_table("t.csv", bytes, b',', &mut |row| {
+            rows += usize::from(row.is_ok());
+            Ok(())
+        });
+        (rows, end.err().map(|e| e.to_string()).unwrap_or_default())
+    }
+
+    #[test]
+    fn an_open_quote_is_an_error_in_the_row_that_opens_it() {
+        let (rows, e) = read(&b"prompt,completion\n\nq0,\"a\n0\"\nq1,\"a1\nq2,a2\nq3,a3\n"[..]);
+        assert_eq!(rows, 1);
+        for part in ["t.csv:5", "is not closed", "a1\u{fffd}q2,a2", "hint:"] {
+            assert!(e.contains(part), "no {part:?} in: {e}");
+        }
+        for (text, rows) in [
+            ("a\n\"b\"", 1),
+            ("a\n\"b\"\"\"\n", 1),
+            ("\u{feff}\"a\"\n5\" pipe\n\"b\" c\"\n", 2),
+        ] {
+            assert_eq!(read(text.as_bytes()), (rows, String::new()), "{text:?}");
+        }
+        for text in ["\"", "\u{feff}\"a\n", "a\n\"b\"\"", "a,b\r\n1,\"\"\"\r\n"] {
+            assert!(read(text.as_bytes()).1.contains("is not closed"), "{text:?}");
+        }
+    }
+
+    #[test]
+    fn quotes_are_seen_as_the_csv_reader_sees_them() {
+        let mut texts = vec![String::new()];
+        for from in 0..1365 {
+            texts.extend(["a", ",", "\"", "\n"].map(|next| format!("{}{next}", texts[from])));
+        }
+        let (mut open, mut closed) = (0, 0);
+        for text in &texts {
+            let place = |place: CellPlace, byte| place.after(byte, b',');
+            let is_open = text.bytes().fold(CellPlace::Start, place) == CellPlace::Quoted;
+            // In an open quote a line break does not end the row.
+            let all = format!("{text}\n!");
+            let mut reader = csv::ReaderBuilder::new()
+                .has_headers(false)
+                .flexible(true)
+                .from_reader(all.as_bytes());
+            let last = reader.records().last().unwrap().unwrap();
+            assert_eq!(last.iter().eq(["!"]), !is_open, "{text:?}");
+            *(if is_open { &mut open } else { &mut closed }) += 1;
+        }
+        assert!(open > 1000 && closed > 1000 && texts.len() == 5461, "{open} {closed}");
+    }
+
+    #[test]
+    fn a_row_that_does_not_end_is_refused_before_it_fills_the_memory() {
+        for (start, part) in [
+            ("text\nfirst\n\"", "quotes that are not closed"),
+            ("text\nfirst\n", "in one line"),
+        ] {
+            let (rows, e) = read(start.as_bytes().chain(std::io::repeat(b'x')));
+            assert_eq!(rows, 1);
+            assert!(
+                e.contains("too long") && e.contains("t.csv:3") && e.contains(part),
+                "{e}"
+            );
+        }
+    }
 }

@@ -1,15 +1,22 @@
 //! The texts of a row, each with the role that it has in the row, whatever the format. Rows of different formats with the
 //! same roles and texts have the same parts.
 
+use crate::chat;
 use crate::layout::{ColumnLayout, is_turns};
 use crate::read::Row;
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 /// A text and its role: `user`, `assistant`, `chosen`, `text`, ...
 pub(super) struct RowText {
     pub role: String,
     pub text: String,
+    /// Parts of a message other than its content, with the names of their fields, as JSON in one form. Only an exact
+    /// comparison reads them.
+    fields: String,
 }
+
+/// Names of the reasoning before an answer.
+const REASONING: [&str; 3] = ["reasoning_content", "reasoning", "thinking"];
 
 impl RowText {
     /// True for texts that many rows share: they say nothing about the row.
@@ -54,21 +61,16 @@ fn push(out: &mut Vec<RowText>, role: &str, value: &Value) {
         Value::String(text) => out.push(part(role, text)),
         list if is_turns(list) => {
             let one = std::slice::from_ref(list);
-            for message in list.as_array().map_or(one, Vec::as_slice) {
-                let own = ["role", "from"].iter().find_map(|key| message.get(*key)?.as_str());
-                // The sides of a pair must not be exchangeable.
-                let role = match role {
-                    "chosen" | "rejected" => role,
-                    _ => role_name(own.unwrap_or(role)),
-                };
-                let mut text = String::new();
-                for key in ["content", "value", "tool_calls"] {
-                    message.get(key).into_iter().for_each(|v| leaves(v, &mut text));
+            for item in list.as_array().map_or(one, Vec::as_slice) {
+                match item {
+                    Value::String(text) => out.push(part(role, text)),
+                    // A question and its answer in `history`.
+                    Value::Array(pair) => {
+                        let texts = pair.iter().zip(["user", "assistant"]);
+                        texts.for_each(|(text, role)| push(out, role, text));
+                    }
+                    other => out.push(message(role, other)),
                 }
-                out.push(RowText {
-                    role: role.to_string(),
-                    text,
-                });
             }
         }
         other => out.push(part(role, &other.to_string())),
@@ -79,6 +81,107 @@ fn part(role: &str, text: &str) -> RowText {
     RowText {
         role: role.to_string(),
         text: text.to_string(),
+        fields: String::new(),
+    }
+}
+
+/// A message, or another object in a list, such as a tool.
+fn message(role: &str, message: &Value) -> RowText {
+    let own = ["role", "from"].iter().find_map(|key| message.get(*key)?.as_str());
+    // The sides of a pair must not be exchangeable.
+    let is_side = matches!(role, "chosen" | "rejected");
+    let role = if is_side { role } else { role_name(own.unwrap_or(role)) };
+    let (mut text, mut fields) = (String::new(), Map::new());
+    for key in ["content", "value"] {
+        message.get(key).into_iter().for_each(|v| content(v, &mut text));
+    }
+    let mut reasoning = String::new();
+    for key in REASONING {
+        message.get(key).into_iter().for_each(|v| content(v, &mut reasoning));
+    }
+    if !reasoning.is_empty() {
+        leaves(&Value::from(reasoning.as_str()), &mut text);
+        fields.insert("reasoning".to_string(), reasoning.into());
+    }
+    let given = message.get("tool_calls").cloned().unwrap_or_default();
+    let given = match given.as_str().and_then(chat::called) {
+        Some(calls) => Value::Array(calls),
+        None => given,
+    };
+    let calls: Value = match given {
+        Value::Array(calls) if calls.is_empty() => Value::Null,
+        Value::Array(calls) => calls.iter().map(call).collect(),
+        other => other,
+    };
+    if !calls.is_null() {
+        leaves(&calls, &mut text);
+        fields.insert("tool_calls".to_string(), calls);
+    }
+    // The same conversation may be there once for each answer that it trains. Sides of a pair have no weights.
+    if !is_side && chat::is_untrained(message) {
+        fields.insert("weight".to_string(), 0.into());
+    }
+    if own.is_none() && text.is_empty() {
+        fields.insert("value".to_string(), in_one_form(message));
+    }
+    RowText {
+        role: role.to_string(),
+        text,
+        fields: if fields.is_empty() {
+            String::new()
+        } else {
+            Value::Object(fields).to_string()
+        },
+    }
+}
+
+/// A call of a tool in one form: arguments given as JSON text are parsed, and the kind of the call, which is always the
+/// same, is left out.
+fn call(value: &Value) -> Value {
+    let mut value = value.clone();
+    if let Some(fields) = value.as_object_mut() {
+        fields.remove("type");
+    }
+    let holder = if value.get("function").is_some_and(Value::is_object) {
+        value.get_mut("function")
+    } else {
+        Some(&mut value)
+    };
+    if let Some(arguments) = holder.and_then(|holder| holder.get_mut("arguments"))
+        && let Some(Ok(parsed @ Value::Object(_))) = arguments.as_str().map(serde_json::from_str::<Value>)
+    {
+        *arguments = parsed;
+    }
+    in_one_form(&value)
+}
+
+/// The same value with the fields of objects in the order of their names, without null fields, which columnar files add.
+fn in_one_form(value: &Value) -> Value {
+    match value {
+        Value::Array(list) => list.iter().map(in_one_form).collect(),
+        Value::Object(fields) => {
+            let mut fields: Vec<_> = fields.iter().filter(|(_, v)| !v.is_null()).collect();
+            fields.sort_by_key(|(key, _)| *key);
+            let fields = fields.into_iter().map(|(key, v)| (key.clone(), in_one_form(v)));
+            Value::Object(fields.collect())
+        }
+        other => other.clone(),
+    }
+}
+
+/// Appends the text of a message: a string, or a list of parts whose kind is no text.
+fn content(value: &Value, out: &mut String) {
+    let Value::Array(parts) = value else {
+        return leaves(value, out);
+    };
+    for part in parts {
+        match part {
+            Value::Object(fields) => fields
+                .iter()
+                .filter(|(key, _)| *key != "type")
+                .for_each(|(_, v)| leaves(v, out)),
+            other => leaves(other, out),
+        }
     }
 }
 
@@ -93,11 +196,7 @@ fn leaves(value: &Value, out: &mut String) {
             out.push_str(text);
         }
         Value::Array(list) => list.iter().for_each(|v| leaves(v, out)),
-        // The kind of a content part is no text.
-        Value::Object(fields) => fields
-            .iter()
-            .filter(|(key, _)| *key != "type")
-            .for_each(|(_, v)| leaves(v, out)),
+        Value::Object(fields) => fields.values().for_each(|v| leaves(v, out)),
         other => leaves(&Value::String(other.to_string()), out),
     }
 }
@@ -106,7 +205,7 @@ fn leaves(value: &Value, out: &mut String) {
 pub(super) fn hash(parts: &[RowText]) -> [u8; 16] {
     let mut hasher = blake3::Hasher::new();
     for part in parts {
-        for text in [&part.role, &part.text] {
+        for text in [&part.role, &part.text, &part.fields] {
             hasher.update(&(text.len() as u64).to_le_bytes());
             hasher.update(text.as_bytes());
         }

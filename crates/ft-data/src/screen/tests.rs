@@ -408,3 +408,103 @@ fn texts_are_counted_while_the_rows_are_tokenized() {
         assert_eq!(screen.texts(), Some(all));
     }
 }
+
+/// The indices of the rows that are kept.
+fn kept(screen: &Screen, rows: &[Value]) -> Vec<usize> {
+    let waiting = |(i, value): (usize, &Value)| {
+        let row = row(value.clone());
+        let layout = layout(&row, RowFormat::Auto, RowPurpose::Learn).unwrap();
+        let origin = RowOrigin {
+            file: 0,
+            number: i as u64 + 1,
+            is_line: true,
+        };
+        (row, WaitingRow(Arc::new(layout), origin))
+    };
+    let rows: Vec<_> = rows.iter().enumerate().map(waiting).collect();
+    let decided = screen.keep(&rows).into_iter().enumerate();
+    decided.filter_map(|(i, kept)| kept.unwrap().then_some(i)).collect()
+}
+
+#[test]
+fn rows_that_differ_in_reasoning_calls_tools_or_history_are_no_duplicates() {
+    let turn = |role: &str, content: &str| json!({"role": role, "content": content});
+    let talk = |answer: Value| json!({"messages": [turn("user", "q"), answer]});
+    let thought = |name: &str, text: &str| talk(json!({"role": "assistant", "content": "a", name: text}));
+    let call = |arguments: Value| {
+        let function = json!({"name": "search", "arguments": arguments});
+        talk(json!({"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}))
+    };
+    let with = |name: &str, value: Value| {
+        let mut row = talk(turn("assistant", "a"));
+        row[name] = value;
+        row
+    };
+    let earlier = |answer: &str| json!({"instruction": "q", "output": "a", "history": [["x", answer]]});
+    let parts = json!([{"type": "text", "text": "a"}]);
+    let weighed = |first: Value, second: Value| {
+        let turn = |content: &str, weight: Value| json!({"from": "gpt", "value": content, "weight": weight});
+        json!({"conversations": [{"from": "human", "value": "q"}, turn("a", first), turn("b", second)]})
+    };
+    for (rows, expected) in [
+        (
+            vec![
+                weighed(json!(1), json!(0)),
+                weighed(json!(0), json!(1)),
+                weighed(json!(1), Value::Null),
+                weighed(json!(0.0), json!(true)),
+                weighed(Value::Null, Value::Null),
+            ],
+            vec![0, 1, 2],
+        ),
+        (
+            vec![
+                talk(turn("assistant", "a")),
+                thought("reasoning_content", "x"),
+                thought("reasoning_content", "y"),
+                thought("thinking", "x"),
+                talk(turn("assistant", "a\nx")),
+                talk(json!({"role": "assistant", "content": parts})),
+            ],
+            vec![0, 1, 2, 4],
+        ),
+        (
+            vec![
+                call(json!({"type": "news", "n": 1})),
+                call(json!({"type": "images", "n": 1})),
+                call(json!({"n": 1, "type": "news", "page": null})),
+                call(json!("{\"type\": \"news\", \"n\": 1}")),
+                call(json!({"from": "A"})),
+                call(json!({"to": "A"})),
+            ],
+            vec![0, 1, 4, 5],
+        ),
+        (
+            vec![
+                with("tools", json!([{"name": "f"}])),
+                with("tools", json!([{"name": "g"}])),
+                with("tools", json!("[{\"name\": \"f\"}]")),
+            ],
+            vec![0, 1],
+        ),
+        (
+            vec![
+                earlier("y"),
+                earlier("z"),
+                json!({"messages": [turn("user", "x"), turn("assistant", "y"), turn("user", "q"), turn("assistant", "a")]}),
+            ],
+            vec![0, 1],
+        ),
+    ] {
+        assert_eq!(kept(&dedup(Dedup::Exact), &rows), expected, "{rows:?}");
+    }
+    // Nearly equal rows, and words of an evaluation, are found in the reasoning too.
+    let thoughts = [text(0, 60), text(100, 60), text(1, 60)].map(|text| thought("reasoning", &text));
+    assert_eq!(kept(&dedup(Dedup::Near), &thoughts), [0, 1]);
+    let eval = files(&[("eval.jsonl", &json!({"q": text(20, 13)}).to_string())]);
+    let screen = screen(ScreenSpec {
+        evaluation: eval.paths.clone(),
+        ..ScreenSpec::default()
+    });
+    assert_eq!(kept(&screen, &thoughts), [1]);
+}

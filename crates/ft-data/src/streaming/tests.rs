@@ -100,6 +100,52 @@ fn a_resumed_stream_gives_the_same_batches_from_every_step() {
 }
 
 #[test]
+fn a_position_that_no_run_reaches_is_refused() {
+    let (files, codec, weighted) = (rows(57), real(), weighted());
+    for files in [&files, &weighted] {
+        let mut stream = RowStream::new(&spec(files), &codec, None, order(false, false), 10).unwrap();
+        let start = stream.position.clone();
+        for number in [u64::MAX, MOST + 1] {
+            let mut positions = vec![
+                Position {
+                    epoch: number,
+                    ..start.clone()
+                },
+                Position {
+                    row: number,
+                    ..start.clone()
+                },
+            ];
+            if !start.sources.is_empty() {
+                let sources = vec![(0, 0), (number, 0)];
+                positions.push(Position {
+                    sources,
+                    ..start.clone()
+                });
+            }
+            for position in positions {
+                let e = stream
+                    .restore(&serde_json::to_vec(&position).unwrap())
+                    .unwrap_err()
+                    .to_string();
+                assert!(
+                    e.contains("no valid data position") && e.contains(&number.to_string()),
+                    "{e}"
+                );
+            }
+        }
+        // More rows than the files have: the next epoch begins.
+        let position = Position {
+            epoch: MOST,
+            row: MOST,
+            ..start.clone()
+        };
+        stream.restore(&serde_json::to_vec(&position).unwrap()).unwrap();
+        assert_eq!(stream.step(0).unwrap().len(), 2);
+    }
+}
+
+#[test]
 fn a_stream_has_the_columns_and_the_limits_of_its_sources() {
     let (mut files, codec) = (rows(57), real());
     let both = files.paths.clone();
@@ -308,30 +354,34 @@ fn a_stream_is_known_by_the_content_of_its_files_and_not_by_their_names() {
     let codec = real();
     let of = |contents: &[(&str, &str)]| {
         let sample = Dataset::sample(&spec(&files(contents)), &codec, None, 10).unwrap();
-        (sample.fingerprint, sample.fingerprint_before)
+        assert!(sample.fingerprint_before.is_empty());
+        sample.fingerprint
     };
     let row = |i: usize| format!("{{\"text\": \"row {i:02}\"}}\n");
     let text: String = (0..40).map(row).collect();
-    let (print, before) = of(&[("a.jsonl", &text), ("b.jsonl", "{\"text\": \"more\"}\n")]);
-    assert!(
-        print.starts_with("blake3-content:") && before.len() == 64,
-        "{print} {before}"
-    );
-    // A row beyond the first window, in a file of the same size: names and sizes do not see it.
+    let print = of(&[("a.jsonl", &text), ("b.jsonl", "{\"text\": \"more\"}\n")]);
+    assert!(print.starts_with("blake3-content:"), "{print}");
+    // A row beyond the first window, in a file of the same size.
     let changed = text.replace("row 30", "row 99");
-    let (other, other_before) = of(&[("a.jsonl", &changed), ("b.jsonl", "{\"text\": \"more\"}\n")]);
-    assert_eq!(before, other_before);
+    let other = of(&[("a.jsonl", &changed), ("b.jsonl", "{\"text\": \"more\"}\n")]);
     assert_ne!(print, other);
     // Other names with the same rows in the same order.
-    let (moved, moved_before) = of(&[("part.1.jsonl", &text), ("part.2.jsonl", "{\"text\": \"more\"}\n")]);
-    assert_ne!(before, moved_before);
+    let moved = of(&[("part.1.jsonl", &text), ("part.2.jsonl", "{\"text\": \"more\"}\n")]);
     assert_eq!(print, moved);
     // Another order, and the same bytes as another kind of file.
-    assert_ne!(
-        print,
-        of(&[("b.jsonl", "{\"text\": \"more\"}\n"), ("a.jsonl", &text)]).0
-    );
-    assert_ne!(print, of(&[("a.jsonl", &text), ("b.txt", "{\"text\": \"more\"}\n")]).0);
+    assert_ne!(print, of(&[("b.jsonl", "{\"text\": \"more\"}\n"), ("a.jsonl", &text)]));
+    assert_ne!(print, of(&[("a.jsonl", &text), ("b.txt", "{\"text\": \"more\"}\n")]));
+}
+
+/// Other rules may give the same files other masks, which a resumed run must not get.
+#[test]
+fn a_stream_is_known_by_the_rules_by_which_its_rows_are_read() {
+    let (files, codec) = (rows(20), real());
+    let spec = spec(&files);
+    let sample = Dataset::sample(&spec, &codec, None, 10).unwrap();
+    let of = |rules| fingerprint(&spec, &codec, None, rules).unwrap();
+    assert_eq!(sample.fingerprint, of(RULES));
+    assert_ne!(of(RULES), of("rules 1"));
 }
 
 /// Row R6.

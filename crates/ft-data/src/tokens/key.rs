@@ -6,6 +6,10 @@ use crate::screen::Screen;
 use ft_base::{Result, files};
 use std::path::Path;
 
+/// Version of the rules by which rows are read, screened and tokenized. Other rules are another key: the files of
+/// earlier versions may have other rows and tokens.
+pub(crate) const RULES: &str = "rules 2";
+
 /// Bytes of all data files.
 pub(super) fn bytes(spec: &DatasetSpec) -> Result<u64> {
     spec.files().map(|path| files::size(Path::new(path))).sum()
@@ -30,6 +34,7 @@ pub(super) fn of(request: &TokenRequest) -> Result<Option<String>> {
         hasher.update(t.as_bytes());
     };
     text(FORMAT);
+    text(RULES);
     text(&codec);
     text(&template);
     text(&spec.settings());

@@ -27,6 +27,7 @@ mod prompts;
 mod seal;
 
 pub(super) use build::hash_row;
+pub(super) use key::RULES;
 
 #[cfg(test)]
 mod tests;
@@ -228,7 +229,7 @@ impl TokenFile {
         let entry = self.entry(row)?;
         let mut bytes = vec![0; entry.measure.length as usize * TOKEN_BYTES as usize];
         self.tokens
-            .read_exact_at(&mut bytes, entry.first * TOKEN_BYTES)
+            .read_exact_at(&mut bytes, entry.first.saturating_mul(TOKEN_BYTES))
             .map_err(|e| self.cannot_read(e))?;
         Ok(example(&bytes))
     }
@@ -274,7 +275,7 @@ impl TokenFile {
         ])
     }
 
-    /// Number of parts, from the first, whose bytes have their hashes.
+    /// Number of parts, from the first, whose bytes have their hashes, and whose rows are in them.
     fn intact(&self, chunks: &[PartEnd]) -> usize {
         let bytes = chunks.last().map_or(0, |c| c.tokens.saturating_mul(TOKEN_BYTES));
         let phase = progress::bytes("checking the token cache", bytes);
@@ -282,13 +283,37 @@ impl TokenFile {
             let (zero, to) = (PartEnd::default(), &chunks[i]);
             let from = if i == 0 { &zero } else { &chunks[i - 1] };
             let grows = from.tokens <= to.tokens && from.rows <= to.rows;
-            let whole = grows && self.part(from, to).is_ok_and(|part| hash(&part) == to.hash);
+            let is_whole = |part: CachePart| hash(&part) == to.hash && has_its_rows(&part, from, to);
+            let whole = grows && self.part(from, to).is_ok_and(is_whole);
             phase.add(to.tokens.saturating_sub(from.tokens).saturating_mul(TOKEN_BYTES));
             whole
         };
         let found: Vec<bool> = (0..chunks.len()).into_par_iter().map(good).collect();
         found.iter().take_while(|good| **good).count()
     }
+}
+
+/// True if the rows of a part follow each other up to its end, and the numbers of each row fit its tokens: a hash does
+/// not say so, and what reads the files relies on it.
+fn has_its_rows([_, index, sides]: &CachePart, from: &PartEnd, to: &PartEnd) -> bool {
+    let mut next = from.tokens;
+    let mut sides = sides.as_chunks().0.iter().map(pairs::of);
+    for entry in index.as_chunks().0.iter().map(RowEntry::of) {
+        let RowMeasure {
+            length,
+            trained,
+            answer,
+        } = entry.measure;
+        let has_documents = sides.next().is_none_or(|side| {
+            let documents = side.preference;
+            documents.prompt <= documents.first && documents.first <= length as usize
+        });
+        if entry.first != next || trained > length || answer > length || !has_documents {
+            return false;
+        }
+        next += u64::from(length);
+    }
+    next == to.tokens
 }
 
 /// The number of rows of a dataset: the place of a row is 32 bits, here and in the order of the rows.

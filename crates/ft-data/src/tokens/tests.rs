@@ -369,6 +369,60 @@ fn damage_in_each_file_of_the_cache_changes_no_row_and_no_fingerprint() {
     }
 }
 
+/// Row C8. A wrong number with the right hash: only a program that writes files of the cache does this.
+#[test]
+fn numbers_of_a_row_that_do_not_fit_its_tokens_are_written_again_also_with_the_right_hash() {
+    let (files, place, codec, want) = (pairs_of_two_parts(), Place::new(), real(), PreferencePart::Pairs);
+    let spec = DatasetSpec {
+        long: Long::Truncate,
+        ..spec(&files)
+    };
+    let memory = preference::load(&spec, want, &codec, None).unwrap();
+    let load = || place.within(u64::MAX, &spec, Some(want), &codec).unwrap();
+    load();
+    let dir = place.set();
+    let read = || NAMES.map(|name| std::fs::read(dir.join(name)).unwrap());
+    let (right, whole) = (read(), finished(&dir).unwrap());
+    // Of the first row: its first token, length, trained tokens, last answer; the first document, the prompt.
+    for (name, at) in [
+        (INDEX, 7),
+        (INDEX, 11),
+        (INDEX, 15),
+        (INDEX, 31),
+        (PAIRS, 3),
+        (PAIRS, 7),
+    ] {
+        // Without `rows.json` the list of the parts is read.
+        for is_finished in [true, false] {
+            let mut bytes = std::fs::read(dir.join(name)).unwrap();
+            bytes[at] ^= 0x40;
+            std::fs::write(dir.join(name), bytes).unwrap();
+            let file = TokenFile::open(&dir, true).unwrap();
+            let mut parts = whole.chunks.clone();
+            parts[0].hash = hash(&file.part(&PartEnd::default(), &parts[0]).unwrap());
+            let line = |part: &PartEnd| seal::sealed(&serde_json::to_string(part).unwrap());
+            std::fs::write(dir.join(CHUNKS), parts.iter().map(line).collect::<String>()).unwrap();
+            std::fs::remove_file(dir.join(super::ROWS)).unwrap();
+            if is_finished {
+                let rows = RowsFile {
+                    chunks: parts,
+                    ..copy_of(&whole)
+                };
+                let text = serde_json::to_string(&rows).unwrap();
+                std::fs::write(dir.join(super::ROWS), seal::sealed(&text)).unwrap();
+            }
+            assert_same(&load(), &memory);
+            let notes = place.notes.take();
+            assert_eq!(notes.len(), usize::from(is_finished), "{name} {at}: {notes:?}");
+            assert!(read() == right, "{name} {at}: other files are written");
+        }
+    }
+}
+
+fn copy_of(rows: &RowsFile) -> RowsFile {
+    serde_json::from_str(&serde_json::to_string(rows).unwrap()).unwrap()
+}
+
 /// Row C8.
 #[test]
 fn a_flipped_bit_in_a_made_result_makes_it_again_with_a_note() {

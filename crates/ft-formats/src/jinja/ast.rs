@@ -201,7 +201,8 @@ pub(super) enum StmtKind {
     /// The call, and the body as a macro `caller`.
     CallBlock(Expr, Arc<Macro>),
     FilterBlock(Expr, Body),
-    Generation(Body),
+    /// The body is a call block of its own.
+    Generation(Macro),
     Scope(Body),
     Break,
     Continue,

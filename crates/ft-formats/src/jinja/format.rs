@@ -10,6 +10,8 @@ use std::sync::Arc;
 
 /// Most digits behind the point.
 const DIGITS: usize = 1000;
+/// Stands for the type that a format of a float does not have, in Python as well.
+const NO_TYPE: char = '\0';
 
 /// How one value is written: `[[fill]align][sign][#][0][width][grouping][.precision][type]`.
 #[derive(Debug, Clone)]
@@ -36,8 +38,9 @@ fn grouped(digits: &str, by: char, every: usize) -> String {
     out
 }
 
-/// `%g` with P digits; `alternate` keeps the zeros at the end.
-fn general(x: f64, precision: usize, alternate: bool) -> String {
+/// `%g` with P digits; `alternate` keeps the zeros at the end. `is_plain`: a format without a type, which has a digit
+/// behind the point or an exponent.
+fn general(x: f64, precision: usize, alternate: bool, is_plain: bool) -> String {
     let precision = precision.max(1);
     let text = format!("{x:.*e}", precision - 1);
     let (mantissa, e) = text.split_once('e').unwrap_or((&text, "0"));
@@ -49,14 +52,18 @@ fn general(x: f64, precision: usize, alternate: bool) -> String {
             t.to_string()
         }
     };
-    if (-4..precision as i64).contains(&e) {
-        trim(&format!("{x:.*}", (precision as i64 - 1 - e).max(0) as usize))
+    if (-4..precision as i64 - i64::from(is_plain)).contains(&e) {
+        let mut text = trim(&format!("{x:.*}", (precision as i64 - 1 - e).max(0) as usize));
+        if is_plain && !text.contains('.') {
+            text.push_str(".0");
+        }
+        text
     } else {
         exponent(&format!("{}e{e}", trim(mantissa)))
     }
 }
 
-/// Digits of a float without its sign.
+/// Digits of a float without its sign. The kind `NO_TYPE` is for a precision alone.
 pub(super) fn float_digits(x: f64, kind: char, precision: Option<usize>, alternate: bool) -> JinjaResult<String> {
     if precision.is_some_and(|p| p > DIGITS) {
         return Err(Fail::unsupported(format!("more than {DIGITS} digits behind the point")));
@@ -76,7 +83,8 @@ pub(super) fn float_digits(x: f64, kind: char, precision: Option<usize>, alterna
     let mut out = match kind {
         'f' | 'F' => format!("{x:.digits$}"),
         'e' | 'E' => exponent(&format!("{x:.digits$e}")),
-        'g' | 'G' => general(x, digits, alternate),
+        'g' | 'G' => general(x, digits, alternate, false),
+        NO_TYPE => general(x, digits, alternate, true),
         '%' => format!("{:.digits$}%", x * 100.0),
         _ => {
             return Err(Fail::failed(format!(
@@ -271,9 +279,9 @@ impl FormatSpec {
     }
 
     fn float(&self, x: f64) -> JinjaResult<String> {
-        let digits = match (self.kind, self.precision) {
+        let digits = match (self.kind.filter(|kind| *kind != NO_TYPE), self.precision) {
             (None, None) => float_text(x.abs()),
-            (None, Some(_)) => return Err(Fail::unsupported("a float with a precision and no type in its format")),
+            (None, Some(_)) => float_digits(x, NO_TYPE, self.precision, self.alternate)?,
             (Some('n'), precision) => float_digits(x, 'g', precision, self.alternate)?,
             (Some(kind), precision) => float_digits(x, kind, precision, self.alternate)?,
         };

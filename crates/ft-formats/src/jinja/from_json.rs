@@ -1,7 +1,7 @@
 //! JSON to values, and `tojson` as `json.dumps`.
 
 use super::fail::{Fail, JinjaResult, charge, charge_text, check_text};
-use super::print::{float_text, int_text};
+use super::print::{FLOAT, float_text, int_text};
 use super::value::{Dict, Value};
 use std::fmt::Write;
 use std::rc::Rc;
@@ -66,7 +66,10 @@ impl JsonStyle {
             Value::None => out.push_str("null"),
             Value::Bool(b) => out.push_str(if *b { "true" } else { "false" }),
             Value::Int(n) => out.push_str(&int_text(*n)),
-            Value::Float(x) => out.push_str(&json_float(*x)),
+            Value::Float(x) => {
+                charge(FLOAT)?;
+                out.push_str(&json_float(*x));
+            }
             Value::Str(s) | Value::Markup(s) => self.string(out, s)?,
             Value::List(seq) | Value::Tuple(seq) | Value::Group(seq) => {
                 out.push('[');
@@ -105,6 +108,7 @@ impl JsonStyle {
                             let _ = write!(out, "\"{n}\"");
                         }
                         Value::Float(x) => {
+                            charge(FLOAT)?;
                             let _ = write!(out, "\"{}\"", json_float(*x));
                         }
                         other => {

@@ -7,7 +7,7 @@ use super::value::{Dict, Object, RangeValue, Value};
 use std::cell::Cell;
 use std::rc::Rc;
 
-pub(super) const GLOBALS: [&str; 9] = [
+pub(crate) const GLOBALS: [&str; 9] = [
     "cycler",
     "dict",
     "joiner",
@@ -166,7 +166,26 @@ pub(super) fn range(start: i128, stop: i128, step: i128) -> JinjaResult<RangeVal
     })
 }
 
-/// The local time now, in the format of C's `strftime`.
+/// The format that Python's `datetime` passes on to C: without a time zone, and with the microseconds.
+fn naive_format(format: &str, micros: impl std::fmt::Display) -> String {
+    let mut out = String::new();
+    let mut chars = format.chars();
+    while let Some(c) = chars.next() {
+        if c != '%' {
+            out.push(c);
+            continue;
+        }
+        match chars.next() {
+            Some('f') => out.push_str(&format!("{micros:06}")),
+            Some('z' | 'Z') => {}
+            Some(c) => out.extend(['%', c]),
+            None => out.push('%'),
+        }
+    }
+    out
+}
+
+/// The local time now, as `datetime.now().strftime(format)`.
 fn strftime_now(format: &str) -> JinjaResult<String> {
     let bad = || Fail::failed("strftime_now: the format cannot be used");
     charge(1000)?;
@@ -176,18 +195,29 @@ fn strftime_now(format: &str) -> JinjaResult<String> {
     if format.len() > 256 {
         return Err(bad());
     }
-    let format = std::ffi::CString::new(format).map_err(|_| bad())?;
-    let mut out = vec![0u8; 4096];
-    // SAFETY: `time` and `localtime_r` write only to what they are given; `strftime` writes at most `out.len()` bytes
-    // and reads a C string that ends with 0.
-    let length = unsafe {
-        let now = libc::time(std::ptr::null_mut());
+    // SAFETY: all zeros are a value of both types; `gettimeofday` and `localtime_r` write only to what they are given.
+    let (micros, parts) = unsafe {
+        let mut now: libc::timeval = std::mem::zeroed();
         let mut parts: libc::tm = std::mem::zeroed();
-        if libc::localtime_r(&now, &mut parts).is_null() {
+        if libc::gettimeofday(&mut now, std::ptr::null_mut()) != 0
+            || libc::localtime_r(&now.tv_sec, &mut parts).is_null()
+        {
             return Err(bad());
         }
-        libc::strftime(out.as_mut_ptr().cast(), out.len(), format.as_ptr(), &parts)
+        // As Python does: no time zone, also for forms such as `%-z`.
+        parts.tm_isdst = -1;
+        parts.tm_gmtoff = 0;
+        parts.tm_zone = std::ptr::null_mut();
+        (now.tv_usec, parts)
     };
+    let format = naive_format(format, micros);
+    // Python's largest buffer: it prints nothing if the text is longer.
+    let room = format.chars().count().saturating_mul(256).next_power_of_two().max(1024);
+    charge(room)?;
+    let format = std::ffi::CString::new(format).map_err(|_| bad())?;
+    let mut out = vec![0u8; room];
+    // SAFETY: `strftime` writes at most `out.len()` bytes and reads a C string that ends with 0.
+    let length = unsafe { libc::strftime(out.as_mut_ptr().cast(), out.len(), format.as_ptr(), &parts) };
     out.truncate(length);
     String::from_utf8(out).map_err(|_| bad())
 }

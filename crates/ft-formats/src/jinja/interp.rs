@@ -164,19 +164,22 @@ impl<'t> Interp<'t> {
     }
 
     /// The output of `inner`, as text.
-    pub(super) fn capture(&mut self, inner: impl FnOnce(&mut Self) -> JinjaResult<()>) -> JinjaResult<String> {
+    pub(super) fn capture(
+        &mut self,
+        inner: impl FnOnce(&mut Self) -> JinjaResult<Flow>,
+    ) -> JinjaResult<(String, Flow)> {
         self.out.push(String::new());
         let done = inner(self);
         let text = self.out.pop().unwrap_or_default();
-        done.map(|()| text)
+        done.map(|flow| (text, flow))
     }
 
     /// The statements of a body in a scope of its own.
-    pub(super) fn body(&mut self, body: &Body) -> JinjaResult<()> {
+    fn body(&mut self, body: &Body) -> JinjaResult<Flow> {
         let before = self.enter(self.scope, body)?;
         let done = self.block(&body.nodes);
         self.leave(before);
-        done.map(|_| ())
+        done
     }
 
     pub(super) fn block(&mut self, nodes: &[Stmt]) -> JinjaResult<Flow> {
@@ -215,26 +218,30 @@ impl<'t> Interp<'t> {
                 }
                 return self.block(otherwise);
             }
-            StmtKind::For(node) => self.loop_statement(node)?,
+            StmtKind::For(node) => return self.loop_statement(node),
             StmtKind::Break => return Ok(Flow::Break),
             StmtKind::Continue => return Ok(Flow::Continue),
-            _ => self.rare(node)?,
+            _ => return self.rare(node),
         }
         Ok(Flow::Next)
     }
 
     /// The statements that `statement` does not run itself: few templates have them.
-    fn rare(&mut self, node: &Stmt) -> JinjaResult<()> {
+    fn rare(&mut self, node: &Stmt) -> JinjaResult<Flow> {
         check_stack()?;
         match &node.kind {
             StmtKind::SetBlock(target, filter, body) => {
-                let text = self.capture(|i| i.body(body))?;
+                let (text, flow) = self.capture(|i| i.body(body))?;
+                if flow != Flow::Next {
+                    // The loop goes on or ends before the text is used.
+                    return Ok(flow);
+                }
                 charge_text(text.len())?;
                 let mut value = Value::str(text);
                 if let Some(filter) = filter {
                     value = self.filter_chain(filter, value)?;
                 }
-                self.assign(target, value)
+                self.assign(target, value)?;
             }
             StmtKind::With(values, body) => {
                 let mut given = Vec::new();
@@ -246,18 +253,17 @@ impl<'t> Interp<'t> {
                     for (target, value) in given {
                         self.assign(target, value)?;
                     }
-                    self.block(&body.nodes).map(|_| ())
+                    self.block(&body.nodes)
                 };
                 let done = run();
                 self.leave(before);
-                done
+                return done;
             }
             StmtKind::Macro(code) => {
                 let value = self.make_macro(code)?;
                 if let Some(name) = code.name {
                     self.set(name, Some(value))?;
                 }
-                Ok(())
             }
             StmtKind::CallBlock(call, code) => {
                 let caller = self.make_macro(code)?;
@@ -268,24 +274,37 @@ impl<'t> Interp<'t> {
                 let mut args = self.arguments(args)?;
                 args.named.push(("caller".into(), caller));
                 let value = self.call(&callee, args).map_err(|e| e.at(call.line))?;
-                let text = self.text(&value)?;
-                self.write(&text)
+                self.write_block(&value)?;
             }
             StmtKind::FilterBlock(filter, body) => {
-                let text = self.capture(|i| i.body(body))?;
+                let (text, flow) = self.capture(|i| i.body(body))?;
+                if flow != Flow::Next {
+                    return Ok(flow);
+                }
                 charge_text(text.len())?;
                 let value = self.filter_chain(filter, Value::str(text))?;
-                let text = self.text(&value)?;
-                self.write(&text)
+                self.write_block(&value)?;
             }
-            StmtKind::Generation(body) => self.generation(body),
-            StmtKind::Scope(body) => self.body(body),
-            StmtKind::Refused(what) => Err(Fail::unsupported(*what)),
-            _ => Ok(()),
+            StmtKind::Generation(code) => self.generation(code)?,
+            StmtKind::Scope(body) => return self.body(body),
+            StmtKind::Refused(what) => return Err(Fail::unsupported(*what)),
+            _ => {}
+        }
+        Ok(Flow::Next)
+    }
+
+    /// Prints what a call or a filter makes of a block. Errors: no text; jinja2 does not convert it here.
+    fn write_block(&mut self, value: &Value) -> JinjaResult<()> {
+        match value.as_str() {
+            Some(text) => self.write(text),
+            None => Err(Fail::failed(format!(
+                "a block must print text: expected str instance, {} found",
+                value.type_name()
+            ))),
         }
     }
 
-    fn generation(&mut self, body: &Body) -> JinjaResult<()> {
+    fn generation(&mut self, code: &Macro) -> JinjaResult<()> {
         let is_top = self.out.len() == 1;
         self.is_captured |= !is_top;
         if let Some([start, _]) = self.marks {
@@ -296,7 +315,10 @@ impl<'t> Interp<'t> {
         if is_top {
             self.generation.push(start..start);
         }
-        self.body(body)?;
+        let before = self.enter(self.scope, &code.body)?;
+        let done = self.generated(code);
+        self.leave(before);
+        done?;
         let end = self.out.last().map_or(0, String::len);
         if let Some(range) = self.generation.get_mut(number).filter(|_| is_top) {
             range.end = end;
@@ -305,6 +327,20 @@ impl<'t> Interp<'t> {
             self.write(end.encode_utf8(&mut [0; 4]))?;
         }
         Ok(())
+    }
+
+    /// The statements of a generation block. It is a call block in jinja2, called without arguments.
+    fn generated(&mut self, code: &Macro) -> JinjaResult<()> {
+        if code.uses_caller {
+            self.set_word("caller", Value::hint("No caller defined"))?;
+        }
+        if code.uses_kwargs {
+            self.set_word("kwargs", Value::Dict(Rc::new(Dict::default())))?;
+        }
+        if code.uses_varargs {
+            self.set_word("varargs", Value::tuple(Vec::new())?)?;
+        }
+        self.block(&code.body.nodes).map(|_| ())
     }
 
     /// A filter or a chain of them on `value`; the innermost one has no value of its own.
@@ -443,7 +479,7 @@ impl<'t> Interp<'t> {
                 };
                 self.set(parameter, Some(value))?;
             }
-            self.capture(|i| i.block(&code.body.nodes).map(|_| ()))
+            self.capture(|i| i.block(&code.body.nodes)).map(|(text, _)| text)
         };
         let done = run();
         self.leave(before);
@@ -466,7 +502,7 @@ impl<'t> Interp<'t> {
         iterable: Value,
         scope: usize,
         depth0: i128,
-    ) -> JinjaResult<()> {
+    ) -> JinjaResult<Flow> {
         check_stack()?;
         let source = match &node.test {
             Some(test) => loops::filtered(self, node, test, iterable, scope)?,
@@ -487,9 +523,9 @@ impl<'t> Interp<'t> {
             recursive: node.recursive.then(|| (node.clone(), scope)),
         }))));
         let loop_name = self.tree.word("loop")?;
-        let mut ran = false;
+        // `else` runs unless some element reached the end of the body.
+        let mut reached_end = false;
         while let Some(item) = loops::step(&state)? {
-            ran = true;
             charge(NODE)?;
             let before = self.enter(scope, &node.body)?;
             if let Some(name) = loop_name {
@@ -500,20 +536,22 @@ impl<'t> Interp<'t> {
                 Err(e) => Err(e.at(node.line)),
             };
             self.leave(before);
-            if flow? == Flow::Break {
-                break;
+            match flow? {
+                Flow::Next => reached_end = true,
+                Flow::Continue => {}
+                Flow::Break => break,
             }
         }
-        if !ran && node.has_else {
-            let before = self.enter(scope, &node.otherwise)?;
-            let done = self.block(&node.otherwise.nodes);
-            self.leave(before);
-            done?;
+        if reached_end || !node.has_else {
+            return Ok(Flow::Next);
         }
-        Ok(())
+        let before = self.enter(scope, &node.otherwise)?;
+        let done = self.block(&node.otherwise.nodes);
+        self.leave(before);
+        done
     }
 
-    fn loop_statement(&mut self, node: &Arc<ForLoop>) -> JinjaResult<()> {
+    fn loop_statement(&mut self, node: &Arc<ForLoop>) -> JinjaResult<Flow> {
         let iterable = self.eval(&node.iter)?;
         if !iterable.is_iterable() {
             return Err(Fail::failed(format!("'{}' object is not iterable", iterable.type_name())).at(node.line));

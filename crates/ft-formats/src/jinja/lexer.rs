@@ -175,6 +175,10 @@ impl<'a> Lexer<'a> {
     }
 
     fn comment(&mut self) -> JinjaResult<()> {
+        // jinja2 ignores a comment that begins at the end of the file.
+        if self.rest().is_empty() {
+            return Ok(());
+        }
         let Some(at) = self.rest().find("#}") else {
             return Err(Fail::syntax("Missing end of comment tag"));
         };
@@ -186,6 +190,10 @@ impl<'a> Lexer<'a> {
 
     fn raw(&mut self) -> JinjaResult<()> {
         let rest = self.rest();
+        // As for a comment.
+        if rest.is_empty() {
+            return Ok(());
+        }
         for (at, _) in rest.match_indices("{%") {
             let tail = &rest[at + 2..];
             let sign = tail.bytes().next().filter(|c| matches!(c, b'-' | b'+'));

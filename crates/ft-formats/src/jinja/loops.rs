@@ -118,7 +118,7 @@ pub(super) fn call(interp: &mut Interp, object: &Rc<Object>, args: &Args) -> Jin
         ));
     };
     let iterable = iterable.unwrap_or(Value::None);
-    let text = interp.capture(|i| i.run_loop(&node, iterable, scope, depth0 + 1))?;
+    let (text, _) = interp.capture(|i| i.run_loop(&node, iterable, scope, depth0 + 1))?;
     charge_text(text.len())?;
     Ok(Value::str(text))
 }

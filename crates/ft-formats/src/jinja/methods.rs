@@ -4,17 +4,28 @@ use super::args::{Args, count, flag, given, int, text};
 use super::fail::{Fail, JinjaResult, charge, charge_text};
 use super::format;
 use super::interp::Interp;
-use super::ops::same_text;
+use super::ops::{escape, same_text};
 use super::text as texts;
 use super::unicode::{is_alpha, is_printable, is_space};
 use super::value::{Dict, Object, Value, View};
 use std::rc::Rc;
 
+/// Methods that escaped text has.
+const ON_ESCAPED: [&str; 9] = [
+    "endswith",
+    "lower",
+    "replace",
+    "rsplit",
+    "split",
+    "splitlines",
+    "startswith",
+    "strip",
+    "upper",
+];
+
 pub(super) fn call(interp: &mut Interp, receiver: &Value, name: &str, args: Args) -> JinjaResult<Value> {
     match receiver {
-        Value::Markup(_) if !["lower", "upper", "strip", "startswith", "endswith"].contains(&name) => {
-            Err(Fail::unsupported(format!("`{name}` of escaped text")))
-        }
+        Value::Markup(_) if !ON_ESCAPED.contains(&name) => Err(Fail::unsupported(format!("`{name}` of escaped text"))),
         Value::Str(s) | Value::Markup(s) => {
             charge(s.len() / 4)?;
             on_text(interp, receiver, s, name, &args)
@@ -176,14 +187,34 @@ fn fill(of: &str, value: Option<Value>) -> JinjaResult<char> {
     }
 }
 
-fn all_of<'a>(parts: impl Iterator<Item = &'a str>) -> JinjaResult<Value> {
+/// The parts of the text `of`, escaped if that is.
+fn all_of<'a>(of: &Value, parts: impl Iterator<Item = &'a str>) -> JinjaResult<Value> {
     let mut items = Vec::new();
     for part in parts {
         // Counted as they come: there may be as many as the text has bytes.
         charge(part.len().saturating_add(64))?;
-        items.push(Value::str(part));
+        items.push(match of {
+            Value::Markup(_) => Value::Markup(part.into()),
+            _ => Value::str(part),
+        });
     }
     Value::list(items)
+}
+
+/// The text that `replace` puts into escaped text. Errors: what ft does not have.
+fn escaped_new(old: &Value, new: &Value) -> JinjaResult<Value> {
+    let is_special = |s: &str| s.contains(['&', '<', '>', '\'', '"']);
+    match (old, new) {
+        (Value::Str(old), _) if is_special(old) => Err(Fail::unsupported(
+            "`replace` of `&`, `<`, `>` or quotes in escaped text: it depends on the version of markupsafe",
+        )),
+        (_, Value::Str(new)) => Ok(Value::Markup(escape(new)?.into())),
+        (_, Value::Markup(_)) => Ok(new.clone()),
+        _ => Err(Fail::unsupported(format!(
+            "`replace` in escaped text with a {}",
+            new.type_name()
+        ))),
+    }
 }
 
 fn on_text(interp: &mut Interp, receiver: &Value, s: &str, name: &str, args: &Args) -> JinjaResult<Value> {
@@ -253,11 +284,11 @@ fn on_text(interp: &mut Interp, receiver: &Value, s: &str, name: &str, args: &Ar
             let most = most.map(|m| usize::try_from(m).unwrap_or(usize::MAX - 1));
             charge(s.len().saturating_mul(2))?;
             match (separator(name, by)?, most, name) {
-                (None, most, "split") => all_of(texts::words(s, most)?.into_iter()),
-                (None, None, _) => all_of(texts::words(s, None)?.into_iter()),
-                (None, Some(most), _) => all_of(texts::words_from_end(s, most)?.into_iter()),
-                (Some(by), None, _) => all_of(s.split(&*by)),
-                (Some(by), Some(most), "split") => all_of(s.splitn(most.saturating_add(1), &*by)),
+                (None, most, "split") => all_of(receiver, texts::words(s, most)?.into_iter()),
+                (None, None, _) => all_of(receiver, texts::words(s, None)?.into_iter()),
+                (None, Some(most), _) => all_of(receiver, texts::words_from_end(s, most)?.into_iter()),
+                (Some(by), None, _) => all_of(receiver, s.split(&*by)),
+                (Some(by), Some(most), "split") => all_of(receiver, s.splitn(most.saturating_add(1), &*by)),
                 (Some(by), Some(most), _) => {
                     let mut parts = Vec::new();
                     for part in s.rsplitn(most.saturating_add(1), &*by) {
@@ -265,14 +296,14 @@ fn on_text(interp: &mut Interp, receiver: &Value, s: &str, name: &str, args: &Ar
                         parts.push(part);
                     }
                     parts.reverse();
-                    all_of(parts.into_iter())
+                    all_of(receiver, parts.into_iter())
                 }
             }
         }
         "splitlines" => {
             let [keep] = args.bind(name, ["keepends"], 0)?;
             charge(s.len().saturating_mul(2))?;
-            all_of(texts::lines(s, flag(&keep))?.into_iter())
+            all_of(receiver, texts::lines(s, flag(&keep))?.into_iter())
         }
         "partition" | "rpartition" => {
             let [by] = args.bind_unnamed(name, 1)?;
@@ -287,7 +318,10 @@ fn on_text(interp: &mut Interp, receiver: &Value, s: &str, name: &str, args: &Ar
         }
         "replace" => {
             let [old, new, most] = args.bind_unnamed(name, 2)?;
-            let (old, new) = (old.unwrap_or(Value::None), new.unwrap_or(Value::None));
+            let (old, mut new) = (old.unwrap_or(Value::None), new.unwrap_or(Value::None));
+            if matches!(receiver, Value::Markup(_)) {
+                new = escaped_new(&old, &new)?;
+            }
             let most = most.map(|m| int(name, &m)).transpose()?.filter(|m| *m >= 0);
             let most = most.map(|m| usize::try_from(m).unwrap_or(usize::MAX));
             made(texts::replaced(s, text(name, &old)?, text(name, &new)?, most)?)

@@ -32,6 +32,7 @@ mod unicode;
 mod value;
 
 pub(crate) use fail::{Fail, FailKind, LONGEST};
+pub(crate) use functions::GLOBALS;
 
 #[cfg(test)]
 mod tests;

@@ -41,6 +41,8 @@ pub(super) struct Parser {
     brackets: usize,
     blocks: usize,
     loops: usize,
+    /// `for` statements around, also those outside of a macro.
+    fors: usize,
     marks_generation: bool,
 }
 
@@ -55,6 +57,7 @@ pub(super) fn parse(source: &str) -> JinjaResult<Tree> {
         brackets: 0,
         blocks: 0,
         loops: 0,
+        fors: 0,
         marks_generation: false,
     };
     let line = |p: &Parser| p.line();
@@ -293,11 +296,7 @@ impl Parser {
             }
             "generation" => {
                 self.marks_generation = true;
-                // A loop outside cannot be left from inside: the body is a macro of its own.
-                let loops = std::mem::take(&mut self.loops);
-                let body = self.body("endgeneration")?;
-                self.loops = loops;
-                StmtKind::Generation(body)
+                StmtKind::Generation(self.callable_body(None, Vec::new(), "endgeneration")?)
             }
             "print" => {
                 let mut all = vec![self.expression()?];
@@ -366,10 +365,15 @@ impl Parser {
 
     /// `a`, `a.b` with `attributes`, or several with commas between them.
     fn target(&mut self, attributes: bool) -> JinjaResult<Target> {
+        self.targets(attributes, false)
+    }
+
+    fn targets(&mut self, attributes: bool, in_brackets: bool) -> JinjaResult<Target> {
         let mut list = Vec::new();
         let mut is_tuple = false;
         loop {
-            if !list.is_empty() && (self.is_op("=") || self.is_word("in") || *self.token() == Token::BlockEnd) {
+            // A comma may end the list only here: `a, =` is an error.
+            if *self.token() == Token::BlockEnd || self.is_op(")") {
                 break;
             }
             list.push(self.one_target(attributes)?);
@@ -384,13 +388,14 @@ impl Parser {
                 list.push(last);
                 Ok(Target::Tuple(list))
             }
+            (_, None) if in_brackets => Ok(Target::Tuple(list)),
             (_, None) => self.unexpected("a name to assign to"),
         }
     }
 
     fn one_target(&mut self, attributes: bool) -> JinjaResult<Target> {
         if self.skip_op("(") {
-            let inner = self.nested(|p| p.target(attributes))?;
+            let inner = self.nested(|p| p.targets(false, true))?;
             self.expect_op(")")?;
             return Ok(inner);
         }
@@ -404,8 +409,22 @@ impl Parser {
         Ok(Target::Name(self.write(&name)?))
     }
 
+    /// Errors: the target has the name `loop`, which a `for` statement gives a value.
+    fn check_not_loop(&self, target: &Target, line: u32) -> JinjaResult<()> {
+        let is_loop = |n: &Name| self.names.get(*n as usize).is_some_and(|name| &**name == "loop");
+        if target_names(target).iter().any(is_loop) {
+            Err(Fail::syntax("Can't assign to special loop variable in for-loop target").at(line))
+        } else {
+            Ok(())
+        }
+    }
+
     fn set(&mut self) -> JinjaResult<StmtKind> {
+        let line = self.line();
         let target = self.target(true)?;
+        if self.fors > 0 {
+            self.check_not_loop(&target, line)?;
+        }
         if self.skip_op("=") {
             return Ok(StmtKind::Set(target, self.tuple(true, false)?));
         }
@@ -435,12 +454,7 @@ impl Parser {
 
     fn loop_over(&mut self, line: u32) -> JinjaResult<StmtKind> {
         let target = self.target(false)?;
-        if target_names(&target)
-            .iter()
-            .any(|n| &*self.names[*n as usize] == "loop")
-        {
-            return Err(Fail::syntax("Can't assign to special loop variable in for-loop target").at(line));
-        }
+        self.check_not_loop(&target, line)?;
         self.expect_word("in")?;
         let iter = self.tuple(false, true)?;
         let test = if self.skip_word("if") {
@@ -449,15 +463,24 @@ impl Parser {
             None
         };
         let recursive = self.skip_word("recursive");
+        self.fors += 1;
         self.loops += 1;
         let nodes = self.block(&["endfor", "else"])?;
         self.loops -= 1;
         let has_else = &*self.expect_name()? == "else";
         let otherwise = if has_else {
-            self.body("endfor")?
+            // A recursive loop is a function: its `else` cannot leave a loop outside.
+            let loops = self.loops;
+            if recursive {
+                self.loops = 0;
+            }
+            let otherwise = self.body("endfor")?;
+            self.loops = loops;
+            otherwise
         } else {
             Body::default()
         };
+        self.fors -= 1;
         Ok(StmtKind::For(Arc::new(ForLoop {
             target,
             iter,
@@ -513,20 +536,35 @@ impl Parser {
     }
 
     fn callable_body(&mut self, name: Option<Name>, args: Vec<(Name, Option<Expr>)>, end: &str) -> JinjaResult<Macro> {
+        let line = self.line();
         let before = self.uses.len();
+        // A loop outside cannot be left from inside.
         let loops = std::mem::take(&mut self.loops);
         let body = self.body(end)?;
         self.loops = loops;
-        let mut used = |word: &str| {
+        // Whether the body reads the word, and the default of a parameter of this name.
+        let mut word = |word: &str| {
             let id = self.intern(&word.into());
-            let declared = args.iter().any(|(n, _)| *n == id);
+            let own = args
+                .iter()
+                .find(|(n, _)| *n == id)
+                .map(|(_, default)| default.is_some());
             let first = self.uses[before..].iter().find(|(n, _)| *n == id);
-            !declared && first.is_some_and(|(_, read)| *read)
+            (first.is_some_and(|(_, read)| *read), own)
         };
+        let (uses_caller, own_caller) = word("caller");
+        let (kwargs, varargs) = (word("kwargs"), word("varargs"));
+        if uses_caller && own_caller == Some(false) {
+            return Err(Fail::syntax(
+                "When defining macros or call blocks the special \"caller\" argument must be omitted or be given a \
+                 default.",
+            )
+            .at(line));
+        }
         Ok(Macro {
-            uses_caller: used("caller"),
-            uses_kwargs: used("kwargs"),
-            uses_varargs: used("varargs"),
+            uses_caller,
+            uses_kwargs: kwargs == (true, None),
+            uses_varargs: varargs == (true, None),
             name,
             args,
             body,

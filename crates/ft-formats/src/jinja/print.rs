@@ -11,18 +11,41 @@ pub(super) fn int_text(n: i128) -> String {
     n.to_string()
 }
 
+/// Work of one float as text: some need exact arithmetic with large integers.
+pub(super) const FLOAT: usize = 1000;
+
 /// The fewest digits that read back, as `repr(float)`.
 pub(super) fn float_text(x: f64) -> String {
     match x {
         x if x.is_nan() => "nan".into(),
         f64::INFINITY => "inf".into(),
         f64::NEG_INFINITY => "-inf".into(),
-        x if x != 0.0 && !(1e-4..1e16).contains(&x.abs()) => exponent(&format!("{x:e}")),
+        x if x != 0.0 && !(1e-4..1e16).contains(&x.abs()) => exponent(&even(x, format!("{x:e}"))),
         x => match whole(x) {
             Some(_) => format!("{x:.1}"),
-            None => format!("{x}"),
+            None => even(x, format!("{x}")),
         },
     }
+}
+
+/// The text `shortest` of Rust. If another text of this length is equally near, Python takes the one with an even last
+/// digit.
+fn even(x: f64, shortest: String) -> String {
+    let (mantissa, has_exponent) = match shortest.split_once('e') {
+        Some((mantissa, _)) => (mantissa, true),
+        None => (&*shortest, false),
+    };
+    // No float is halfway between two texts of fewer digits that both read back.
+    if mantissa.len() < 16 {
+        return shortest;
+    }
+    let places = mantissa.split_once('.').map_or(0, |(_, digits)| digits.len());
+    let rounded = if has_exponent {
+        format!("{x:.places$e}")
+    } else {
+        format!("{x:.places$}")
+    };
+    if rounded.parse() == Ok(x) { rounded } else { shortest }
 }
 
 /// `1.5e7` of Rust as `1.5e+07` of C.
@@ -95,7 +118,10 @@ fn repr(out: &mut String, value: &Value, depth: usize, spaces: &[Dict]) -> Jinja
         Value::Int(n) => {
             let _ = write!(out, "{n}");
         }
-        Value::Float(x) => out.push_str(&float_text(*x)),
+        Value::Float(x) => {
+            charge(FLOAT)?;
+            out.push_str(&float_text(*x));
+        }
         Value::Str(s) => quote(out, s)?,
         Value::Markup(s) => {
             out.push_str("Markup(");

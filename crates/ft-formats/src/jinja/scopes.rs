@@ -160,10 +160,10 @@ fn inner(nodes: &mut [Stmt], outside: &mut Vec<Scope>) -> JinjaResult<()> {
                 }
                 inner(otherwise, outside)?;
             }
-            StmtKind::SetBlock(_, _, body)
-            | StmtKind::FilterBlock(_, body)
-            | StmtKind::Generation(body)
-            | StmtKind::Scope(body) => body_of(body, outside, Scope::default())?,
+            StmtKind::SetBlock(_, _, body) | StmtKind::FilterBlock(_, body) | StmtKind::Scope(body) => {
+                body_of(body, outside, Scope::default())?
+            }
+            StmtKind::Generation(code) => body_of(&mut code.body, outside, Scope::default())?,
             StmtKind::With(values, body) => {
                 let mut scope = Scope::default();
                 parameters(&mut scope, values.iter().flat_map(|(t, _)| target_names(t)));

@@ -195,6 +195,29 @@ fn errors_name_the_line() {
 }
 
 #[test]
+fn what_the_documentation_names_as_refused_is_refused() {
+    for source in [
+        "{{ [0.1, 0.2]|sum }}",
+        "{{ 'é٣'.isalnum() }}",
+        "{{ '٣'|int }}",
+        "{{ {'a': 1}.keys() - {'a': 1}.keys() }}",
+        "{{ ('a'|safe).title() }}",
+        "{{ ('<'|safe).replace('<', 'x') }}",
+        "{{ '{:#.1}'.format(3.0) }}",
+    ] {
+        assert_eq!(error(source).kind, FailKind::Unsupported, "{source}");
+    }
+}
+
+#[test]
+fn json_integers_of_more_than_64_bits_and_minus_zero_are_floats() {
+    let numbers: Json =
+        serde_json::from_str(r#"{"a": [18446744073709551615, 18446744073709551616, -0, -0.0]}"#).unwrap();
+    let printed = render("{{ a }}", numbers.as_object().unwrap()).unwrap();
+    assert_eq!(printed, "[18446744073709551615, 1.8446744073709552e+19, -0.0, -0.0]");
+}
+
+#[test]
 fn generation_blocks_in_macros_are_found() {
     let ranges = |source: &str| {
         let template = Template::parse(source).unwrap();

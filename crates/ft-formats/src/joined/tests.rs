@@ -157,6 +157,13 @@ fn shapes_without_parts_stay_as_they_are() {
         let dir = directory(config.clone(), &[plan(name, StoredDtype::F32, shape)]);
         assert_eq!(Weights::open(dir.path()).unwrap().info(name).unwrap().shape, shape);
     }
+    // The product of the last sizes does not fit into 64 bits.
+    let (name, shape) = (
+        "model.layers.0.mlp.experts.gate_up_proj_blocks",
+        [1, 0, 1 << 40, 1 << 40],
+    );
+    let dir = directory(config, &[plan(name, StoredDtype::U8, &shape)]);
+    assert_eq!(Weights::open(dir.path()).unwrap().info(name).unwrap().shape, shape);
 }
 
 /// A family that has both kinds of files keeps that of the base; an expert that is quantized is not joined.

@@ -1,6 +1,7 @@
 //! Variables that a user gives to a template, such as `enable_thinking`, as `chat_template_kwargs` of transformers.
 
 use super::{ChatTemplate, TemplateProgram};
+use crate::jinja::GLOBALS;
 use ft_base::{Error, Result};
 use serde_json::{Map, Value};
 
@@ -58,8 +59,9 @@ impl ChatTemplate {
         let mut out = String::new();
         for (name, value) in self.kwargs.iter().filter(|(name, _)| program.parsed.reads(name)) {
             let set = format!("{{%- set {name} = {} %}}", literal(value));
-            // A special token is always defined.
-            out.push_str(&if self.token_names.contains(name) {
+            // A special token is always defined, and so are functions and what every program passes.
+            let is_always_defined = GLOBALS.contains(&name.as_str()) || name == "documents";
+            out.push_str(&if is_always_defined || self.token_names.contains(name) {
                 set
             } else {
                 format!("{{%- if {name} is not defined %}}{set}{{%- endif %}}")

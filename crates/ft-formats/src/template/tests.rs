@@ -327,6 +327,17 @@ fn given_variables_reach_the_template_and_are_saved_with_it() {
     let other = template(&saved).with_kwargs(other.as_object().unwrap()).unwrap();
     assert_eq!(other.render(&chat, None, false).unwrap(), "d B");
     assert!(other.unread_kwargs().is_empty());
+    // Names that are defined in every rendering.
+    let text = "{{ documents }}{{ range }}";
+    let named = json!({"documents": ["d"], "range": 3});
+    let named = template(text).with_kwargs(named.as_object().unwrap()).unwrap();
+    assert_eq!(named.render(&chat, None, false).unwrap(), "['d']3");
+    let saved = named.source_with_kwargs();
+    assert_eq!(
+        template(&saved).render(&chat, None, false).unwrap(),
+        "['d']3",
+        "{saved}"
+    );
     let error = template(text)
         .with_kwargs(json!({"messages": []}).as_object().unwrap())
         .unwrap_err();

@@ -155,6 +155,14 @@ pub(super) fn put_job(out: &mut Vec<u8>, answers: &[RenderResult]) {
     out[at..at + 8].copy_from_slice(&length.to_le_bytes());
 }
 
+/// For the fuzzer: the answers to `count` asks in these bytes, written again.
+pub fn answers_again(bytes: &[u8], count: usize) -> Option<Vec<u8>> {
+    let answers = JobReader(bytes).job(count)?;
+    let mut out = Vec::new();
+    put_job(&mut out, &answers);
+    Some(out.split_off(8))
+}
+
 /// Reads what `put_job` wrote; `None`: it is something else.
 pub(super) struct JobReader<'a>(pub &'a [u8]);
 

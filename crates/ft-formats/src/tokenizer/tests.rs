@@ -102,6 +102,27 @@ fn the_post_processor_of_tokenizer_json_decides_about_bos() {
 }
 
 #[test]
+fn offsets_without_white_space_never_cut_a_character() {
+    let dir = tempfile::tempdir().unwrap();
+    let post = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true});
+    let config = json!({"added_tokens_decoder": {"260": {"content": "<cut>", "special": true, "lstrip": true}}});
+    write(dir.path(), post, config);
+    let t = Tokenizer::load(dir.path()).unwrap();
+    // The token takes the white space before it, of which the library counts one byte for a character of 3 bytes.
+    let (ids, at) = t.encode_with_offsets("a\u{3000}<cut>", true).unwrap();
+    assert_eq!((ids[1], at), (260, vec![(0, 1), (1, 9)]));
+    let at = |range| whole_characters("a\u{3000}b", range);
+    assert_eq!(
+        [(0, 1), (2, 3), (1, 4), (4, 5)].map(at),
+        [(0, 1), (1, 4), (1, 4), (4, 5)]
+    );
+    assert_eq!(
+        [(0, 0), (5, 5), (5, 9), (9, 12)].map(at),
+        [(0, 0), (5, 5), (5, 5), (5, 5)]
+    );
+}
+
+#[test]
 fn special_tokens_come_from_every_config() {
     let dir = tempfile::tempdir().unwrap();
     let config = json!({"bos_token": {"content": "<s>", "__type": "AddedToken"}, "eos_token": "<end>", "pad_token": null,
@@ -155,6 +176,51 @@ fn broken_and_missing_tokenizers_are_named() {
     write(dir.path(), Value::Null, json!({}));
     std::fs::write(dir.path().join("tokenizer_config.json"), b"[").unwrap();
     assert!(error().contains("tokenizer_config.json:1:1"));
+}
+
+/// Writes `tokenizer.json` with this `dropout`, and loads it with this config.
+fn with_dropout(dropout: Value, config: Value) -> Result<Tokenizer> {
+    let dir = tempfile::tempdir().unwrap();
+    write(dir.path(), Value::Null, config);
+    let path = dir.path().join("tokenizer.json");
+    let mut file: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    file["model"]["dropout"] = dropout;
+    std::fs::write(&path, file.to_string()).unwrap();
+    Tokenizer::load(dir.path())
+}
+
+#[test]
+fn a_tokenizer_that_leaves_out_merges_at_random_is_refused() {
+    for dropout in [json!(0.1), json!(1), json!(1e-9)] {
+        let e = with_dropout(dropout.clone(), json!({})).err();
+        let e = e.unwrap_or_else(|| panic!("accepted: {dropout}"));
+        assert_eq!(e.kind(), ft_base::ErrorKind::Unsupported, "{e}");
+        let e = e.to_string();
+        for part in ["`dropout`", "tokenizer.json", "expected null or 0", "hint: set "] {
+            assert!(e.contains(part), "no {part}: {e}");
+        }
+    }
+    let e = with_dropout(json!(0.25), json!({})).unwrap_err().to_string();
+    assert!(e.contains("found 0.25"), "{e}");
+    let always_merges = |tokenizer: Tokenizer| (0..64).all(|_| tokenizer.encode("he", false).unwrap() == [256]);
+    for dropout in [Value::Null, json!(0), json!(0.0)] {
+        assert!(always_merges(with_dropout(dropout, json!({})).unwrap()));
+    }
+    // This class builds its model without it, in transformers too.
+    let class = json!({"tokenizer_class": "GPT2Tokenizer"});
+    assert!(always_merges(with_dropout(json!(0.9), class).unwrap()));
+}
+
+#[test]
+fn a_unigram_model_never_samples() {
+    let dir = tempfile::tempdir().unwrap();
+    let vocab = json!([["<unk>", 0.0], ["a", -1.0], ["b", -1.0], ["ab", -1.5]]);
+    // With these settings the library would take `ab` about every second time.
+    let file = json!({"version": "1.0", "model":
+        {"type": "Unigram", "unk_id": 0, "vocab": vocab, "alpha": 0.1, "nbest_size": 4}});
+    std::fs::write(dir.path().join("tokenizer.json"), file.to_string()).unwrap();
+    let tokenizer = Tokenizer::load(dir.path()).unwrap();
+    assert!((0..64).all(|_| tokenizer.encode("ab", false).unwrap() == [3]));
 }
 
 #[test]

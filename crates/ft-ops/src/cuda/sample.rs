@@ -41,6 +41,13 @@ pub(crate) fn draw(logits: &Tensor, rule: &SamplingRule) -> Result<Vec<Option<Sa
     unsafe { gpu.launch("sample", ["sample_", kind.name()], grid, &args)? };
     let ids: Vec<u32> = read(&ids, "tokens", DType::U32)?;
     let log_probs: Vec<f32> = read(&log_probs, "log-probabilities", DType::F32)?;
-    let one = |(id, log_prob)| (id != NONE).then_some(SampledToken { id, log_prob });
+    // All tokens can be sampled.
+    let one = |(id, log_prob)| {
+        (id != NONE).then_some(SampledToken {
+            id,
+            log_prob,
+            full_log_prob: log_prob,
+        })
+    };
     Ok(ids.into_iter().zip(log_probs).map(one).collect())
 }

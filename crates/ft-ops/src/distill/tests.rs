@@ -219,6 +219,34 @@ fn stored_rows_have_the_gradient_of_their_loss() {
     }
 }
 
+/// e^(ln p - ln q) of the ids that are not stored is too large for f32.
+#[test]
+fn a_rest_far_below_that_of_the_teacher_has_a_finite_gradient() {
+    let first_column = |values: [f64; 3]| {
+        let rows: Vec<f32> = values.iter().flat_map(|x| [*x as f32, 0.0, 0.0, 0.0]).collect();
+        Tensor::from_vec(rows, (3, 4), &Device::Cpu).unwrap()
+    };
+    let head = first_column([0.0, -101.0, -100.5]);
+    let h = first_column([1.0; 3]).narrow(0, 0, 1).unwrap();
+    let rest = (-2f64).exp();
+    let top = TopK {
+        k: 1,
+        ids: vec![0],
+        log_probs: vec![(1.0 - rest).ln() as f32],
+        rest: vec![-2.0],
+    };
+    let mut o = options(0.0, 1.0, 0.0, 2);
+    o.scale = 1.0;
+    let other = DistillTeacher::Stored { top: &top, common: 3 };
+    let sums = step_stats();
+    let out = forward_backward(&side(&h, &head, None), &other, &[0], &o, &sums).unwrap();
+    // q is 1 for the first id; the others share the teacher's rest as they share the student's.
+    let share = 1.0 / (1.0 + (-0.5f64).exp());
+    let want = first_column([rest, -rest * (1.0 - share), -rest * share]);
+    assert_close(&out.dw.unwrap(), &want, 1e-4);
+    assert!(flat(&out.dh.unwrap())[0].is_finite() && sums.read().unwrap().loss.is_finite());
+}
+
 #[test]
 fn the_likeliest_are_those_of_a_sort() {
     let (n, d, v) = (6, 8, 9000);

@@ -1,5 +1,6 @@
 //! Ranks that meet, each on a thread.
 
+use super::super::greeting::SHORT;
 use super::*;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 

@@ -325,7 +325,6 @@ mod tests {
             (json!({"qk_rope_head_dim": 63}), "rotary"),
             (json!({"kv_lora_rank": 0}), "kv_lora_rank"),
             (json!({"v_head_dim": 1u64 << 40}), "v_head_dim"),
-            (json!({"attention_dropout": 0.1}), "attention_dropout"),
             (v3(json!({"scoring_func": "softmax"})), "scoring_func"),
             (v3(json!({"topk_method": "greedy"})), "topk_method"),
             (glm(json!({"mlp_layer_types": ["dense"]})), "mlp_layer_types"),

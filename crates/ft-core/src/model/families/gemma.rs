@@ -12,6 +12,7 @@ pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
         other => other,
     };
     spec.embedding_scale = (spec.hidden as f32).sqrt();
+    spec.embedding_scale_rounded = true;
     super::default_head_dim(config, spec, 256)?;
     super::attention_biases(config, spec, false)?;
     spec.ropes = vec![super::rope(config, spec, 10_000.0)?];

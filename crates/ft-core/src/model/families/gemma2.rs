@@ -20,6 +20,7 @@ pub(super) fn shared(config: &Config, spec: &mut Spec) -> Result<()> {
     spec.tied = config.bool_or("tie_word_embeddings", true)?;
     spec.activation = super::activation(config, "hidden_activation", "gelu_pytorch_tanh")?;
     spec.embedding_scale = (spec.hidden as f32).sqrt();
+    spec.embedding_scale_rounded = true;
     if config.opt_usize("head_dim")?.is_none() {
         spec.head_dim = 256;
     }

@@ -32,6 +32,7 @@ pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     spec.tied = config.bool_or("tie_word_embeddings", true)?;
     spec.activation = super::activation(config, "hidden_activation", "gelu_pytorch_tanh")?;
     spec.embedding_scale = (spec.hidden as f32).sqrt();
+    spec.embedding_scale_rounded = true;
     spec.head_dim = config.opt_usize("head_dim")?.unwrap_or(256);
     spec.kv_heads = config.opt_usize("num_key_value_heads")?.unwrap_or(4);
     spec.attention_scale = 1.0;

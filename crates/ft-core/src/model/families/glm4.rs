@@ -7,7 +7,7 @@ use crate::ops::rope::RopePairing;
 pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     spec.norms = NormNames::SANDWICH_GLM4;
     spec.pairing = RopePairing::Neighbors;
-    spec.fused_gate_up = true;
+    spec.fused_gate_up = Some(super::GATE_UP);
     spec.norm_eps = config.opt_f64("rms_norm_eps")?.unwrap_or(1.5625e-7);
     spec.qkv_bias = config.bool_or("attention_bias", true)?;
     super::default_head_dim(config, spec, 128)?;

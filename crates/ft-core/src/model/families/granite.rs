@@ -1,4 +1,4 @@
-//! Granite 3 and 4 (dense): Llama with factors of the embedding, the scores, the residual stream and the logits.
+//! Granite 3: Llama with factors of the embedding, the scores, the residual stream and the logits.
 
 use super::{Config, Result, Spec};
 

@@ -2,11 +2,13 @@
 
 use super::experts::{check, size, softmax};
 use super::{Config, ExpertsSpec, Result, SharedExpertSpec, Spec};
+use crate::base::Error;
 use crate::model::spec::ExpertNames;
+use serde_json::Value;
 
 pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     super::hunyuan_v1_dense::apply(config, spec)?;
-    // transformers writes the number of experts of a token under either name. Lists by layer are an error of `size`.
+    // transformers writes the number of experts of a token under either name.
     let top_k = if config.raw.contains_key("num_experts_per_tok") {
         "num_experts_per_tok"
     } else {
@@ -17,6 +19,7 @@ pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     } else {
         "num_experts"
     };
+    let config = &of_all_layers(config, [top_k, count])?;
     let experts = ExpertsSpec {
         count: size(config, count, 1)?,
         intermediate: spec.intermediate,
@@ -38,4 +41,29 @@ pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
         layer.experts = Some(experts);
     }
     check(config, &experts)
+}
+
+/// The config with one number in the place of each list with a number for each layer.
+///
+/// Errors: the numbers of a list differ.
+fn of_all_layers(config: &Config, keys: [&str; 2]) -> Result<Config> {
+    let mut out = config.clone();
+    for key in keys {
+        let Some(Value::Array(list)) = config.get(key) else {
+            continue;
+        };
+        match list.first() {
+            Some(first) if list.iter().all(|other| other == first) => {
+                out.raw.insert(key.into(), first.clone());
+            }
+            _ => {
+                return Err(
+                    Error::unsupported("layers with different numbers of experts are not supported")
+                        .at(super::place(config, key))
+                        .found(Value::from(list.clone())),
+                );
+            }
+        }
+    }
+    Ok(out)
 }

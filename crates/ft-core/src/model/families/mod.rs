@@ -26,6 +26,7 @@ mod gpt_oss;
 mod granite;
 mod granite_swa;
 mod granitemoe;
+mod granitemoehybrid;
 mod granitemoeshared;
 mod helium;
 mod hunyuan_v1_dense;
@@ -136,6 +137,7 @@ pub fn read(config: &Config) -> Result<Spec> {
         "granite" => granite::apply(config, &mut spec)?,
         "granite_swa" => granite_swa::apply(config, &mut spec)?,
         "granitemoe" => granitemoe::apply(config, &mut spec)?,
+        "granitemoehybrid" => granitemoehybrid::apply(config, &mut spec)?,
         "granitemoeshared" => granitemoeshared::apply(config, &mut spec)?,
         "helium" => helium::apply(config, &mut spec)?,
         "hunyuan_v1_dense" => hunyuan_v1_dense::apply(config, &mut spec)?,
@@ -178,6 +180,7 @@ pub fn read(config: &Config) -> Result<Spec> {
         "youtu" => youtu::apply(config, &mut spec)?,
         other => return Err(support::unsupported(config, other)),
     }
+    options::dropout_is_not_applied(config, &mut spec)?;
     check(&spec, &place)?;
     Ok(spec)
 }
@@ -251,7 +254,7 @@ fn common(config: &Config, model_type: &str) -> Result<Spec> {
         o_bias: false,
         mlp_bias: false,
         fused_qkv: false,
-        fused_gate_up: false,
+        fused_gate_up: None,
         plain_mlp: None,
         modules: ModuleNames::LLAMA,
         parallel: false,
@@ -262,6 +265,7 @@ fn common(config: &Config, model_type: &str) -> Result<Spec> {
         logit_softcap: None,
         logit_scale: 1.0,
         embedding_scale: 1.0,
+        embedding_scale_rounded: false,
         noise_scale: 1.0,
         residual_scale: 1.0,
         pairing: RopePairing::Halves,
@@ -292,24 +296,13 @@ fn attention_biases(config: &Config, spec: &mut Spec, default: bool) -> Result<(
     Ok(())
 }
 
+/// Gate and up in one matrix, and down, of most families that have such a matrix.
+const GATE_UP: [&str; 2] = ["mlp.gate_up_proj", "mlp.down_proj"];
+
 /// LayerNorms with these parameters; `key` is their epsilon.
 fn layer_norms(config: &Config, spec: &mut Spec, key: &str, params: LayerNormParams) -> Result<()> {
     spec.layer_norm = Some(params);
     spec.norm_eps = config.opt_f64(key)?.unwrap_or(1e-5);
-    Ok(())
-}
-
-/// Warns of the dropout of a published config.
-fn dropout_is_not_applied(config: &Config, spec: &mut Spec, keys: &[&str]) -> Result<()> {
-    for key in keys {
-        let dropout = config.opt_f64(key)?.unwrap_or(0.0);
-        if dropout != 0.0 {
-            spec.warnings.push(format!(
-                "{}: `{key}` {dropout} is not applied in training; the published model has it for its pretraining",
-                config.path.display()
-            ));
-        }
-    }
     Ok(())
 }
 
@@ -352,7 +345,7 @@ fn partial_rope(config: &Config, spec: &Spec, default_theta: f64, part: f64) -> 
 /// # Errors
 /// Parameters that are not an object.
 pub fn rope_of_config(config: &Config) -> Result<Map<String, Value>> {
-    rope_parameters(config, None, 0.0)
+    rope_parameters(config, Some("full_attention"), 0.0)
 }
 
 fn rope_of(config: &Config, spec: &Spec, parameters: &Map<String, Value>) -> Result<Rope> {
@@ -383,6 +376,10 @@ fn rope_parameters(config: &Config, layer_type: Option<&str>, default_theta: f64
         }
         (None, None) => object("rope_scaling")?.cloned().unwrap_or_default(),
     };
+    if let (Some(_), Some(scaling)) = (parameters, object("rope_scaling")?.filter(|m| !m.is_empty())) {
+        let of_kind = layer_type.filter(|_| by_type.is_some());
+        same_rope(config, &map, scaling, default_theta, of_kind)?;
+    }
     if !map.contains_key("rope_theta") {
         map.insert(
             "rope_theta".into(),
@@ -395,13 +392,58 @@ fn rope_parameters(config: &Config, layer_type: Option<&str>, default_theta: f64
     ) {
         map.insert("partial_rotary_factor".into(), json!(partial));
     }
-    if let (false, Some(n)) = (
-        map.contains_key("original_max_position_embeddings"),
+    // In transformers the number of the config goes before that of a rope that is not for one type of layers.
+    let kind = map.get("rope_type").or_else(|| map.get("type")).and_then(Value::as_str);
+    let outer_first = by_type.is_none() && matches!(kind, Some("llama3" | "longrope" | "yarn"));
+    if let (true, Some(n)) = (
+        outer_first || !map.contains_key("original_max_position_embeddings"),
         config.opt_usize("original_max_position_embeddings")?,
     ) {
         map.insert("original_max_position_embeddings".into(), json!(n));
     }
     Ok(map)
+}
+
+/// Refuses a `rope_scaling` beside other `rope_parameters`: transformers 5 uses `rope_scaling` and gives no warning. Of ropes by
+/// kind of layer (`of_kind`) it only changes the keys of the layers with full attention that `rope_scaling` has.
+fn same_rope(
+    config: &Config,
+    parameters: &Map<String, Value>,
+    scaling: &Map<String, Value>,
+    theta: f64,
+    of_kind: Option<&str>,
+) -> Result<()> {
+    if of_kind.is_some_and(|kind| kind != "full_attention") {
+        return Ok(());
+    }
+    // Numbers are compared as numbers: `4` is `4.0`.
+    let same = |a: &Value, b: &Value| a == b || a.as_f64().is_some_and(|a| Some(a) == b.as_f64());
+    let named = |map: &Map<String, Value>| {
+        let mut map = map.clone();
+        map.retain(|_, value| !value.is_null());
+        if let Some(kind) = map.remove("type") {
+            map.entry("rope_type").or_insert(kind);
+        }
+        map
+    };
+    let (mut own, mut theirs) = (named(parameters), named(scaling));
+    let outer = config.opt_f64("rope_theta")?.unwrap_or(theta);
+    own.entry("rope_theta").or_insert(json!(outer));
+    if of_kind.is_none() {
+        theirs.entry("rope_theta").or_insert(json!(outer));
+    }
+    let differs = |(key, value): (&String, &Value)| !own.get(key).is_some_and(|own| same(own, value));
+    let lacks = |key: &String| of_kind.is_none() && !theirs.contains_key(key) && key != "partial_rotary_factor";
+    let found = theirs.iter().find(|entry| differs(*entry)).map(|(key, _)| key);
+    match found.or_else(|| own.keys().find(|key| lacks(key))) {
+        None => Ok(()),
+        Some(key) => Err(
+            Error::unsupported("`rope_scaling` and `rope_parameters` describe different positions")
+                .at(config.path.display())
+                .found(format!("`{key}` is not the same in both"))
+                .hint("transformers uses `rope_scaling` then; remove the one that is not of this model"),
+        ),
+    }
 }
 
 /// Sets the sliding windows from `layer_types` if the config has it; else the layers for which `default` is true.
@@ -524,3 +566,6 @@ fn check(spec: &Spec, place: &str) -> Result<()> {
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests;

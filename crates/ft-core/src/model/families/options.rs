@@ -1,8 +1,35 @@
 //! Options of a config that change the mathematics and that only some families have.
 
-use super::{Config, Result, seed_oss, starcoder2};
+use super::{Config, Result, Spec};
 use crate::base::Error;
 use serde_json::Value;
+
+/// Dropout of the model's own layers. It is no part of the function that the model computes.
+const DROPOUT: [&str; 7] = [
+    "attention_dropout",
+    "resid_pdrop",
+    "embd_pdrop",
+    "hidden_dropout",
+    "attn_pdrop",
+    "residual_dropout",
+    "embedding_dropout",
+];
+
+/// Warns of the dropout of a published config.
+///
+/// Errors: a dropout that is not a number.
+pub(super) fn dropout_is_not_applied(config: &Config, spec: &mut Spec) -> Result<()> {
+    for key in DROPOUT {
+        let dropout = config.opt_f64(key)?.unwrap_or(0.0);
+        if dropout != 0.0 {
+            spec.warnings.push(format!(
+                "{}: `{key}` {dropout} is not applied in training",
+                config.path.display()
+            ));
+        }
+    }
+    Ok(())
+}
 
 /// Refuses options that change the computation and that no supported family uses.
 pub(super) fn refuse_unsupported(config: &Config, model_type: &str, place: &str) -> Result<()> {
@@ -18,7 +45,8 @@ pub(super) fn refuse_unsupported(config: &Config, model_type: &str, place: &str)
         "deepseek_v2" | "deepseek_v3" | "dots1" | "glm4_moe" | "glm4_moe_lite" | "solar_open" => {
             &["n_routed_experts", "num_local_experts"]
         }
-        "granitemoe" | "granitemoeshared" => &[
+        // Granite 4 refuses experts in a message of its own.
+        "granitemoe" | "granitemoehybrid" | "granitemoeshared" => &[
             "embedding_multiplier",
             "residual_multiplier",
             "attention_multiplier",
@@ -32,9 +60,7 @@ pub(super) fn refuse_unsupported(config: &Config, model_type: &str, place: &str)
             &["num_experts", "num_local_experts"]
         }
         "smollm3" => &["no_rope_layers"],
-        "seed_oss" => &seed_oss::DROPOUT,
         "stablelm" => &["use_parallel_residual"],
-        "starcoder2" => &starcoder2::DROPOUT,
         _ => &[],
     };
     let zero = |v: &Value| v.as_f64() == Some(0.0);
@@ -45,14 +71,7 @@ pub(super) fn refuse_unsupported(config: &Config, model_type: &str, place: &str)
     if let Some(quantization) = config.get("quantization_config") {
         crate::source::stored::check_config(quantization, place)?;
     }
-    let options: [(&str, Harmless); 25] = [
-        ("attention_dropout", &zero),
-        ("resid_pdrop", &zero),
-        ("embd_pdrop", &zero),
-        ("hidden_dropout", &zero),
-        ("attn_pdrop", &zero),
-        ("residual_dropout", &zero),
-        ("embedding_dropout", &zero),
+    let options: [(&str, Harmless); 18] = [
         ("num_experts", &zero),
         ("num_local_experts", &zero),
         ("n_routed_experts", &zero),

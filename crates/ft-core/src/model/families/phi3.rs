@@ -4,7 +4,7 @@ use super::{Config, Result, Spec};
 use serde_json::json;
 
 pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
-    (spec.fused_qkv, spec.fused_gate_up) = (true, true);
+    (spec.fused_qkv, spec.fused_gate_up) = (true, Some(super::GATE_UP));
     spec.norm_eps = config.opt_f64("rms_norm_eps")?.unwrap_or(1e-5);
     let window = config.opt_usize("sliding_window")?;
     for layer in &mut spec.layers {

@@ -51,7 +51,6 @@ pub(super) const REFUSED: [(&str, &[&str]); 37] = [
             "falcon_mamba",
             "jamba",
             "nemotron_h",
-            "granitemoehybrid",
             "bamba",
             "zamba",
             "zamba2",

@@ -17,8 +17,5 @@ pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
         layer.window = window;
     }
     spec.ropes = vec![super::rope(config, spec, 10_000.0)?];
-    super::dropout_is_not_applied(config, spec, &DROPOUT)
+    Ok(())
 }
-
-/// Dropout of the published config, which ft does not apply.
-pub(super) const DROPOUT: [&str; 3] = ["attention_dropout", "residual_dropout", "embedding_dropout"];

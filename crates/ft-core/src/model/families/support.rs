@@ -24,7 +24,7 @@ const fn family(model_type: &'static str, checkpoints: &'static str, options: &'
 }
 
 /// The supported families, in alphabetic order.
-pub const FAMILIES: [Family; 76] = [
+pub const FAMILIES: [Family; 77] = [
     family(
         "arcee",
         "arcee-ai/AFM-4.5B, AFM-4.5B-Base",
@@ -161,6 +161,11 @@ pub const FAMILIES: [Family; 76] = [
         "as granite, with experts in every layer",
     ),
     family(
+        "granitemoehybrid",
+        "ibm-granite/granite-4.0-350m, -1b, -micro",
+        "as granite, gate and up in one matrix; not with experts or state-space layers (-h- checkpoints)",
+    ),
+    family(
         "granitemoeshared",
         "ibm-research/moe-7b-1b-active-shared-experts",
         "as granitemoe, with a shared expert",
@@ -178,7 +183,7 @@ pub const FAMILIES: [Family; 76] = [
     family(
         "hunyuan_v1_moe",
         "tencent/Hunyuan-A13B-Instruct",
-        "as hunyuan_v1_dense, with experts and a shared expert; lists of sizes by layer are not supported",
+        "as hunyuan_v1_dense, with experts and a shared expert; all layers have the same number of experts",
     ),
     family(
         "hyperclovax",

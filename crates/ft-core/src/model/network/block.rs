@@ -99,21 +99,21 @@ impl Network {
             Ok::<_, Error>(Projections::separate(linears.collect::<Result<_>>()?))
         };
         let [gate, up, down] = spec.modules.mlp;
-        let [up, down] = spec.plain_mlp.unwrap_or([up, down]);
+        let [up, down] = spec.plain_mlp.or(spec.fused_gate_up).unwrap_or([up, down]);
         let experts = spec.layers[index].experts;
         let shared = experts.and_then(|e| e.shared);
         let down: Vec<&str> = match (&experts, &shared) {
             (Some(_), shared) => shared.iter().map(|s| s.names[2]).collect(),
             (None, _) => vec![down],
         };
-        let mut mlp_in = match (spec.plain_mlp, shared) {
+        let mut mlp_in = match (spec.plain_mlp.or(spec.fused_gate_up), shared) {
             (_, Some(s)) if s.is_fused() => {
                 Projections::fused(linear(s.names[0], spec.mlp_bias)?, vec![s.intermediate; 2])
             }
             (_, Some(s)) => mlp(&s.names[..2])?,
             _ if experts.is_some() => mlp(&[])?,
+            (Some(_), _) if spec.fused_gate_up.is_some() => Projections::fused(linear(up, spec.mlp_bias)?, vec![i, i]),
             (Some(_), _) => mlp(&[up])?,
-            _ if spec.fused_gate_up => Projections::fused(linear("mlp.gate_up_proj", spec.mlp_bias)?, vec![i, i]),
             _ => mlp(&[gate, up])?,
         };
         let other = |name: &str| param(&weights, &format!("model.layers.{index}.linear_attn.{name}"));

@@ -217,13 +217,10 @@ impl Spec {
                 }
             }
             Some([up, down]) => linears.extend([mlp(up, d, i), mlp(down, i, d)]),
-            None if self.fused_gate_up => {
-                linears.extend([mlp("mlp.gate_up_proj", d, 2 * i), mlp("mlp.down_proj", i, d)]);
-            }
-            None => {
-                let [gate, up, down] = self.modules.mlp;
-                linears.extend([mlp(gate, d, i), mlp(up, d, i), mlp(down, i, d)]);
-            }
+            None => match (self.fused_gate_up, self.modules.mlp) {
+                (Some([gate_up, down]), _) => linears.extend([mlp(gate_up, d, 2 * i), mlp(down, i, d)]),
+                (None, [gate, up, down]) => linears.extend([mlp(gate, d, i), mlp(up, d, i), mlp(down, i, d)]),
+            },
         }
         if let Some(rank) = self.laurel {
             linears.extend([plain(LAUREL[0], d, rank), plain(LAUREL[1], rank, d)]);

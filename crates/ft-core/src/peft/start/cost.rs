@@ -78,6 +78,9 @@ pub fn bytes(lora: &LoraConfig, hidden: usize, tokens: u64, adapters: &BTreeMap<
             layers.entry(layer_of(module)).or_default().push(linear);
         }
     }
+    if init == LoraInit::Eva {
+        layers.values_mut().for_each(LinearSizes::by_input);
+    }
     let looks = matches!(init, LoraInit::Corda | LoraInit::Eva);
     let states = if looks { 4 * tokens * hidden as u64 } else { 0 };
     let kept: u64 = layers.values().flatten().map(|l| l.kept(lora)).sum();
@@ -135,10 +138,22 @@ impl LinearSizes {
             input: match module {
                 _ if ends(&["q_proj", "k_proj", "v_proj", "qkv_proj"]) => 0,
                 _ if ends(&["o_proj"]) => 1,
-                _ if ends(&["gate_proj", "up_proj", "gate_up_proj", "c_fc"]) => 2,
+                _ if ends(&["gate_proj", "up_proj", "gate_up_proj", "input_linear", "c_fc"]) => 2,
                 _ => 3,
             },
         })
+    }
+
+    /// EVA decomposes once for all linears with the same input, with the directions of the largest rank.
+    fn by_input(linears: &mut Vec<Self>) {
+        let mut found: Vec<Self> = Vec::new();
+        for linear in linears.drain(..) {
+            match found.iter_mut().find(|l| (l.input, l.i) == (linear.input, linear.i)) {
+                Some(known) => known.r = known.r.max(linear.r),
+                None => found.push(linear),
+            }
+        }
+        *linears = found;
     }
 
     /// Work of the decomposition: W and the matrix to decompose in f64, and the temporary memory of the algorithm.
@@ -227,6 +242,22 @@ mod tests {
         let corda = 4 * 100 * 8 + 8 * 64 + 8 * (2 * 96 + 2 * 64) + svd + (8 * 2 + 4 * 2) * 20;
         assert_eq!(of(LoraInit::Corda), corda);
         assert_eq!(of(LoraInit::LoraGa), 12 * 96 + svd);
+        // A linear with the same input and a smaller rank costs nothing more.
+        let mut two = adapters.clone();
+        let trained = vec![
+            part("gate_proj.lora_A.weight", [1, 8]),
+            part("gate_proj.lora_B.weight", [12, 1]),
+        ];
+        let cost = AdapterCost {
+            trained,
+            ..AdapterCost::default()
+        };
+        two.insert("model.layers.0.mlp.gate_proj".to_string(), cost);
+        let eva = LoraConfig {
+            init_lora_weights: LoraInit::Eva,
+            ..LoraConfig::default()
+        };
+        assert_eq!(bytes(&eva, 8, 100, &two), bytes(&eva, 8, 100, &adapters));
         // Of 1024 x 384: measured 16.57 MiB; of 1024 x 1024 32.5 MiB, with the vectors once more.
         let mib = |bytes: u64| bytes as f64 / (1 << 20) as f64;
         assert!((mib(svd_bytes(1024, 384)) - 16.57).abs() < 0.1);

@@ -295,6 +295,10 @@ impl Objective for PreferenceObjective {
         gradients(h, head, &batch.targets, &along, need)
     }
 
+    fn reads_whole_documents(&self) -> bool {
+        true
+    }
+
     /// Number of units: pairs, or judged answers.
     fn weight(&self, batch: &Batch) -> usize {
         match &self.algorithm {

@@ -165,6 +165,10 @@ impl Objective for RewardObjective {
         })
     }
 
+    fn reads_whole_documents(&self) -> bool {
+        true
+    }
+
     /// Number of pairs.
     fn weight(&self, batch: &Batch) -> usize {
         batch.documents.len().saturating_sub(1) / 2

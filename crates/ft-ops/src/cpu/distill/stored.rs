@@ -17,7 +17,7 @@ pub(super) struct StoredTerms<'a> {
     logits: Vec<f32>,
     /// `[tokens, blocks of C]`: sums of the exponentials of all other ids.
     rest: Vec<BlockSum>,
-    /// Of each token: sum of q ln(q/m), and the slope of "any other" divided by its probability.
+    /// Of each token: sum of q ln(q/m), and the slope of "any other" as `terms::turn_rest` takes it.
     ends: Vec<(f64, f32)>,
 }
 
@@ -103,12 +103,13 @@ fn ln_part(blocks: &[BlockSum], q: RowScale) -> f32 {
     (sum.ln() - q.ln_sum as f64) as f32
 }
 
-/// Returns p ln(p/m), q ln(q/m), and the slope divided by q, of one outcome. `k` is subtracted later.
+/// Returns p ln(p/m), q ln(q/m), and the slope divided by q, of one outcome; for FORWARD ln(p/q) instead of the slope, which
+/// may be too large for f32. `k` is subtracted later.
 fn outcome(lq: f32, lp: f32, terms: &DivergenceTerms) -> (f64, f64, f64) {
     let (q, p) = ((lq as f64).exp(), (lp as f64).exp());
     let times = |p: f64, difference: f32| if p == 0.0 { 0.0 } else { p * difference as f64 };
     match terms.mode() {
-        FORWARD => (times(p, lp - lq), 0.0, 1.0 - ((lp - lq) as f64).exp()),
+        FORWARD => (times(p, lp - lq), 0.0, (lp - lq) as f64),
         REVERSE => (0.0, times(q, lq - lp), (lq - lp) as f64),
         _ => {
             let lm = ln_mixture::<false>(lq, lp, terms.mix());

@@ -187,15 +187,21 @@ fn turn_body<const FMA: bool>(ours: &mut [f32], theirs: &[f32], p: RowScale, t: 
 }
 vectorized!(pub(super) fn turn(ours: &mut [f32], theirs: &[f32], p: RowScale, t: &GradientTerms) = turn_body);
 
-/// Replaces logits whose slope is `rest` times their own probability by their gradients. Used for ids of the
-/// student alone (`rest` is 0), and for the ids outside a stored top-k.
+/// Replaces logits by their gradients where the slope is a number of the row times their own probability: `rest`, or for
+/// FORWARD 1 - e^`rest`. Used for ids of the student alone (`rest` is 0), and for the ids outside a stored top-k.
 #[inline(always)]
 fn turn_rest_body<const FMA: bool>(ours: &mut [f32], rest: f32, t: &GradientTerms) {
-    let factor = t.factor * rest;
+    // q (1 - p/q), where p/q may be too large for f32, is q e^rest (e^-rest - 1).
+    let (slope, shift) = match t.mode {
+        FORWARD if rest > 0.0 => ((-rest).exp_m1(), rest),
+        FORWARD => (-rest.exp_m1(), 0.0),
+        _ => (rest, 0.0),
+    };
+    let factor = t.factor * slope;
     for x in ours {
         let mut g = t.hard::<FMA>(*x);
         if factor != 0.0 {
-            g += factor * exp::<FMA>(t.q.log(*x));
+            g += factor * exp::<FMA>(t.q.log(*x) + shift);
         }
         *x = g * t.cap_slope(*x);
     }

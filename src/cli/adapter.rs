@@ -105,7 +105,8 @@ pub fn run(args: Args) -> Result<i32> {
             let report = tools::combine(&adapters, &to, rank)?;
             if let Some(rank) = rank.filter(|rank| *rank > report.rank) {
                 super::note(&format!(
-                    "rank {rank} is more than the sum of the ranks: more would be zeros"
+                    "rank {rank} exceeds the sum of the ranks, {}; the sum is used, because higher ranks would only add zeros",
+                    report.rank
                 ));
             }
             if let Some(lost) = report.lost {

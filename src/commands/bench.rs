@@ -135,7 +135,10 @@ pub(super) fn first_steps(
     run: &Path,
 ) -> Result<LoadedRecipe> {
     let mut loaded = recipe::load(file, &steps_only(overrides, steps, run))?;
-    loaded.recipe.open.whole_steps = Some(whole.recipe.train.max_steps);
+    // Random rows of a shape are made for the steps.
+    if loaded.recipe.data.has_train() {
+        loaded.recipe.open.whole_steps = Some(whole.recipe.train.max_steps);
+    }
     Ok(loaded)
 }
 

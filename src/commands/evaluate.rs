@@ -14,7 +14,7 @@ use crate::data::peek::{self, RowKind};
 use crate::data::{Batch, Dataset, RowOrigin};
 use crate::engine::{self, Totals};
 use crate::model::{Network, Objective};
-use crate::recipe::{DeviceRef, Dtype, Recipe, Stage};
+use crate::recipe::{DeviceRef, Dtype, ModelInit, ModelRef, Recipe, Stage};
 use crate::report as terminal;
 use crate::rlhf::preference::RewardObjective;
 use crate::setup::rows;
@@ -78,14 +78,17 @@ fn open(model: &str, adapter: Option<&Path>, request: &EvaluateRequest) -> Resul
 
 /// Opens the files of a model with the chat template of the recipe.
 fn open_files(named: &ModelAndAdapter, recipe: &Recipe) -> Result<ModelDir> {
-    let changes = TextChanges {
+    ModelDir::open(&named.model, &recipe.model.revision, &changes(named, recipe))
+}
+
+fn changes(named: &ModelAndAdapter, recipe: &Recipe) -> TextChanges {
+    TextChanges {
         template: recipe.data.chat_template.given().cloned(),
         adapter_template: named.template.clone(),
         kwargs: recipe.data.template_kwargs.clone(),
         adapters: named.adapter.iter().cloned().collect(),
         ..TextChanges::default()
-    };
-    ModelDir::open(&named.model, &recipe.model.revision, &changes)
+    }
 }
 
 /// Errors: an invalid model, adapter or row; a signal.
@@ -159,7 +162,7 @@ fn read(opened: &EvaluatedModel, recipe: &Recipe, request: &EvaluateRequest, sta
     if is_run && request.run_recipe.is_none() && request.own_length && stage == request.recipe.train.stage {
         return rows::held_out(&recipe, model_dir);
     }
-    let rows = rows::read_at(&recipe, model_dir, &held_out_places(opened, request)?)?;
+    let rows = rows::read_at(&recipe, model_dir, &held_out_places(opened, request, stage)?)?;
     if rows.examples.is_empty() {
         return Err(none_left(&recipe, request));
     }
@@ -187,12 +190,12 @@ fn is_held_out(request: &EvaluateRequest) -> Result<bool> {
 }
 
 /// The places of the rows that training held out. The number of rows decides which ones these are, so rows are read,
-/// and dropped, with the settings and the tokenizer of the run.
-fn held_out_places(opened: &EvaluatedModel, request: &EvaluateRequest) -> Result<BTreeSet<RowOrigin>> {
+/// and dropped, with the settings and the tokenizer of the run. The evaluation reads them as rows of `stage`.
+fn held_out_places(opened: &EvaluatedModel, request: &EvaluateRequest, stage: Stage) -> Result<BTreeSet<RowOrigin>> {
     let recipe = request.run_recipe.unwrap_or(request.recipe);
-    if request.model != recipe.train.output_dir {
+    if !is_of_run(request.model, request.adapter, recipe) {
         match files_of_run(recipe) {
-            Ok(model_dir) => return rows::held_out_places(recipe, &model_dir),
+            Ok(model_dir) => return places(recipe, &model_dir, stage),
             Err(e) => terminal::warn(&format!(
                 "the model of the run cannot be opened ({}), so the held-out rows are found with the tokenizer of {}: \
                  if it is another one and rows are dropped by their length, rows of the training may be evaluated",
@@ -202,18 +205,58 @@ fn held_out_places(opened: &EvaluatedModel, request: &EvaluateRequest) -> Result
         }
     }
     match request.run_recipe {
-        None => rows::held_out_places(recipe, &opened.model_dir),
-        Some(recipe) => rows::held_out_places(recipe, &open_files(&opened.named, recipe)?),
+        None => places(recipe, &opened.model_dir, stage),
+        Some(recipe) => places(recipe, &open_files(&opened.named, recipe)?, stage),
     }
+}
+
+/// The held-out places by a recipe. If its stage cannot read the rows, no run has trained on them: then they are read
+/// as rows of `stage`.
+fn places(recipe: &Recipe, model_dir: &ModelDir, stage: Stage) -> Result<BTreeSet<RowOrigin>> {
+    let of_run = recipe.train.stage;
+    let is_another = stage != of_run && !(stage.is_rl() && of_run.is_rl());
+    match rows::held_out_places(recipe, model_dir) {
+        Err(_) if is_another => {
+            let mut recipe = recipe.clone();
+            recipe.train.stage = stage;
+            if stage.is_rl() {
+                // The length for answers is that of another stage, and may leave no room for prompts.
+                let room = (recipe.data.max_length / 2).max(1);
+                recipe.rl.max_completion_length = recipe.rl.max_completion_length.min(room);
+            }
+            rows::held_out_places(&recipe, model_dir)
+        }
+        found => found,
+    }
+}
+
+/// True if the model, or its adapter, is of the run of a recipe, so that it has the tokenizer of the run: in its
+/// directory, or the model from which it starts.
+fn is_of_run(model: &str, adapter: Option<&Path>, recipe: &Recipe) -> bool {
+    let run_dir = Path::new(&recipe.train.output_dir);
+    let in_run = |path: &Path| match (path.canonicalize(), run_dir.canonicalize()) {
+        (Ok(path), Ok(run_dir)) => path.starts_with(run_dir),
+        _ => false,
+    };
+    if let Some(adapter) = adapter {
+        return in_run(adapter);
+    }
+    let base = &recipe.model;
+    let has_own_tokens = recipe.data.adds_tokens() || recipe.tune.lora.adapter.is_some();
+    // A hub id without a revision is opened at `main`.
+    let is_base = ModelRef::new(model) == base.path && (base.path.is_local() || base.revision == "main");
+    in_run(Path::new(model)) || is_base && !has_own_tokens
 }
 
 /// The tokenizer and the chat template of the run of a recipe: of its result, or of the model that it starts from.
 fn files_of_run(recipe: &Recipe) -> Result<ModelDir> {
-    let result = Path::new(&recipe.train.output_dir).join("final");
+    let (base, result) = (&recipe.model, Path::new(&recipe.train.output_dir).join("final"));
     if result.is_dir() {
-        open_files(&named::find(&result.to_string_lossy(), None)?, recipe)
+        let named = named::find(&result.to_string_lossy(), None)?;
+        let (model, changes) = (ModelRef::new(&named.model), changes(&named, recipe));
+        ModelDir::read_text(&model, &base.revision, ModelInit::Pretrained, &changes)
     } else {
-        ModelDir::of_recipe(recipe)
+        ModelDir::read_text(&base.path, &base.revision, base.init, &TextChanges::of_recipe(recipe)?)
     }
 }
 
@@ -327,5 +370,76 @@ fn totals(
             .at(files.join(", "))
             .found(totals.loss_sum)
             .hint("check the weights, or use `--dtype f32`"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::recipe;
+
+    fn recipe_with(model: &str, keys: &str) -> Recipe {
+        let text = format!("[model]\npath = \"{model}\"\n{keys}");
+        recipe::parse(&text, "r.toml", &[]).unwrap().recipe
+    }
+
+    #[test]
+    fn rows_that_the_stage_of_the_recipe_cannot_read_are_held_out_as_the_evaluation_reads_them() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("rows.jsonl");
+        let model_dir = ModelDir::open("shape:small", "main", &TextChanges::default()).unwrap();
+        for (row, format, stage) in [
+            (
+                r#"{"prompt": "q#", "chosen": "a", "rejected": "b"}"#,
+                "auto",
+                Stage::Dpo,
+            ),
+            (
+                r#"{"prompt": "q#", "completion": "a", "label": true}"#,
+                "preference",
+                Stage::Kto,
+            ),
+            (r#"{"prompt": "q#", "answer": "a"}"#, "prompt", Stage::Grpo),
+        ] {
+            let rows: String = (0..10).map(|i| row.replace('#', &i.to_string()) + "\n").collect();
+            std::fs::write(&file, rows).unwrap();
+            let keys = format!(
+                "[data]\ntrain = \"{}\"\nformat = \"{format}\"\nmax_length = 64\ncache = false\neval_fraction = 0.4\n",
+                file.display()
+            );
+            let recipe = recipe_with("shape:small", &keys);
+            assert!(places(&recipe, &model_dir, recipe.train.stage).is_err(), "{format}");
+            let found = places(&recipe, &model_dir, stage).unwrap();
+            assert_eq!(found.len(), 4, "{format}");
+        }
+    }
+
+    #[test]
+    fn only_a_model_with_the_tokenizer_of_the_run_stands_for_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name).display().to_string();
+        for name in ["run/checkpoint-3", "run/final", "run2"] {
+            std::fs::create_dir_all(at(name)).unwrap();
+        }
+        let keys = format!("[data]\ntrain = \"t\"\n[train]\noutput_dir = \"{}\"\n", at("run"));
+        let recipe = recipe_with("org/base", &keys);
+        for (model, adapter, expected) in [
+            (at("run"), None, true),
+            (at("run/"), None, true),
+            (at("run/checkpoint-3"), None, true),
+            (at("run2"), None, false),
+            (at("missing"), None, false),
+            ("org/base".to_string(), None, true),
+            ("org/other".to_string(), None, false),
+            ("org/base".to_string(), Some(at("run/final")), true),
+            ("org/base".to_string(), Some(at("run2")), false),
+        ] {
+            let found = is_of_run(&model, adapter.as_deref().map(Path::new), &recipe);
+            assert_eq!(found, expected, "{model} {adapter:?}");
+        }
+        assert!(!is_of_run("org/base", None, &recipe_with("org/base@v1", &keys)));
+        let mut longer = recipe;
+        longer.data.new_special_tokens.push("<x>".to_string());
+        assert!(!is_of_run("org/base", None, &longer));
     }
 }

@@ -65,6 +65,12 @@ pub fn merge(
     let quantized = quantized_format(&spec, &weights)?;
     let is_classifier = hf::has_score(&spec, &weights, model_dir)?;
     refuse_others(&spec, &weights, is_classifier.then_some(hf::SCORE))?;
+    if is_classifier && !spec.tied && weights.info(LM_HEAD).is_some() {
+        report::warn(&format!(
+            "{}: `{LM_HEAD}` is left out: a reward model has a score head in its place",
+            model_dir.display()
+        ));
+    }
     // The score head is in the place of an output projection.
     spec.tied |= is_classifier;
     let dtype = dtype.or(quantized.map(|_| Dtype::Bf16));

@@ -78,6 +78,8 @@ impl DerefMut for ModelDir {
 enum NeededFiles {
     /// `config.json`; of a hub id no other file is downloaded.
     Config,
+    /// All but the weights.
+    Text,
     All,
 }
 
@@ -97,6 +99,11 @@ impl ModelDir {
 
     pub fn read(named: &ModelRef, revision: &str, init: ModelInit, changes: &TextChanges) -> Result<Self> {
         ModelFiles::find(named, revision, init, NeededFiles::All)?.with_text(changes)
+    }
+
+    /// As `read`, but weights of a hub id are not downloaded: enough to read rows.
+    pub fn read_text(named: &ModelRef, revision: &str, init: ModelInit, changes: &TextChanges) -> Result<Self> {
+        ModelFiles::find(named, revision, init, NeededFiles::Text)?.with_text(changes)
     }
 
     /// The chat template as a trait object of `data`.
@@ -135,6 +142,7 @@ impl ModelFiles {
             ModelRef::Hub(id) => {
                 let dir = match needed {
                     NeededFiles::Config => hub::resolve_config(id, revision)?,
+                    NeededFiles::Text => hub::resolve_text(id, revision)?,
                     NeededFiles::All => hub::resolve_model(id, revision, true)?,
                 };
                 let config = read_config(&dir, init)?;

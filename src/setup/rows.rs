@@ -318,7 +318,7 @@ pub fn beyond(longest: usize, positions: usize) -> Option<String> {
 
 /// Number of rows of random ids for a shape: each step has its own rows, up to a limit.
 fn random_rows(recipe: &Recipe) -> usize {
-    let steps = recipe.whole_steps().clamp(1, 256) as usize;
+    let steps = recipe.train.max_steps.clamp(1, 256) as usize;
     let window = recipe.train.batch_size * recipe.train.gradient_accumulation_steps;
     (steps * window).min(1 << 16)
 }

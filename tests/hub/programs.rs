@@ -27,8 +27,8 @@ struct World {
 }
 
 impl World {
-    /// A hub with a model, and with an adapter that was trained on it.
-    fn new() -> Self {
+    /// A hub with a model, and a recipe for it.
+    fn untrained() -> Self {
         let (hub, dir) = (Hub::start(), tempfile::tempdir().unwrap());
         let root = Path::new(env!("CARGO_MANIFEST_DIR"));
         hub.state().token = Some(TOKEN.into());
@@ -42,6 +42,12 @@ impl World {
             rows.display()
         );
         std::fs::write(world.dir.path().join("r.toml"), recipe).unwrap();
+        world
+    }
+
+    /// A hub with a model, and with an adapter that was trained on it.
+    fn new() -> Self {
+        let world = Self::untrained();
         world.good(&["train", "r.toml", "train.output_dir=run"]);
         let adapter = files(&world.dir.path().join("run/final"));
         world.hub.put(&format!("models/{ADAPTER}"), adapter);
@@ -109,6 +115,35 @@ fn a_run_from_the_hub_with_a_token_keeps_no_token() {
         assert!(world.dir.path().join("run").join(file).exists(), "{file}");
     }
     world.keeps_no_token();
+}
+
+/// The held-out rows are found with the tokenizer of the recipe's model.
+#[test]
+fn an_evaluation_of_another_model_downloads_no_weights_of_the_recipe() {
+    let world = World::untrained();
+    let tiny = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/tiny");
+    let out = world.ft(&[
+        "eval",
+        "--recipe",
+        "r.toml",
+        "--json",
+        "--model",
+        tiny.to_str().unwrap(),
+        "data.limit=10",
+        "data.max_length=500",
+        "data.eval_fraction=0.3",
+    ]);
+    let text = String::from_utf8_lossy(&out.stderr);
+    assert!(out.status.success() && !text.contains("the model of the run"), "{text}");
+    let found: Value = serde_json::from_slice(&out.stdout).unwrap();
+    assert_eq!(found["rows"], 3, "{found}");
+    let state = world.hub.state();
+    let asked = |file: &str| state.log.iter().any(|(_, path, _)| path.ends_with(file));
+    assert!(
+        asked("tokenizer.json") && !asked("model.safetensors"),
+        "{:?}",
+        state.log
+    );
 }
 
 #[test]

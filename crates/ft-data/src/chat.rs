@@ -91,14 +91,17 @@ fn turns(list: &[Value], read: fn(usize, &Value) -> Result<Value>) -> Result<Tur
 }
 
 /// The turn with its calls as a list, if they are JSON text (as columns of csv have them). Text without a call is
-/// removed: templates would print it.
+/// removed, and so is an empty list: templates that look for the field would print it, or refuse it.
 fn with_calls(i: usize, turn: &Value) -> Result<Cow<'_, Value>> {
-    let Some(Value::String(text)) = turn.get("tool_calls") else {
-        return Ok(Cow::Borrowed(turn));
+    let found = turn.get("tool_calls");
+    let calls = match found {
+        Some(Value::String(text)) => called(text),
+        Some(Value::Array(list)) if list.is_empty() => Some(Vec::new()),
+        _ => return Ok(Cow::Borrowed(turn)),
     };
-    let calls = called(text).ok_or_else(|| {
+    let calls = calls.ok_or_else(|| {
         bad(i, "has `tool_calls` that cannot be read")
-            .found(clip(text))
+            .found(clip(found.and_then(Value::as_str).unwrap_or_default()))
             .expected(
                 "a list of calls, or the same as JSON text: [{\"function\": {\"name\": ..., \"arguments\": ...}}]",
             )
@@ -141,6 +144,10 @@ fn weight(i: usize, message: &Value) -> Result<bool> {
         let Some(value) = message.get(name).filter(|v| !v.is_null()) else {
             continue;
         };
+        // A number is the loss of some model.
+        if name == "loss" && !value.is_boolean() {
+            continue;
+        }
         let number = || match value.as_str()?.trim().parse::<f64>() {
             Ok(1.0) => Some(true),
             Ok(0.0) => Some(false),
@@ -539,6 +546,9 @@ mod tests {
         for found in read(&text, json!("hi")).into_iter().chain(read(&text, Value::Null)) {
             assert_eq!(found.unwrap()["tool_calls"], call);
         }
+        for found in read(&json!([]), json!("hi")) {
+            assert!(found.unwrap().get("tool_calls").is_none());
+        }
         for none in ["", " ", "[]", " [ ] ", "null"] {
             for found in read(&json!(none), json!("hi")) {
                 assert_eq!(found.unwrap(), message("assistant", "hi"), "{none:?}");
@@ -553,13 +563,16 @@ mod tests {
     }
 
     #[test]
+    fn a_number_under_the_name_loss_is_no_weight() {
+        let list = json!([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "loss": 0.0}]);
+        let turns = messages(list.as_array().unwrap()).unwrap();
+        assert!(turns.untrained.is_empty() && turns.fault.is_none());
+        assert!(turns.messages[1].get("loss").is_none());
+    }
+
+    #[test]
     fn other_weights_are_refused_with_their_row_and_message() {
-        for (name, value) in [
-            ("weight", json!(0.5)),
-            ("weight", json!(2)),
-            ("train", json!("a")),
-            ("loss", json!([1])),
-        ] {
+        for (name, value) in [("weight", json!(0.5)), ("weight", json!(2)), ("train", json!("a"))] {
             let list = json!([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", name: value}]);
             let e = understand(&row(json!({"messages": list})), RowFormat::Messages)
                 .unwrap_err()

@@ -372,6 +372,23 @@ fn is_sharegpt(fields: &Map<String, Value>) -> bool {
         || lists.chain(sides).filter_map(|name| fields.get(name)).any(has_from)
 }
 
+/// Fields of a turn that templates are meant to read. Others describe the turn: its `id`, its time, its model.
+const SAID: [&str; 8] = [
+    "role",
+    "content",
+    "tool_calls",
+    "tool_call_id",
+    "name",
+    "reasoning_content",
+    "reasoning",
+    "thinking",
+];
+
+/// True if two turns say the same.
+pub(super) fn is_same_turn(a: &Value, b: &Value) -> bool {
+    SAID.iter().all(|field| a.get(field) == b.get(field))
+}
+
 /// The messages of a field: a list (or one written as JSON text), or one message.
 pub(super) fn turns(fields: &Map<String, Value>, name: &str, format: RowFormat) -> Result<Vec<Value>> {
     Ok(weighed_turns(fields, name, format)?.messages)

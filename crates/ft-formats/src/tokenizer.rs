@@ -417,14 +417,13 @@ fn as_its_class(dir: &Path, inner: &mut tokenizers::Tokenizer, config: &Map<Stri
 fn check_dropout(path: &Path, inner: &tokenizers::Tokenizer) -> Result<()> {
     match inner.get_model() {
         ModelWrapper::BPE(BPE { dropout: Some(p), .. }) if *p != 0.0 => Err(Error::unsupported(
-            "`dropout` in `tokenizer.json` leaves out merges at random, so that a text has other tokens each time",
+            "BPE `dropout` in `tokenizer.json` skips merges at random, so the same text gets different tokens each time",
         )
         .at_path(path)
         .found(p)
         .expected("null or 0")
         .hint(
-            "set `dropout` in the part `model` of this file to null: it is for the training of the base model, which \
-             otherwise needs it off",
+            "set `dropout` in the part `model` of this file to null: it is only for pretraining",
         )),
         _ => Ok(()),
     }

@@ -106,13 +106,27 @@ pub fn local_model(path: &Path) -> Result<PathBuf> {
 /// # Errors
 /// As for `resolve_model`.
 pub fn resolve_config(path: &str, revision: &str) -> Result<PathBuf> {
+    resolve_small(path, revision, false)
+}
+
+/// As `resolve_model`, but downloads no weights: enough to read rows.
+///
+/// # Errors
+/// As for `resolve_model`.
+pub fn resolve_text(path: &str, revision: &str) -> Result<PathBuf> {
+    resolve_small(path, revision, true)
+}
+
+fn resolve_small(path: &str, revision: &str, text: bool) -> Result<PathBuf> {
     let settings = HubSettings::from_env();
     let (path, revision) = with_revision(path, revision)?;
     #[cfg(feature = "hub")]
     if !Path::new(path).exists() && is_id(path) && !paths::is_meant(path) {
         check_revision(revision)?;
-        return model::resolve_config(&settings, path, revision).map_err(|e| not_here("directory", path, e));
+        return model::resolve_small(&settings, path, revision, text).map_err(|e| not_here("directory", path, e));
     }
+    #[cfg(not(feature = "hub"))]
+    let _ = text;
     resolve_with(&settings, path, revision)
 }
 

@@ -40,15 +40,22 @@ pub(crate) fn resolve(settings: &HubSettings, id: &str, revision: &str) -> Resul
             None => return Err(absent(&repository, "config.json", wanted, settings)),
         },
     };
-    for file in OPTIONAL {
-        repository.optional(file)?;
-    }
+    texts(&repository)?;
     let directory = directory(&config)?;
     weights(&repository, &directory, wanted, settings)?;
     Ok(directory)
 }
 
-pub(crate) fn resolve_config(settings: &HubSettings, id: &str, revision: &str) -> Result<PathBuf> {
+/// Gets the optional files, as far as they exist.
+fn texts(repository: &Repository<'_>) -> Result<()> {
+    for file in OPTIONAL {
+        repository.optional(file)?;
+    }
+    Ok(())
+}
+
+/// Gets the config, and with `text` tokenizer and template too.
+pub(crate) fn resolve_small(settings: &HubSettings, id: &str, revision: &str, text: bool) -> Result<PathBuf> {
     let wanted = RequestedObject {
         kind: "model",
         id,
@@ -56,10 +63,13 @@ pub(crate) fn resolve_config(settings: &HubSettings, id: &str, revision: &str) -
         file: None,
     };
     let repository = Repository::open(settings, "models", wanted)?;
-    match repository.optional("config.json")? {
-        Some(path) => directory(&path),
-        None => Err(absent(&repository, "config.json", wanted, settings)),
+    let Some(config) = repository.optional("config.json")? else {
+        return Err(absent(&repository, "config.json", wanted, settings));
+    };
+    if text {
+        texts(&repository)?;
     }
+    directory(&config)
 }
 
 fn directory(file: &Path) -> Result<PathBuf> {

@@ -177,7 +177,10 @@ pub fn prompts(opened: &EvaluatedModel, recipe: &Recipe, request: &EvaluateReque
     let sources = sources(recipe, rows_of(recipe, request))?;
     let held_out = is_held_out(request)?;
     let (places, screen) = if held_out {
-        (Some(held_out_places(opened, request)?), rows::screen(recipe)?)
+        (
+            Some(held_out_places(opened, request, Stage::Grpo)?),
+            rows::screen(recipe)?,
+        )
     } else {
         (None, None)
     };

@@ -223,6 +223,7 @@ fn lowest_rate(found: &mut Findings, file: &ToolConfig, shown: &str, node: &Yaml
         .filter(|rate| *rate > 0.0);
     let lowest = node.scalar().and_then(|text| text.parse::<f64>().ok());
     match (lowest, highest) {
+        (Some(0.0), None) => found.take("schedule.min_lr_ratio", "0.0", shown),
         (Some(lowest), Some(highest)) => found.take("schedule.min_lr_ratio", ratio(lowest, highest), shown),
         (Some(_), None) => found.leave(
             shown,

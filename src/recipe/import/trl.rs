@@ -97,7 +97,7 @@ pub fn origin(file: &ToolConfig) -> Option<&'static str> {
     Some(match Trainer::of(file)? {
         Trainer::Distillation => "the keys of DistillationTrainer",
         Trainer::Gkd if file.has(&OF_GKD) => "the keys of GKDTrainer",
-        Trainer::Gkd => "a teacher: read as of GKDTrainer",
+        Trainer::Gkd => "a teacher: read as a configuration of GKDTrainer",
         Trainer::Rloo => "the keys of RLOOTrainer",
         Trainer::SimPo => "the keys of SimPO",
         _ => return None,
@@ -133,7 +133,7 @@ pub fn apply(found: &mut Findings, file: &ToolConfig, shown: &str, name: &str, n
             if text.parse::<f64>() != Ok(off) {
                 found.leave(
                     shown,
-                    "the student answers with its whole distribution: there is only `distill.rollout_temperature`",
+                    "ft has no such option for the answers of the student: it samples from all tokens, with `distill.rollout_temperature`",
                 );
             }
         }
@@ -176,8 +176,8 @@ pub fn apply(found: &mut Findings, file: &ToolConfig, shown: &str, name: &str, n
     true
 }
 
-const LOSS_OF_CPO: &str = "of the losses of CPO and SimPO ft has only the one that TRL names `simpo`; `train.stage = \"dpo\"` \
-                           compares with a reference";
+const LOSS_OF_CPO: &str = "ft has only the loss that TRL names `simpo`, not the other losses of CPO; for a loss with a reference \
+                           model, set `train.stage = \"dpo\"`";
 
 /// True if the file turns half precision off and names no other type: TRL loads models in f32.
 fn trains_in_f32(file: &ToolConfig) -> bool {

@@ -10,18 +10,18 @@ pub fn known(answer: &Value) -> Vec<String> {
     match answer {
         Value::String(text) => vec![text.clone()],
         Value::Array(list) => list.iter().flat_map(known).collect(),
-        Value::Number(number) => vec![number_text(number)],
+        Value::Number(number) => number_texts(number),
         other => vec![other.to_string()],
     }
 }
 
-/// A column of integers is one of floats if a row has none: 13.0 is `13`.
-fn number_text(number: &Number) -> String {
+/// A column of integers is one of floats if a row has none: 13.0 is `13` too.
+fn number_texts(number: &Number) -> Vec<String> {
     // Below 2^53 f64 has every integer.
     let is_whole = |x: &f64| x.fract() == 0.0 && x.abs() < (1_u64 << 53) as f64;
     match number.as_f64().filter(|x| number.is_f64() && is_whole(x)) {
-        Some(x) => (x as i64).to_string(),
-        None => number.to_string(),
+        Some(x) => vec![(x as i64).to_string(), number.to_string()],
+        None => vec![number.to_string()],
     }
 }
 
@@ -88,6 +88,7 @@ mod tests {
         assert_eq!(exact("13", &json!(13)), 1.0);
         // A column of floats.
         assert_eq!(exact("13", &json!(13.0)), 1.0);
+        assert_eq!(exact("13.0", &json!(13.0)), 1.0);
         assert_eq!(exact("-2", &json!([-2.0, 0.5])), 1.0);
         assert_eq!(exact("0.5", &json!([-2.0, 0.5])), 1.0);
         assert_eq!(known(&json!([2.5, 1u64 << 60])), ["2.5", "1152921504606846976"]);

@@ -92,10 +92,31 @@ fn skip_spaces(chars: &[char], mut at: usize) -> usize {
     at
 }
 
+/// Also skips the spaces of LaTeX.
+fn skip_latex_spaces(chars: &[char], mut at: usize) -> usize {
+    loop {
+        at = skip_spaces(chars, at);
+        match ["\\,", "\\!", "\\;", "\\:"]
+            .iter()
+            .find(|space| starts_with(&chars[at..], space))
+        {
+            Some(space) => at += space.len(),
+            None => return at,
+        }
+    }
+}
+
 /// Parses an integer before a fraction of LaTeX, `2\frac{1}{2}`, at `at`; also returns its end.
 fn mixed(chars: &[char], at: usize) -> Option<(f64, usize)> {
     let (whole, end) = number(chars, at)?;
-    let (part, end) = latex_fraction(chars, skip_spaces(chars, end))?;
+    // An exponent or an index: `x^2\frac{1}{2}`.
+    if at
+        .checked_sub(1)
+        .is_some_and(|before| ['^', '_'].contains(&chars[before]))
+    {
+        return None;
+    }
+    let (part, end) = latex_fraction(chars, skip_latex_spaces(chars, end))?;
     let is_mixed = whole.fract() == 0.0 && (0.0..1.0).contains(&part);
     // The sign of `-0` counts.
     is_mixed.then(|| (whole + part.copysign(whole), end))
@@ -166,7 +187,13 @@ fn number(chars: &[char], at: usize) -> Option<(f64, usize)> {
     }
     let whole = i - start;
     // Groups of three digits, if no fourth digit follows.
-    while (1..=3).contains(&whole) && chars.get(i) == Some(&',') && (1..=3).all(|k| digit(i + k)) && !digit(i + 4) {
+    let is_zero = whole == 1 && chars[start] == '0';
+    while !is_zero
+        && (1..=3).contains(&whole)
+        && chars.get(i) == Some(&',')
+        && (1..=3).all(|k| digit(i + k))
+        && !digit(i + 4)
+    {
         text.extend(&chars[i + 1..i + 4]);
         i += 4;
     }
@@ -248,6 +275,9 @@ mod tests {
             (r"{,}234", 234.0),
             (r"2\frac{1}{2}", 2.5),
             (r"-2 \frac12", -2.5),
+            (r"2\,\frac{1}{2}", 2.5),
+            (r"x^2\frac{1}{2}", 0.5),
+            (r"a_1 \frac{3}{4}", 0.75),
             (r"-0\frac12", -0.5),
             (r"2\frac{3}{2}", 1.5),
         ] {

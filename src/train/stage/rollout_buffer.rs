@@ -165,7 +165,11 @@ impl RolloutBuffer {
                 .map(|column| column.len())
                 .find(|n| ![0, answer.tokens()].contains(n));
             if let Some(n) = wrong.or((!has_advantages).then_some(advantages)) {
-                let expected = format!("one for each of {} tokens, or none", answer.tokens());
+                let expected = if wrong.is_none() && !per_token {
+                    "one advantage, or none".into()
+                } else {
+                    format!("one value for each of {} tokens, or none", answer.tokens())
+                };
                 return Err(invalid("a list with so many values:", n, expected));
             }
         }

@@ -247,7 +247,7 @@ fn connect_all(
         return Err(refused(rendezvous, why));
     }
     let lines = ranks_in(&list, rendezvous.size)
-        .ok_or_else(|| Error::format("what answers is not rank 0 of this job").at(&place))?;
+        .ok_or_else(|| Error::format("the program at the address of rank 0 is not rank 0 of this job").at(&place))?;
     peers[0] = Some(root);
     let end = Instant::now() + REST;
     for (other, (address, host)) in lines.iter().enumerate().take(rank).skip(1) {

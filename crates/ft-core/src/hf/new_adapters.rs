@@ -417,8 +417,14 @@ fn settle_targets(config: &mut AdapterConfig, chosen: &[Site]) {
     }
     if let (true, Targets::List(names)) = (config.multimodal, &config.target_modules) {
         let outside = chosen.iter().any(|s| targets::layer_of(&s.module).is_none());
+        let paths: Vec<String> = chosen.iter().map(|s| config.name_in_file(&s.module)).collect();
         let layers = config.layers_to_transform.take();
-        config.target_modules = Targets::Pattern(language_model(names, layers, outside));
+        // A whole path is taken in any layer, which a pattern with the layers does not express.
+        config.target_modules = if layers.is_some() && names.iter().any(|name| paths.contains(name)) {
+            Targets::List(paths)
+        } else {
+            Targets::Pattern(language_model(names, layers, outside))
+        };
     }
     if let AdapterKind::Ia3 { feedforward } = &mut config.kind {
         // PEFT requires that the feed-forward modules are among the targets.

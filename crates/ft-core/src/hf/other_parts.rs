@@ -63,8 +63,14 @@ impl OtherParts {
         }
         for name in weights.names().filter(|name| !quantized.contains(*name)) {
             let Some(info) = weights.info(name) else { continue };
-            let packed = [".qweight", ".weight_packed"].iter().any(|end| name.ends_with(end));
-            if packed || (info.dtype.size() == 1 && info.dtype != StoredDtype::Bool) {
+            let ends = |ends: &[&str]| ends.iter().any(|end| name.ends_with(end));
+            // A buffer of integers is no weight.
+            let bytes = match info.dtype {
+                StoredDtype::Bool => false,
+                StoredDtype::U8 | StoredDtype::I8 => ends(&[".weight", "_blocks", "_scales"]),
+                dtype => dtype.size() == 1,
+            };
+            if bytes || ends(&[".qweight", ".weight_packed"]) {
                 return Err(refuse(&weights, name));
             }
             parts.insert(name.to_string(), OtherPart::Same(info.clone()));

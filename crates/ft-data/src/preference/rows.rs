@@ -9,7 +9,9 @@
 use super::super::chat;
 use super::super::layout::{ColumnLayout, PROMPTS, is_like_a_prompt, is_turns, not_a_preference};
 use super::super::read::{Row, clip, kind};
-use super::super::rows::{self, answer_turns, missing, string, tools, turns, with_system, without_system, wrong};
+use super::super::rows::{
+    self, answer_turns, is_same_turn, missing, string, tools, turns, with_system, without_system, wrong,
+};
 use crate::RowFormat;
 use ft_base::{Error, Result};
 use serde_json::{Map, Value};
@@ -210,11 +212,9 @@ fn before(fields: &Map<String, Value>, layout: &ColumnLayout) -> Result<PromptPa
 
 /// Separates prompt and answers, if the sides begin with the whole prompt.
 fn apart(prompt: Vec<Value>, sides: [Vec<Value>; 2]) -> Result<(Vec<Value>, [Vec<Value>; 2])> {
-    if sides
-        .iter()
-        .all(|side| side.len() > prompt.len() && side.starts_with(&prompt))
-    {
-        let at = prompt.len();
+    let at = prompt.len();
+    let begins = |side: &Vec<Value>| side.len() > at && prompt.iter().zip(side).all(|(x, y)| is_same_turn(x, y));
+    if sides.iter().all(begins) {
         return Ok((prompt, sides.map(|side| side[at..].to_vec())));
     }
     let asks = |side: &Vec<Value>| side.first().is_some_and(|m| chat::role(m) != "assistant");
@@ -251,7 +251,7 @@ fn not_of_the_prompt(prompt: &str, sides: &[Vec<Value>; 2]) -> Error {
 
 /// The common beginning of both sides, and the remainders.
 fn implied(sides: [Vec<Value>; 2]) -> (Vec<Value>, [Vec<Value>; 2]) {
-    let at = shared(&sides[0], &sides[1]);
+    let at = shared(&sides[0], &sides[1], is_same_turn);
     let prompt = sides[0][..at].to_vec();
     (prompt, sides.map(|side| side[at..].to_vec()))
 }
@@ -312,16 +312,16 @@ fn chats<const N: usize>(
 }
 
 /// Length of the common prefix. If one side is a prefix of the other, the shorter one keeps its last element.
-fn shared<T: PartialEq>(a: &[T], b: &[T]) -> usize {
+fn shared<T>(a: &[T], b: &[T], is_same: impl Fn(&T, &T) -> bool) -> usize {
     let most = a.len().min(b.len());
-    let equal = a.iter().zip(b).take_while(|(x, y)| x == y).count();
+    let equal = a.iter().zip(b).take_while(|(x, y)| is_same(x, y)).count();
     if equal == most { most.saturating_sub(1) } else { equal }
 }
 
 /// Length of the common prefix in bytes; a space directly before the difference belongs to the sides.
 fn shared_text(a: &str, b: &str) -> usize {
     let (x, y): (Vec<char>, Vec<char>) = (a.chars().collect(), b.chars().collect());
-    let mut at = shared(&x, &y);
+    let mut at = shared(&x, &y, |a, b| a == b);
     let parts = at < x.len().min(y.len()) && x[at] != y[at];
     if parts && at > 0 && x[at - 1] == ' ' {
         at -= 1;
@@ -476,6 +476,23 @@ mod tests {
         }));
         assert_eq!(before, [turn("system", "s"), turn("user", "q")]);
         assert_eq!(sides[1].len(), 3);
+    }
+
+    #[test]
+    fn turns_that_differ_only_in_metadata_are_the_shared_prompt() {
+        let side = |field: &str, value: &str, answer: &str| {
+            let of_gpt = json!({"from": "gpt", "value": answer, "model": answer});
+            json!([{"from": "human", "value": "q", field: value}, of_gpt])
+        };
+        let pair = |field: &str| json!({"chosen": side(field, "1", "a"), "rejected": side(field, "2", "b")});
+        for prompt in [json!([{"from": "human", "value": "q"}]), json!("q"), Value::Null] {
+            let mut value = pair("id");
+            value["prompt"] = prompt.clone();
+            let (before, [a, b]) = messages(value);
+            assert_eq!([&before, &a, &b].map(Vec::len), [1; 3], "{prompt}");
+            assert_eq!([&before[0], &a[0], &b[0]].map(chat::content), ["q", "a", "b"]);
+        }
+        assert_eq!(understand(&row(pair("name"))).unwrap(), Judgment::Forked);
     }
 
     #[test]

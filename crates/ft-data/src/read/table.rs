@@ -180,7 +180,8 @@ pub(super) fn read_table(path: &str, file: impl Read, delimiter: u8, each: &mut 
                         .found(clip(&text))
                         .expected("a quote at both ends of the text")
                         .hint(
-                            "close it; a text that begins with a quote of its own is written as \"\"\"so\"\" it is\"",
+                            "close the quote; if the quote belongs to the text, put the text in quotes and double each quote \
+                             inside: \"\"\"so\"\" it is\"",
                         ),
                 );
             }

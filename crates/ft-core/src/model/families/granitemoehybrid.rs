@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     let refused = |key: &str, why: &str, found: &Value| {
         Err(
-            Error::unsupported(format!("model type `granitemoehybrid` is supported without {why}"))
+            Error::unsupported(format!("model type `granitemoehybrid` is supported only without {why}"))
                 .at(super::place(config, key))
                 .found(found),
         )

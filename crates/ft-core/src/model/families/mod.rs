@@ -376,7 +376,10 @@ fn rope_parameters(config: &Config, layer_type: Option<&str>, default_theta: f64
         }
         (None, None) => object("rope_scaling")?.cloned().unwrap_or_default(),
     };
-    if let (Some(_), Some(scaling)) = (parameters, object("rope_scaling")?.filter(|m| !m.is_empty())) {
+    // Without a default base the config was read before.
+    if let (Some(_), Some(scaling)) = (parameters, object("rope_scaling")?.filter(|m| !m.is_empty()))
+        && default_theta > 0.0
+    {
         let of_kind = layer_type.filter(|_| by_type.is_some());
         same_rope(config, &map, scaling, default_theta, of_kind)?;
     }
@@ -441,7 +444,7 @@ fn same_rope(
             Error::unsupported("`rope_scaling` and `rope_parameters` describe different positions")
                 .at(config.path.display())
                 .found(format!("`{key}` is not the same in both"))
-                .hint("transformers uses `rope_scaling` then; remove the one that is not of this model"),
+                .hint("remove the one that does not belong to this model; with both, transformers uses `rope_scaling`"),
         ),
     }
 }

@@ -183,7 +183,7 @@ fn hunyuan_may_list_its_numbers_of_experts_by_layer() {
 #[test]
 fn granite_4_with_experts_or_state_space_layers_is_refused_by_name() {
     let family = "granitemoehybrid";
-    let without = "supported without experts";
+    let without = "supported only without experts";
     refused(
         family,
         &json!({"num_local_experts": 4}),
@@ -195,7 +195,7 @@ fn granite_4_with_experts_or_state_space_layers_is_refused_by_name() {
     refused(
         family,
         &published,
-        &["supported without state-space layers", "layer_types"],
+        &["supported only without state-space layers", "layer_types"],
     );
     let mixed = json!({"layer_types": ["full_attention", "mamba"]});
     refused(family, &mixed, &[family, "state-space", "layer_types"]);

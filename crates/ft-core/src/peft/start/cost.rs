@@ -148,7 +148,9 @@ impl LinearSizes {
     fn by_input(linears: &mut Vec<Self>) {
         let mut found: Vec<Self> = Vec::new();
         for linear in linears.drain(..) {
-            match found.iter_mut().find(|l| (l.input, l.i) == (linear.input, linear.i)) {
+            let known = found.iter_mut().find(|l| (l.input, l.i) == (linear.input, linear.i));
+            // The inputs of other names may differ.
+            match known.filter(|l| l.input != 3) {
                 Some(known) => known.r = known.r.max(linear.r),
                 None => found.push(linear),
             }

@@ -48,6 +48,8 @@ pub(super) struct LogFile {
     failing: Option<Failing>,
     fault: Option<Error>,
     note: Option<String>,
+    /// A fault that the next lines do not repair.
+    warning: Option<String>,
 }
 
 /// A fault that has not ended yet.
@@ -148,9 +150,8 @@ impl LogFile {
                 self.has_old_numbers = emptied.is_err();
                 self.write_waiting();
                 if let Err(e) = emptied {
-                    let before = self.note.take().map_or(String::new(), |note| note + "; ");
-                    self.note = Some(format!(
-                        "{before}an earlier event file cannot be emptied, so TensorBoard may show some numbers twice: {e}"
+                    self.warning = Some(format!(
+                        "an earlier event file cannot be emptied, so TensorBoard may show some numbers twice: {e}"
                     ));
                 }
             }
@@ -184,6 +185,7 @@ impl LogFile {
             failing: None,
             fault: None,
             note: None,
+            warning: None,
         }
     }
 
@@ -286,6 +288,10 @@ impl LogFile {
     /// What to say about the end of a fault.
     pub(super) fn take_note(&mut self) -> Option<String> {
         self.note.take()
+    }
+
+    pub(super) fn take_warning(&mut self) -> Option<String> {
+        self.warning.take()
     }
 
     /// Tries to write the lines that wait, if there are any.

@@ -311,6 +311,9 @@ impl Reporter {
             if let Some(note) = log.take_note() {
                 self.terminal.note(&note);
             }
+            if let Some(warning) = log.take_warning() {
+                self.terminal.warn(&warning);
+            }
             if let Some(fault) = log.take_fault() {
                 self.terminal.warn(&format!(
                     "the run continues, and writes the lines of this file when that is possible again: {fault}"

@@ -432,7 +432,7 @@ fn an_event_file_is_kept_if_an_earlier_one_cannot_be_emptied() {
     let mut board = LogFile::event_file(dir.path());
     board.create(&metrics, true);
     assert!(!board.is_failing() && board.take_fault().is_none());
-    let note = board.take_note().unwrap();
+    let note = board.take_warning().unwrap();
     assert!(note.contains("cannot be emptied"), "{note}");
     let new = board.path.clone().unwrap();
     let written = files::read(&new).unwrap();
@@ -440,7 +440,7 @@ fn an_event_file_is_kept_if_an_earlier_one_cannot_be_emptied() {
     // Each further try finds the same new file.
     for _ in 0..2 {
         board.create(&metrics, true);
-        assert!(board.take_note().is_none());
+        assert!(board.take_warning().is_none());
         assert_eq!(files::list(dir.path()).unwrap().len(), 3);
         assert_eq!(files::size(&old).unwrap(), 4096);
     }

@@ -76,7 +76,8 @@ fn other_adapters_lose_what_they_lose_on_the_cpu() {
             "corda",
             &["tune.lora.init_lora_weights=corda", "tune.lora.init_samples=2"],
         ),
-        ("eva", &["tune.lora.init_lora_weights=eva", "tune.lora.init_samples=2"]),
+        // With fewer trained tokens than directions, rounding chooses the last ones: with 4 rows two paths of the CPU differ by 5 %.
+        ("eva", &["tune.lora.init_lora_weights=eva", "tune.lora.init_samples=8"]),
         ("olora", &["tune.lora.init_lora_weights=olora"]),
         (
             "dora with dropout",

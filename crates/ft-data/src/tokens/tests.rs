@@ -285,6 +285,16 @@ fn pairs_of_two_parts() -> Files {
     files(&[("p.jsonl", &(0..600).map(row).collect::<String>())])
 }
 
+/// How pairs are read, cut at the longest length, and their rows without a cache.
+fn in_memory<'a>(files: &'a Files, want: PreferencePart, codec: &dyn TextCodec) -> (DatasetSpec<'a>, Dataset) {
+    let spec = DatasetSpec {
+        long: Long::Truncate,
+        ..spec(files)
+    };
+    let memory = preference::load(&spec, want, codec, None).unwrap();
+    (spec, memory)
+}
+
 const NAMES: [&str; 5] = [super::ROWS, CHUNKS, TOKENS, INDEX, PAIRS];
 
 /// Row C8.
@@ -326,11 +336,7 @@ fn a_flipped_bit_in_each_file_of_the_cache_is_found() {
 #[test]
 fn damage_in_each_file_of_the_cache_changes_no_row_and_no_fingerprint() {
     let (files, place, codec, want) = (pairs_of_two_parts(), Place::new(), real(), PreferencePart::Pairs);
-    let spec = DatasetSpec {
-        long: Long::Truncate,
-        ..spec(&files)
-    };
-    let memory = preference::load(&spec, want, &codec, None).unwrap();
+    let (spec, memory) = in_memory(&files, want, &codec);
     let load = || place.within(u64::MAX, &spec, Some(want), &codec).unwrap();
     assert_same(&load(), &memory);
     let dir = place.set();
@@ -373,11 +379,7 @@ fn damage_in_each_file_of_the_cache_changes_no_row_and_no_fingerprint() {
 #[test]
 fn numbers_of_a_row_that_do_not_fit_its_tokens_are_written_again_also_with_the_right_hash() {
     let (files, place, codec, want) = (pairs_of_two_parts(), Place::new(), real(), PreferencePart::Pairs);
-    let spec = DatasetSpec {
-        long: Long::Truncate,
-        ..spec(&files)
-    };
-    let memory = preference::load(&spec, want, &codec, None).unwrap();
+    let (spec, memory) = in_memory(&files, want, &codec);
     let load = || place.within(u64::MAX, &spec, Some(want), &codec).unwrap();
     load();
     let dir = place.set();

@@ -124,7 +124,7 @@ seed() {
 longest() {
     case $1 in
     request | score | lock | hub | run | argument | kwargs | manifest | state | index | adapter | special_tokens | generation_config | quantized | \
-        metrics | events | resolved | token_cache | teacher_cache | yaml) echo 8192 ;;
+        metrics | events | resolved | token_cache | teacher_cache | yaml | best | card | restored | sums | upload) echo 8192 ;;
     recipe | csv | json | jsonl | preference | prompts | template | config | tokenizer_config) echo 16384 ;;
     *) echo 65536 ;;
     esac

@@ -66,6 +66,17 @@ fn first_ten_minutes(width: u16) {
     ft(at, width, &["recipes", "copy", "quickstart"], &[], 0);
     ft(at, width, &["data", "--recipe", "quickstart.toml"], &[], 0);
     ft(at, width, &["plan", "--recipe", "quickstart.toml"], &[], 0);
+    let sweep = [
+        &["tune-lr", "quickstart.toml", "--steps", "8", "train.batch_size=1"][..],
+        &["train.gradient_accumulation_steps=1"],
+    ]
+    .concat();
+    let seen = ft(at, width, &sweep, &[], 0);
+    // A line of the plot that was broken has dots without the axis before them.
+    let dots = |c: char| ('\u{2801}'..='\u{28ff}').contains(&c);
+    let text = seen.text();
+    let plot: Vec<&str> = text.lines().filter(|line| line.contains(dots)).collect();
+    assert!(plot.len() > 3 && plot.iter().all(|line| line.contains('│')), "{text}");
 
     // ---- a run stopped in the middle of a step
     let mut pty = Pty::start(at, width, &slow(&[]), &[]);

@@ -1,12 +1,22 @@
 //! Checkpoints: the manifest with its hash, and the state that it lists.
 
 use super::caches::parts;
-use super::{put, said};
+use super::models::small_model;
+use super::{dir, put, said};
+use candle_core::Device;
 use ft::checkpoint::{self, LoadedState};
-use ft::train::{resumed, state};
+use ft::engine::{ActiveSet, EmaConfig, Engine, LossScaleConfig, StepStrategy, TrainConfig};
+use ft::ops::Dtype;
+use ft::optim::{Optimizer, OptimizerConfig};
+use ft::recipe::Train;
+use ft::sft::CausalLm;
+use ft::train::{best_again, resumed, state};
+use ft::{hf, recipe};
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 use std::fs;
+use std::path::PathBuf;
+use std::sync::OnceLock;
 
 /// The hash of a manifest: its fields, each with its length. `None`: a field is missing, or has another type.
 fn seal(manifest: &Value) -> Option<String> {
@@ -127,27 +137,30 @@ fn read(loaded: &LoadedState) {
 /// Name, number format and shape.
 type NamedTensor<'a> = (&'a str, &'a str, Vec<usize>);
 
-/// `state.json` in the first line, then a tensor in each line: its file, its name, its number format, its shape (`2x3`).
-pub fn checkpoint_tensors(bytes: &[u8]) {
+/// A checkpoint of `state.json` in the first line and a tensor in each other line: its file, its name, its number format, its shape
+/// (`2x3`). `None`: the lines are not such ones.
+fn of_lines(bytes: &[u8]) -> Option<PathBuf> {
     const MOST: usize = 1 << 8;
-    let Ok(text) = std::str::from_utf8(bytes) else { return };
+    let text = std::str::from_utf8(bytes).ok()?;
     let mut lines = text.lines();
     let state = lines.next().unwrap_or_default();
     let mut files: BTreeMap<&str, Vec<NamedTensor>> = BTreeMap::new();
     for line in lines.take(64) {
         let words: Vec<&str> = line.split(' ').collect();
-        let [file, name, dtype, shape] = words[..] else { return };
+        let [file, name, dtype, shape] = words[..] else {
+            return None;
+        };
         let is_letter = |c: char| c.is_ascii_alphanumeric() || c == '-';
         let stem = file.strip_suffix(".safetensors");
         if !stem.is_some_and(|stem| (1..=64).contains(&stem.len()) && stem.chars().all(is_letter)) {
-            return;
+            return None;
         }
         let sizes: Vec<usize> = shape.split('x').map_while(|size| size.parse().ok()).take(8).collect();
         let count = sizes
             .iter()
             .try_fold(1usize, |product, size| product.checked_mul(*size));
         if count.is_none_or(|count| count > MOST) {
-            return;
+            return None;
         }
         files.entry(file).or_default().push((name, dtype, sizes));
     }
@@ -169,8 +182,109 @@ pub fn checkpoint_tensors(bytes: &[u8]) {
     manifest["seal"] = seal(&manifest).unwrap().into();
     put("checkpoint-3/manifest.json", manifest.to_string().as_bytes());
     checkpoint::verify(dir).unwrap();
-    if let Some(loaded) = said(checkpoint::load(dir)) {
+    Some(dir.to_path_buf())
+}
+
+/// The tensors of a checkpoint, as they are read before there is a model.
+pub fn checkpoint_tensors(bytes: &[u8]) {
+    if let Some(dir) = of_lines(bytes)
+        && let Some(loaded) = said(checkpoint::load(&dir))
+    {
         read(&loaded);
+    }
+}
+
+/// The weights that the engine of `restored` trains.
+const TRAINED: [&str; 2] = ["model.norm.weight", "model.layers.1.input_layernorm.weight"];
+
+/// A checkpoint as in `checkpoint_tensors` that a run restores: all of it, and as an export does it.
+pub fn restored(bytes: &[u8]) {
+    let Some(loaded) = of_lines(bytes).and_then(|dir| said(checkpoint::load(&dir))) else {
+        return;
+    };
+    let active = ActiveSet::new(TRAINED.map(String::from));
+    let engine = || {
+        let model = hf::open(small_model(), Dtype::F32, &Device::Cpu).unwrap().model;
+        let objective = Box::new(CausalLm::new(model.network.spec.vocab));
+        let config = TrainConfig {
+            ema: Some(EmaConfig {
+                decay: 0.9,
+                ramp: false,
+            }),
+            loss_scale: Some(LossScaleConfig::default()),
+            ..TrainConfig::default()
+        };
+        let optimizer = Optimizer::new(OptimizerConfig::default());
+        Engine::with_config(
+            model,
+            objective,
+            optimizer,
+            StepStrategy::new(Dtype::F32),
+            &active,
+            config,
+        )
+        .unwrap()
+    };
+    let mut exported = engine();
+    said(state::restore_weights(&loaded, &mut exported));
+    let mut resumed = engine();
+    if said(state::restore(&loaded, &mut resumed, &active)).is_none() {
+        return;
+    }
+    let weights = loaded.open("weights.safetensors").unwrap();
+    for name in weights.names() {
+        // An average takes the place of a weight that is not trained any more.
+        if loaded.state["averages"].get(name).is_some() {
+            continue;
+        }
+        let (mut found, bits) = (Vec::new(), |values: &[f32]| {
+            values.iter().map(|x| x.to_bits()).collect::<Vec<u32>>()
+        });
+        let read = resumed.exact(name, &mut |values| {
+            found.extend_from_slice(values);
+            Ok(())
+        });
+        read.unwrap();
+        assert_eq!(bits(&found), bits(&weights.read_f32(name).unwrap()), "{name}");
+    }
+    for saved in resumed.optimizer.saved() {
+        if let Some(step) = loaded.state["optimizer_steps"].get(saved.name) {
+            assert_eq!(*step, saved.step, "{}", saved.name);
+        }
+    }
+    let scale = resumed.loss_scale.as_ref().unwrap();
+    assert_eq!(loaded.state["loss_scale"]["steps"], scale.steps);
+}
+
+/// What a checkpoint keeps of the evaluations, and after a byte 0 `metrics.jsonl`.
+pub fn best(bytes: &[u8]) {
+    static TRAIN: OnceLock<Train> = OnceLock::new();
+    let train = TRAIN.get_or_init(|| {
+        let text = "[model]\npath = \"m\"\n[data]\ntrain = \"t.jsonl\"\n";
+        recipe::parse(text, "r.toml", &[]).unwrap().recipe.train
+    });
+    let (text, metrics) = parts(bytes);
+    let Ok(saved) = serde_json::from_slice::<Value>(text) else {
+        return;
+    };
+    let path = put("evaluated/metrics.jsonl", metrics);
+    let (run, new) = (path.parent().unwrap(), dir().join("evaluated/new"));
+    for (metric, patience, is_final) in [
+        ("auto", 0, true),
+        ("auto", 2, false),
+        ("accuracy", 1, true),
+        ("auto", 0, false),
+    ] {
+        let train = Train {
+            metric_for_best_model: metric.into(),
+            early_stopping_patience: patience,
+            load_best_model_at_end: is_final,
+            ..train.clone()
+        };
+        let kept = best_again(&train, run, &saved, 7);
+        if !kept.is_null() {
+            assert_eq!(best_again(&train, &new, &kept, 7), kept, "{metric}");
+        }
     }
 }
 

@@ -10,6 +10,7 @@ mod network;
 mod others;
 mod pages;
 pub mod quantized;
+mod ranks;
 mod rows;
 mod runs;
 mod templates;
@@ -76,6 +77,8 @@ pub const TARGETS: &[(&str, Target)] = &[
     ("rollout", caches::rollout),
     ("position", caches::position),
     ("checkpoint_tensors", checkpoints::checkpoint_tensors),
+    ("restored", checkpoints::restored),
+    ("best", checkpoints::best),
     ("hub", others::hub),
     ("request", others::request),
     ("score", others::score),
@@ -86,7 +89,10 @@ pub const TARGETS: &[(&str, Target)] = &[
     ("messages", templates::messages),
     ("dash", pages::dash),
     ("page", pages::page),
+    ("card", pages::card),
     ("hub_address", network::hub_address),
+    ("upload", network::upload),
+    ("sums", ranks::sums),
     ("environment", network::environment),
     ("greeting", network::greeting),
     ("rendered", network::rendered),

@@ -20,7 +20,7 @@ use quantized::{COLUMNS, ROWS};
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 /// Configs of small models: dense, experts with tensors of their own, experts in joined tensors, a multimodal model.
@@ -121,6 +121,16 @@ fn family(bytes: &[u8]) -> Option<(&'static Family, &[u8])> {
     });
     let (first, rest) = bytes.split_first()?;
     Some((&all[usize::from(*first) % all.len()], rest))
+}
+
+/// A directory with a dense model of two layers and 32 values in each state.
+pub(super) fn small_model() -> &'static Path {
+    static MODEL: OnceLock<PathBuf> = OnceLock::new();
+    MODEL.get_or_init(|| {
+        family(&[0]).unwrap();
+        let path = put("family-0/tokenizer.json", TOKENIZER.as_bytes());
+        path.parent().unwrap().to_path_buf()
+    })
 }
 
 fn read_family(n: usize, text: &str) -> Family {

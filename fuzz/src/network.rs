@@ -2,7 +2,7 @@
 
 use super::said;
 use ft::formats::template::answers_again;
-use ft::hub::{self, HubSettings};
+use ft::hub::{self, HubSettings, LocalFile, Upload, UploadContent};
 use ft::setup::rewards;
 use ft::{cli, comm};
 use serde_json::Value;
@@ -58,6 +58,60 @@ pub fn hub_address(bytes: &[u8]) {
         if let Some((commit, hash, _)) = hub::described(head, redirected) {
             let is_name = |text: &str| text.len() >= 40 && text.bytes().all(|b| b.is_ascii_hexdigit());
             assert!(is_name(&commit) && is_name(&hash), "{commit} {hash}");
+        }
+    }
+}
+
+/// Answers of a hub to an upload of three files, each a line: to the new repository, the kinds of the files, the places for large
+/// files, and so on. `!403 text` is an error.
+pub fn upload(bytes: &[u8]) {
+    const TOKEN: &str = "hf_planted";
+    let settings = HubSettings {
+        endpoint: "https://hub.example".into(),
+        token: Some(TOKEN.into()),
+        attempts: 1,
+        ..HubSettings::default()
+    };
+    let file = |name: &str, content: &[u8]| LocalFile {
+        name: name.into(),
+        content: UploadContent::Bytes(content.to_vec()),
+    };
+    let files = [
+        file("m.safetensors", b"0123456789"),
+        file("README.md", b"card"),
+        file("empty", b""),
+    ];
+    let upload = Upload {
+        id: "me/model",
+        revision: "main",
+        message: "m",
+        private: true,
+        files: &files,
+    };
+    let (asked, result) = hub::uploaded(&settings, &upload, bytes).unwrap();
+    let own = server(&settings.endpoint);
+    for request in &asked {
+        let there = server(&request.url);
+        assert_eq!(
+            there.as_ref().map(|(scheme, ..)| scheme.as_str()),
+            Some("https"),
+            "{request:?}"
+        );
+        assert!(!request.has_token || there == own, "{request:?}");
+    }
+    match result {
+        Ok(report) => {
+            assert_eq!(asked.iter().map(|request| request.sent).sum::<u64>(), report.sent);
+            assert_eq!(report.commit.is_none(), report.kept == files.len());
+            let is_hash = |commit: String| !commit.is_empty() && commit.bytes().all(|b| b.is_ascii_hexdigit());
+            assert!(report.commit.is_none_or(is_hash));
+        }
+        Err(e) => {
+            let e = e.to_string();
+            assert!(
+                !e.contains(TOKEN) && !e.chars().any(|c| c.is_control() && c != '\n'),
+                "{e:?}"
+            );
         }
     }
 }

@@ -1,6 +1,7 @@
 //! What a browser sends to `ft dash`, and files of a run that its page and `ft watch` show.
 
 use super::{dir, put, said};
+use ft::commands::push::{PushRequest, prepare};
 use ft::look::{FrameStyle, WatchedRun, answer_of_bytes, write_folder};
 use serde_json::Value;
 use std::fs;
@@ -97,5 +98,103 @@ pub fn page(bytes: &[u8]) {
             watched.toggle_raw();
             watched.refresh();
         }
+    }
+}
+
+/// The parts of a line of a table: a bar with a backslash before it is text.
+fn cells(line: &str) -> usize {
+    let (mut bars, mut is_escaped) = (0, false);
+    for c in line.chars() {
+        bars += usize::from(c == '|' && !is_escaped);
+        is_escaped = c == '\\' && !is_escaped;
+    }
+    bars - 1
+}
+
+/// The lines of a text outside of its blocks of code, with the heads of these blocks. A carriage return ends a line too.
+fn outside(text: &str) -> Vec<&str> {
+    let (mut fence, mut found) = (None, Vec::new());
+    for line in text.split(['\n', '\r']) {
+        let start = line.trim_start_matches(' ');
+        let length = start.len() - start.trim_start_matches('`').len();
+        match fence {
+            Some(open) => {
+                if length >= open && start.trim_start_matches('`').trim().is_empty() {
+                    fence = None;
+                }
+                continue;
+            }
+            None if length >= 3 => fence = Some(length),
+            None => {}
+        }
+        found.push(line);
+    }
+    assert_eq!(fence, None);
+    found
+}
+
+/// Config of an adapter, and settings, events, metrics and recipe of the run that made it, with a byte 0 between them: nothing in them
+/// makes a line of the model card, or a key of its head.
+pub fn card(bytes: &[u8]) {
+    const FILES: [&str; 5] = [
+        "final/adapter_config.json",
+        "resolved.toml",
+        "events.jsonl",
+        "metrics.jsonl",
+        "recipe.toml",
+    ];
+    const KEYS: [&str; 7] = [
+        "base_model",
+        "base_model_relation",
+        "library_name",
+        "pipeline_tag",
+        "license",
+        "datasets",
+        "tags",
+    ];
+    let mut parts = bytes.splitn(FILES.len(), |byte| *byte == 0);
+    for name in FILES {
+        put(&format!("pushed/{name}"), parts.next().unwrap_or_default());
+    }
+    let from = dir().join("pushed");
+    let request = PushRequest {
+        from: &from.join("final"),
+        id: "me/adapter",
+        license: Some("mit"),
+        keep_readme: false,
+    };
+    let Some(files) = said(prepare(&request)) else { return };
+    let card = files.card.unwrap();
+    let (head, body) = card.strip_prefix("---\n").unwrap().split_once("\n---\n").unwrap();
+    for line in head.split(['\n', '\r']) {
+        let is_word = |text: &str| text.bytes().all(|b| b.is_ascii_alphanumeric() || b"-_./".contains(&b));
+        let is_good = match (line.strip_prefix("- "), line.split_once(':')) {
+            (Some(item), _) => is_word(item),
+            (_, Some((key, value))) => KEYS.contains(&key) && is_word(value.trim_start()),
+            _ => false,
+        };
+        assert!(is_good, "{line:?}\n{card}");
+    }
+    for line in outside(body) {
+        let is_own = match line.chars().next() {
+            None => true,
+            Some('#') => [
+                "# adapter",
+                "## Training",
+                "## Data",
+                "## Results",
+                "## How it was made",
+                "## License",
+            ]
+            .contains(&line),
+            Some('|') => cells(line) == 2,
+            Some('`') => {
+                line.starts_with("```") || line.starts_with("`<secret>` is in") || line.starts_with("`mit`, as stated")
+            }
+            _ => ["An adapter", "Measured by", "No run directory", "The adapter works"]
+                .iter()
+                .any(|start| line.starts_with(start)),
+        };
+        assert!(is_own && !line.contains(|c: char| c.is_control()), "{line:?}\n{card}");
     }
 }

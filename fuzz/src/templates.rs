@@ -35,18 +35,18 @@ fn check(template: &ChatTemplate, messages: &[Value], tools: Option<&Value>, pro
     let again = template.render(messages, tools, prompt);
     assert_eq!(again.map_err(|e| e.to_string()), wanted);
     let first = first.ok()?;
-    let mut asks: Vec<(usize, bool)> = (1..messages.len()).map(|n| (n, false)).collect();
-    asks.push((messages.len(), prompt));
+    let mut renderings: Vec<(usize, bool)> = (1..messages.len()).map(|n| (n, false)).collect();
+    renderings.push((messages.len(), prompt));
     let job = RenderJob {
         messages,
         tools,
-        asks: asks.clone(),
+        renderings: renderings.clone(),
     };
     let many = template.render_many(&[job.clone(), job]);
     assert!(many.len() == 2 && many[0] == many[1]);
-    assert_eq!(many[0].len(), asks.len());
+    assert_eq!(many[0].len(), renderings.len());
     assert_eq!(many[0].last(), Some(&Some(first.clone())));
-    for ((upto, prompt), found) in asks.into_iter().zip(&many[0]) {
+    for ((upto, prompt), found) in renderings.into_iter().zip(&many[0]) {
         let alone = said(template.render_marked(&messages[..upto], tools, prompt));
         // The limits depend on the length of the whole conversation.
         if let (Some(found), Some(alone)) = (found, &alone) {

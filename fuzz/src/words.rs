@@ -128,9 +128,30 @@ fn dictionary(target: &str) -> Option<Dictionary> {
             &[],
             "[[data.sources]] auto \"auto\" [\" \"] 22GiB 1e-3 1_000 0x10 # \"\"\" ''' {} = , true false",
         ),
-        "checkpoint_tensors" => plain(
+        "checkpoint_tensors" | "restored" => plain(
             &["src/train/state.rs", "crates/ft-formats/src/dtype.rs"],
             "F32 BF16 F16 U8 I64 \0 \"format\": model.norm.weight model.layers.0. 0 1 -1 18446744073709551615",
+        ),
+        "best" => json(
+            &["src/train/best.rs"],
+            "metric values unsaved eval_loss eval_reward eval_accuracy step 10 NaN inf -0.0 1e999",
+        ),
+        "card" => plain(
+            &["src/commands/push/card.rs"],
+            "\0 \"base_model_name_or_path\": \"a/b\" a/b@main ``` ```` ` | \\| \\n# \\n---\\n --- [train]\nstage= [tune]\nmethod= \
+             [model]\nrevision= [data]\ntrain= \"event\":\"data\" \"event\":\"start\" \"event\":\"stop\" \"fingerprint\": \"command\": \
+             \"reason\": \"eval_ ''' \"\"\"",
+        ),
+        "upload" => json(
+            &["crates/ft-hub/src/upload/send.rs"],
+            "m.safetensors README.md empty lfs regular files path uploadMode oid objects actions upload href header chunk_size verify \
+             error message commitOid 1 2 3 00001 5 authorization content-length https://store.example/1 //hub.example/ /x \
+             84d89877f0d4041efb6bf91a16f0248f2fd573e6af05c19f96bedb9f882f7882 8c7c28205527f226b7a84dfee2c6cc22d33418a8",
+        ),
+        "sums" => plain(
+            &["src/train/ranks.rs"],
+            "{\"host\": \"a\" \"b\" \"available\": \"resident\": \"threads\": [[\"a\",\"b\"],[\"seed\",\"1\"]] kl \
+             \0\0\0\0\0\0\0\0 \u{1}\0\0\0\0\0\0\0 \u{2}\0\0\0\0\0\0\0 \0\0\0\0\0\0\u{7f}",
         ),
         "manifest" => json(
             &["src/checkpoint/manifest.rs"],

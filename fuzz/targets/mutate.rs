@@ -8,11 +8,11 @@ use std::ops::Range;
 const LONGEST: usize = 64 << 10;
 
 /// Numbers from a seed: libFuzzer wants the same mutation for the same seed.
-struct Draw(u64);
+pub struct Draw(pub u64);
 
 impl Draw {
     /// Less than `n`; 0 if `n` is 0.
-    fn below(&mut self, n: usize) -> usize {
+    pub fn below(&mut self, n: usize) -> usize {
         // SplitMix64.
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;

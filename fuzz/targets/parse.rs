@@ -2,8 +2,10 @@
 
 #![no_main]
 
+mod compressed;
 mod limits;
 mod mutate;
+mod structure;
 
 use std::sync::OnceLock;
 
@@ -56,13 +58,21 @@ fn start() {
     limits::start();
 }
 
+/// A mutation that keeps the structure of the input. `None`: it has none that is known here.
+fn mutated(bytes: &[u8], most: usize, seed: u32) -> Option<Vec<u8>> {
+    let words = &chosen().1;
+    structure::mutated(bytes, most, seed)
+        .or_else(|| compressed::mutated(bytes, most, seed, words))
+        .or_else(|| mutate::mutated(bytes, most, seed, words))
+}
+
 libfuzzer_sys::fuzz_target!(init: start(), |bytes| {
     limits::within(bytes.len(), || (chosen().0)(bytes));
 });
 
 // Each second mutation is libFuzzer's own: it knows the dictionary, and what the program compared.
 libfuzzer_sys::fuzz_mutator!(|data: &mut [u8], size: usize, max_size: usize, seed: u32| {
-    let own = (seed & 1 == 0).then(|| mutate::mutated(&data[..size], max_size, seed, &chosen().1));
+    let own = (seed & 1 == 0).then(|| mutated(&data[..size], max_size, seed));
     match own.flatten() {
         Some(new) => {
             data[..new.len()].copy_from_slice(&new);

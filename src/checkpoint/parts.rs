@@ -145,7 +145,7 @@ fn share(comm: &dyn Collective, make: impl FnOnce() -> Result<Staging>) -> Resul
     } else {
         Patience::Long
     };
-    let path = comm.bytes(own, patience)?.swap_remove(0);
+    let path = comm.all_gather_bytes(own, patience)?.swap_remove(0);
     Ok((staging, OsString::from_vec(path).into()))
 }
 
@@ -203,12 +203,12 @@ fn agree(comm: &dyn Collective, own: Result<Vec<ManifestEntry>>) -> Result<Vec<M
         Err(_) => Vec::new(),
     };
     // A rank that has failed waits here too: its caller ends the job, and the others must not be at work then.
-    let all = comm.bytes(text, Patience::Long);
+    let all = comm.all_gather_bytes(text, Patience::Long);
     own?;
     let all = all?;
     if all.iter().any(Vec::is_empty) {
         // The rank that has failed says why in place of this call.
-        comm.bytes(Vec::new(), Patience::Step)?;
+        comm.all_gather_bytes(Vec::new(), Patience::Step)?;
         return Err(Error::internal("a rank has failed and does not say why"));
     }
     let mut entries = Vec::new();

@@ -26,19 +26,19 @@ impl Collective for Threads {
         &self.world
     }
 
-    fn exchange(&self, _: u64, _: Vec<Vec<f32>>, _: Vec<usize>) -> PendingNumbers {
+    fn all_to_all(&self, _: u64, _: Vec<Vec<f32>>, _: Vec<usize>) -> PendingNumbers {
         unreachable!("no numbers travel")
     }
 
-    fn gather(&self, _: u64, _: Vec<f32>, _: Vec<usize>) -> PendingNumbers {
+    fn all_gather(&self, _: u64, _: Vec<f32>, _: Vec<usize>) -> PendingNumbers {
         unreachable!("no numbers travel")
     }
 
-    fn collect(&self, _: u64, _: Vec<Shard>, _: Vec<usize>) -> PendingNumbers<WholeList> {
+    fn gather_shards(&self, _: u64, _: Vec<Shard>, _: Vec<usize>) -> PendingNumbers<WholeList> {
         unreachable!("no numbers travel")
     }
 
-    fn bytes(&self, own: Vec<u8>, _: Patience) -> Result<Vec<Vec<u8>>> {
+    fn all_gather_bytes(&self, own: Vec<u8>, _: Patience) -> Result<Vec<Vec<u8>>> {
         for to in &self.to {
             let _ = to.send(Some(own.clone()));
         }
@@ -252,20 +252,20 @@ impl Collective for Moved<'_> {
         self.comm.world()
     }
 
-    fn exchange(&self, key: u64, parts: Vec<Vec<f32>>, lengths: Vec<usize>) -> PendingNumbers {
-        self.comm.exchange(key, parts, lengths)
+    fn all_to_all(&self, key: u64, parts: Vec<Vec<f32>>, lengths: Vec<usize>) -> PendingNumbers {
+        self.comm.all_to_all(key, parts, lengths)
     }
 
-    fn gather(&self, key: u64, own: Vec<f32>, lengths: Vec<usize>) -> PendingNumbers {
-        self.comm.gather(key, own, lengths)
+    fn all_gather(&self, key: u64, own: Vec<f32>, lengths: Vec<usize>) -> PendingNumbers {
+        self.comm.all_gather(key, own, lengths)
     }
 
-    fn collect(&self, key: u64, shards: Vec<Shard>, to: Vec<usize>) -> PendingNumbers<WholeList> {
-        self.comm.collect(key, shards, to)
+    fn gather_shards(&self, key: u64, shards: Vec<Shard>, to: Vec<usize>) -> PendingNumbers<WholeList> {
+        self.comm.gather_shards(key, shards, to)
     }
 
-    fn bytes(&self, own: Vec<u8>, patience: Patience) -> Result<Vec<Vec<u8>>> {
-        let mut all = self.comm.bytes(own, patience)?;
+    fn all_gather_bytes(&self, own: Vec<u8>, patience: Patience) -> Result<Vec<Vec<u8>>> {
+        let mut all = self.comm.all_gather_bytes(own, patience)?;
         if !self.world().is_root() && all[0].starts_with(b"/") {
             all[0] = format!("{}/elsewhere", self.place.display()).into_bytes();
         }

@@ -70,10 +70,13 @@ pub const CODES: &[ErrorCode] = codes! {
         "The command line or the recipe asks for something that does not exist or has no effect.",
         "Follow the hint; `--help` after a command has examples, `ft recipes schema` all keys (as a page: `docs/recipe.md`).";
 
-    "FT201" Format, "a row or file is not valid JSON",
-        ["the row is not valid JSON", "the file is not valid JSON", "the row is not an object"],
-        "A line of a JSONL file is cut, has a stray character, or is not an object `{...}`.",
-        "Correct the line that the error names (file, line, column). One object in one line; a JSON file is one list of objects.";
+    "FT201" Format, "a row or file is not valid JSON or CSV",
+        ["the row is not valid JSON", "the file is not valid JSON", "the row is not an object", "a quote opens a text",
+        "the row and the header have different numbers of columns", "two columns are named `"],
+        "A line of a JSONL file is cut, has a stray character, or is not an object `{...}`. In a CSV file a quote is not closed, or a row has \
+         more or fewer columns than the header.",
+        "Correct the line that the error names (file, line, column). JSONL has one object in one line, a JSON file is one list of objects. In \
+         CSV put a text with commas, quotes or line breaks in quotes, and double the quotes inside it.";
     "FT202" Format, "many rows cannot be used", ["rows cannot be used", "none of the first "],
         "More than one row is bad. The first ten are listed with their places, the others are counted.",
         "Correct or remove them. If all rows are bad, `data.format` or `data.columns` does not fit the file.";
@@ -98,11 +101,11 @@ pub const CODES: &[ErrorCode] = codes! {
         ["this is not a preference row", "`chosen` and `rejected`", "the prompt and `"],
         "DPO and reward training need pairs: a prompt, a better and a worse answer, which differ.",
         "Write `prompt`, `chosen` and `rejected`, or map other names with `data.columns`. `docs/preference.md` has examples.";
-    "FT209" Format, "a value of a row has the wrong type", ["has the wrong type", "the row has no `", "` is not a text"],
+    "FT209" Format, "a value of a row has the wrong type", ["has the wrong type", "the row has no `", "` is not a text", "have a `margin`"],
         "A column is missing in this row, or holds a number or a list where a text belongs.",
         "Correct the row that the error names, or map the right column with `data.columns`.";
-    "FT210" Format, "a row is too long", ["the row is too long", "the prompt is too long", "the prompt is so long"],
-        "The prompt alone fills `data.max_length`, so no answer fits; or one line is larger than ft reads.",
+    "FT210" Format, "a row is too long", ["the row is too long", "the prompt and its answer do not fit", "the prompt is so long"],
+        "The prompt leaves too little of `data.max_length` for its answer; or one line is larger than ft reads.",
         "Raise `data.max_length`, shorten the prompt, or drop such rows with `data.long = \"drop\"`.";
     "FT211" Unsupported, "rows that this stage cannot train on",
         ["this stage cannot train on rows of format", "this stage trains on pairs", "rows with images, videos or sounds", "unknown kind of data file"],
@@ -111,6 +114,14 @@ pub const CODES: &[ErrorCode] = codes! {
     "FT212" NotFound, "no data file", ["no data file matches the pattern"],
         "The pattern in `data.train` or `data.eval` matches nothing. It is relative to the current directory.",
         "`ls` the pattern in the directory where ft starts.";
+    "FT213" Failed, "a reward cannot be computed",
+        ["needs the right answer of each row", "no known answer has a number", "the schema keyword", "of the schema has the wrong type",
+        "does not contain a reward model", "reward program cannot be started", "the reward program ended", "the reward program did not write",
+        "the reward program wrote", "the reward program writes"],
+        "The rows have no right answer for `exact` or `numeric`, a schema uses a keyword that ft does not have, a directory has no reward \
+         model, or a reward program failed.",
+        "Follow the hint: `rlhf.answer_column` names the column of the answers. Run a reward program alone, with a row as one line of JSON on its \
+         standard input. `docs/rlhf.md` describes each reward.";
 
     "FT301" NotFound, "the directory is not a model", ["model directory has no `config.json`", "directory contains no weights"],
         "A model directory has `config.json`, `tokenizer.json` and safetensors files.",
@@ -144,7 +155,7 @@ pub const CODES: &[ErrorCode] = codes! {
     "FT310" Unsupported, "an adapter that ft does not know", ["adapter uses `"],
         "The adapter was trained with an option of PEFT that changes the mathematics and that ft does not have.",
         "`[tune.lora]` in `docs/recipe.md` (`ft recipes schema`) lists the supported options. Merge it in the tool that wrote it, and train on the result.";
-    "FT311" Failed, "another base model", ["the adapters belong to different base models", "the base model differs from the model"],
+    "FT311" Failed, "another base model", ["the adapters belong to different base models", "the base model differs from the model", "adapter was trained on another base model"],
         "An adapter or a checkpoint fits only the weights on which it was trained.",
         "Give the base model and revision that `adapter_config.json` or `resolved.toml` of the run names.";
     "FT399" Format, "a file does not have the form that it must have", [],
@@ -206,7 +217,7 @@ pub const CODES: &[ErrorCode] = codes! {
         "Undo the differences that are listed, or begin a new run in another directory from `final/` or an export.";
     "FT606" Failed, "another run is in progress", ["another run is in progress in this directory", "the run directory was moved or removed", "another process has locked the run directory in the meantime"],
         "Two processes must not write the same run.",
-        "Wait for the other one or stop it (its process is in the error), or set `train.output_dir`.";
+        "Wait for the other one or stop it (its process is in the error), or set `train.output_dir`. If both are tasks of one `srun`, they found no MPI: `srun --mpi=pmix`.";
     "FT607" Usage, "no run there", ["this is not a run directory", "there is no run in this directory", "there is no such directory"],
         "The path has no `resolved.toml` and `events.jsonl`, which a run writes first.",
         "`ft runs` lists the runs in `runs`; give a run, or a directory with runs.";

@@ -178,7 +178,7 @@ pub fn run(mut args: Args) -> Result<i32> {
     if args.json {
         out(report.json())?
     } else {
-        out_text(report.text())?
+        out_text(report.text(crate::report::result_width()))?
     }
     Ok(0)
 }

@@ -70,6 +70,25 @@ pub fn place_in(variable: &dyn Fn(&str) -> Option<String>) -> Result<Option<JobP
     }
 }
 
+/// A warning for the user if `srun` has started several tasks that are not connected: each one trains alone. This may be wanted, if each
+/// has a recipe of its own.
+pub fn warning_of_task() -> Option<String> {
+    task_without_mpi(&|name| std::env::var(name).ok())
+}
+
+fn task_without_mpi(variable: &dyn Fn(&str) -> Option<String>) -> Option<String> {
+    let number = |name: &str| variable(name)?.parse::<usize>().ok();
+    // A batch script without `srun` has no step.
+    variable("SLURM_STEP_ID").filter(|text| !text.is_empty())?;
+    let (task, tasks) = (number("SLURM_PROCID")?, number("SLURM_STEP_NUM_TASKS")?);
+    (tasks > 1).then(|| {
+        format!(
+            "this is task {task} of {tasks} of an `srun` without MPI, and trains alone; ranks of one run: `srun --mpi=pmix` (`srun --mpi=list` \
+             shows what there is), and an ft with MPI (`cargo build --release --features mpi`)"
+        )
+    })
+}
+
 /// The place by the variables of `torchrun`. Without an address they may be those of another program.
 fn of_master(text: &dyn Fn(&str) -> Option<String>) -> Result<Option<JobPlace>> {
     let (rank, size) = (text("RANK"), text("WORLD_SIZE"));
@@ -158,11 +177,10 @@ pub fn join(launched: Option<JobPlace>) -> Result<(RunRanks, Option<usize>)> {
         Launcher::Mpi => by_mpi(place)?,
         Launcher::Master => by_master(place)?,
     });
-    let host = ranks.0.world().host.clone();
-    let hosts = ranks.0.bytes(host.clone().into_bytes(), Patience::Long)?;
-    let local = hosts.iter().filter(|other| **other == host.as_bytes()).count();
-    let own = std::thread::available_parallelism().map_or(1, usize::from);
-    Ok((ranks, Some(threads(own, online(), local))))
+    let own = format!("{}\n{}", ranks.0.world().host, processors());
+    let all = ranks.0.all_gather_bytes(own.clone().into_bytes(), Patience::Long)?;
+    let at_a_time = std::thread::available_parallelism().map_or(1, usize::from);
+    Ok((ranks, Some(threads(at_a_time, &own, &all))))
 }
 
 #[cfg(not(all(feature = "mpi", feature = "nccl")))]
@@ -187,6 +205,8 @@ fn by_mpi(place: JobPlace) -> Result<Arc<dyn Collective>> {
     let group = crate::comm::RankGroup::mpi(say)?;
     let found = group.world().size;
     if found != place.size {
+        // The ranks of the launcher cannot talk to each other: each one ends by itself.
+        group.close();
         return Err(Error::new("the launcher and the MPI library do not fit together")
             .found(format!("{} ranks of the launcher, {found} of MPI", place.size))
             .hint("start the program with the `mpirun` of the MPI with which it was built"));
@@ -256,17 +276,19 @@ fn rendezvous(place: JobPlace) -> Result<Arc<dyn Collective>> {
     Ok(group)
 }
 
-/// Number of processors of the machine.
-fn online() -> usize {
-    // SAFETY: it reads a number of the system.
-    let found = unsafe { libc::sysconf(libc::_SC_NPROCESSORS_ONLN) };
-    usize::try_from(found).unwrap_or(1)
+/// The processors that this process may use, as the system writes them.
+fn processors() -> String {
+    let status = files::read_text(Path::new("/proc/self/status")).unwrap_or_default();
+    let allowed = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed:"));
+    allowed.unwrap_or_default().trim().to_string()
 }
 
-/// Compute threads of a rank that may use `own` of `online` processors, with `local` ranks on the machine. A launcher
-/// that binds the ranks to processors has divided them already.
-fn threads(own: usize, online: usize, local: usize) -> usize {
-    if own < online { own } else { (own / local.max(1)).max(1) }
+/// Compute threads of a rank that may use `own` processors at a time. `processors`: its machine and processors; `all`: those of all
+/// ranks. Ranks with the same ones share them, also if a container has a part of the machine. A launcher that binds the ranks to
+/// processors has divided them already.
+fn threads(own: usize, processors: &str, all: &[Vec<u8>]) -> usize {
+    let sharing = all.iter().filter(|other| **other == processors.as_bytes()).count();
+    (own / sharing.max(1)).max(1)
 }
 
 /// Ends the job with the result of this rank: the exit code. Rank 0 shows what failed.
@@ -326,6 +348,21 @@ mod tests {
         assert_eq!(place(&[("PMI_RANK", 2), ("PMI_SIZE", 4)]), want);
         // A batch script without `srun` has the size only.
         assert_eq!(place(&[("SLURM_STEP_NUM_TASKS", 4)]), None);
+        // `srun` without a process manager: the tasks do not know each other.
+        let warning = |set: &[(&str, usize)]| {
+            let set: BTreeMap<&str, usize> = set.iter().copied().collect();
+            task_without_mpi(&|name| set.get(name).map(usize::to_string))
+        };
+        let of_srun = [("SLURM_STEP_NUM_TASKS", 4), ("SLURM_PROCID", 1), ("SLURM_STEP_ID", 0)];
+        assert_eq!(place(&of_srun), None);
+        let found = warning(&of_srun).unwrap();
+        assert!(
+            found.contains("task 1 of 4") && found.contains("`srun --mpi=pmix`"),
+            "{found}"
+        );
+        assert_eq!(warning(&of_srun[..2]), None, "a batch script");
+        let one = [("SLURM_STEP_NUM_TASKS", 1), ("SLURM_PROCID", 0), ("SLURM_STEP_ID", 0)];
+        assert_eq!(warning(&one), None);
         let of_torchrun = [
             ("RANK", 2),
             ("WORLD_SIZE", 4),
@@ -394,9 +431,17 @@ mod tests {
 
     #[test]
     fn ranks_share_the_processors_of_their_machine() {
-        assert_eq!(threads(16, 16, 4), 4);
-        assert_eq!(threads(2, 2, 4), 1);
-        assert_eq!(threads(4, 16, 4), 4, "bound by the launcher");
+        let all = |ranks: &[&str]| -> Vec<Vec<u8>> { ranks.iter().map(|rank| rank.as_bytes().to_vec()).collect() };
+        let same = all(&["a\nffff"; 4]);
+        assert_eq!(threads(16, "a\nffff", &same), 4);
+        assert_eq!(threads(2, "a\nffff", &same), 1);
+        // A container with a limit of processor time has all processors of the machine in its list.
+        assert_eq!(threads(8, "a\nffff", &same), 2);
+        let bound = all(&["a\nf", "a\nf0", "b\nf", "b\nf0"]);
+        assert_eq!(threads(4, "a\nf", &bound), 4, "bound by the launcher");
+        let by_socket = all(&["a\nff", "a\nff", "a\nff00", "a\nff00"]);
+        assert_eq!(threads(8, "a\nff", &by_socket), 4, "two ranks on each socket");
+        assert!(!processors().is_empty(), "the system says them");
     }
 
     #[test]

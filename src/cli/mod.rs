@@ -48,6 +48,7 @@ use crate::base::{Error, Result, allocator, cache, is_caught, signal, threads};
 use crate::ops::CpuBackend;
 use crate::recipe;
 use crate::report::{self, OutputStyle};
+use crate::train::ranks::RunRanks;
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use std::ffi::OsString;
 use std::io::{IsTerminal, Write};
@@ -154,6 +155,12 @@ pub fn start(arguments: impl Iterator<Item = OsString>) -> i32 {
             return error.exit_code();
         }
     };
+    if trains
+        && launched.is_none()
+        && let Some(warning) = launch::warning_of_task()
+    {
+        report::warn(&warning);
+    }
     std::panic::set_hook(Box::new(|info| {
         if is_caught() {
             return;
@@ -211,6 +218,12 @@ fn run(cli: Cli, launched: Option<launch::JobPlace>) -> Result<i32> {
         cache::set_directory(directory);
     }
     let (ranks, own_threads) = launch::join(launched)?;
+    // An error of one rank ends all of them, also one before the training.
+    let ended = run_command(cli, &ranks, own_threads);
+    launch::finish(&ranks, ended)
+}
+
+fn run_command(cli: Cli, ranks: &RunRanks, own_threads: Option<usize>) -> Result<i32> {
     if computes(&cli.command) {
         threads::start(cli.threads.map(usize::from).or(own_threads).unwrap_or(0))?;
     }
@@ -219,7 +232,7 @@ fn run(cli: Cli, launched: Option<launch::JobPlace>) -> Result<i32> {
         CpuBackend::force(&path)?;
     }
     match cli.command {
-        Command::Train(args) => launch::finish(&ranks, train::run(args, &ranks)),
+        Command::Train(args) => train::run(args, ranks),
         Command::Launch(args) => {
             let mut own = Vec::new();
             if let Some(n) = cli.threads {

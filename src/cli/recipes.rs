@@ -233,7 +233,7 @@ fn copy(name: &str, to: Option<PathBuf>, with_data: bool) -> Result<()> {
             } else {
                 "the file differs from the one that ships with ft: copy the recipe in another directory"
             };
-            return Err(Error::new("file already exists").at_path(path).hint(hint));
+            return Err(Error::usage("the file already exists").at_path(path).hint(hint));
         }
     }
     for (path, bytes) in missing {

@@ -1,14 +1,16 @@
 //! `ft runs`: lists, shows, compares, plots and verifies runs from the files of their directories.
 
+mod compare;
+
 use super::completions;
 use super::out::{out, out_colored, out_text};
-use crate::base::units::{bytes, count, duration, table_cell};
+use crate::base::units::{bytes, count, duration};
 use crate::base::{Error, Result, files, secrets};
 use crate::history::{self, Curve, RunRecord};
 use crate::report;
 use crate::train::verify::{self, CheckedDirectory};
 use serde_json::{Value, json};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -112,8 +114,8 @@ pub fn run(args: Args) -> Result<i32> {
     match args.action.unwrap_or(RunsAction::List { places: Vec::new() }) {
         RunsAction::List { places } => list(&places, json)?,
         RunsAction::Show { run } => show(&RunRecord::read(&run)?, json)?,
-        RunsAction::Diff { a, b } => diff(&RunRecord::read(&a)?, &RunRecord::read(&b)?, json)?,
-        RunsAction::Compare { places } => compare(&read(&places, usize::MAX)?, json)?,
+        RunsAction::Diff { a, b } => compare::diff(&RunRecord::read(&a)?, &RunRecord::read(&b)?, json)?,
+        RunsAction::Compare { places } => compare::compare(&read(&places, usize::MAX)?, json)?,
         RunsAction::Plot {
             places,
             metric,
@@ -388,91 +390,6 @@ fn chosen(run: &RunRecord) -> Result<Vec<(String, String)>> {
     Ok(chosen.map(|[key, value, _]| (key, secrets::mask(&value))).collect())
 }
 
-/// Settings that are not the same in all runs: their values by key, one for each run.
-fn different(runs: &[&RunRecord]) -> BTreeMap<String, Vec<String>> {
-    let keys: BTreeSet<&String> = runs.iter().flat_map(|run| run.settings.keys()).collect();
-    let value = |run: &&RunRecord, key: &str| run.settings.get(key).map_or("-", String::as_str).to_string();
-    let row = |key: &&String| -> (String, Vec<String>) {
-        (key.to_string(), runs.iter().map(|run| value(run, key)).collect())
-    };
-    let all = keys.iter().map(row).filter(|(key, _)| key != "train.output_dir");
-    all.filter(|(_, values)| values.iter().any(|v| *v != values[0]))
-        .collect()
-}
-
-fn diff(a: &RunRecord, b: &RunRecord, json: bool) -> Result<()> {
-    let rows = different(&[a, b]);
-    if rows.is_empty() && !json {
-        return out_text("the settings are the same");
-    }
-    for (key, values) in rows {
-        if json {
-            out(json!({"key": key, "values": values}))?;
-        } else {
-            out_text(format!("{key}: {} -> {}", values[0], values[1]))?;
-        }
-    }
-    Ok(())
-}
-
-fn compare(runs: &[RunRecord], json: bool) -> Result<()> {
-    if json {
-        return runs.iter().try_for_each(|run| out(as_json(run)));
-    }
-    let all: Vec<&RunRecord> = runs.iter().collect();
-    let mut rows: Vec<(String, Vec<String>)> = vec![
-        (
-            "run".into(),
-            runs.iter().map(|run| run.path.display().to_string()).collect(),
-        ),
-        ("state".into(), runs.iter().map(|run| run.state.clone()).collect()),
-        (
-            "steps".into(),
-            runs.iter().map(|run| run.curves.steps.to_string()).collect(),
-        ),
-    ];
-    rows.extend(different(&all));
-    let results: Vec<_> = runs.iter().map(results).collect();
-    let mut names: Vec<&str> = Vec::new();
-    for (name, ..) in results.iter().flatten() {
-        if !names.contains(name) {
-            names.push(name);
-        }
-    }
-    for name in names {
-        let of = |numbers: &Vec<(&str, Value, String)>| {
-            let found = numbers.iter().find(|(n, ..)| *n == name);
-            found.map_or("-".to_string(), |(_, _, text)| text.clone())
-        };
-        rows.push((short(name).to_string(), results.iter().map(of).collect()));
-    }
-    table(rows).iter().try_for_each(out)
-}
-
-/// The lines of a table with columns of equal width. Every row has a name and as many values as the first.
-fn table(mut rows: Vec<(String, Vec<String>)>) -> Vec<String> {
-    for (name, values) in &mut rows {
-        *name = table_cell(name);
-        values.iter_mut().for_each(|value| *value = table_cell(value));
-    }
-    let wide = |text: &String| text.chars().count();
-    let first = rows.iter().map(|(name, _)| wide(name)).max().unwrap_or(0);
-    let columns = rows.first().map_or(0, |(_, values)| values.len());
-    let widths: Vec<usize> = (0..columns)
-        .map(|i| rows.iter().map(|(_, v)| wide(&v[i])).max().unwrap_or(0))
-        .collect();
-    let line = |(name, values): &(String, Vec<String>)| {
-        let cells: Vec<String> = values
-            .iter()
-            .zip(&widths)
-            .map(|(value, width)| format!("{value:<width$}"))
-            .collect();
-        let line = format!("{name:<first$}  {}", cells.join("  "));
-        line.trim_end().to_string()
-    };
-    rows.iter().map(line).collect()
-}
-
 fn plot(runs: &[RunRecord], metric: &str, raw: bool, svg: Option<&Path>, json: bool) -> Result<()> {
     if let Some(file) = svg {
         let [run] = runs else {
@@ -539,7 +456,7 @@ mod tests {
     fn long_cells_are_clipped_and_impossible_times_are_zero() {
         let row = |name: &str, values: [&str; 2]| (name.to_string(), values.map(str::to_string).to_vec());
         let long = "é".repeat(70_000);
-        let lines = table(vec![row("a", ["1", "2"]), row(&long, [&long, "3"])]);
+        let lines = compare::table(vec![row("a", ["1", "2"]), row(&long, [&long, "3"])]);
         assert_eq!(lines[0], format!("a{}  1{}  2", " ".repeat(200), " ".repeat(200)));
         let cell = format!("{}…", "é".repeat(200));
         assert_eq!(lines[1], format!("{cell}  {cell}  3"));

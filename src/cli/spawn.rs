@@ -3,7 +3,7 @@
 
 use super::launch;
 use crate::base::signal::{SignalReaction, Stop};
-use crate::base::{Error, Result, signal};
+use crate::base::{Error, Result, signal, worker};
 use crate::report;
 use std::ffi::OsString;
 use std::net::TcpListener;
@@ -92,17 +92,7 @@ pub fn run(args: Args, own: &[OsString]) -> Result<i32> {
 /// the signal `at_end` when this process ends.
 fn apart(command: &mut Command, at_end: i32) {
     command.process_group(0);
-    let parent = std::process::id() as i32;
-    // SAFETY: two system calls between fork and exec.
-    unsafe {
-        command.pre_exec(move || {
-            libc::prctl(libc::PR_SET_PDEATHSIG, at_end);
-            if libc::getppid() != parent {
-                return Err(std::io::ErrorKind::Interrupted.into());
-            }
-            Ok(())
-        });
-    }
+    worker::end_with_parent(command, at_end);
 }
 
 fn mpirun(n: u16, program: &Path, arguments: &[OsString]) -> Result<Child> {

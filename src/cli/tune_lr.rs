@@ -4,8 +4,8 @@ use super::out::{out, out_colored};
 use super::recipe_args::RecipeArgs;
 use crate::base::{Error, Result, files};
 use crate::commands::tune_lr;
+use crate::report;
 use crate::train::RateSweep;
-use std::io::IsTerminal;
 use std::path::PathBuf;
 
 /// Suggest a learning rate: a short run with a rate that grows (learning-rate range test)
@@ -55,8 +55,10 @@ pub fn run(mut args: Args) -> Result<i32> {
     if args.json {
         out(found.json())?;
     } else {
-        let colors = std::io::stdout().is_terminal() && super::style_of_terminal().color;
-        out_colored(found.lines(100, colors).join("\n"))?;
+        let colors = report::result_is_terminal() && report::style().color;
+        // As `ft runs plot`.
+        let width = report::result_width().unwrap_or(80).min(120);
+        out_colored(found.lines(width, colors).join("\n"))?;
     }
     Ok(0)
 }

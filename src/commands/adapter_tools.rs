@@ -255,10 +255,16 @@ pub fn combine(adapters: &[(PathBuf, f32)], out: &Path, rank: Option<usize>) -> 
             || !config.token_rows.is_empty()
             || !config.target_parameters.is_empty()
         {
-            let found = match config.target_parameters.as_slice() {
-                [] => config.name().to_string(),
-                names => format!("{} on {}", config.name(), names.join(", ")),
-            };
+            let mut found = config.name().to_string();
+            if !config.target_parameters.is_empty() {
+                found += &format!(" on {}", config.target_parameters.join(", "));
+            }
+            if !config.modules_to_save.is_empty() {
+                found += &format!(" with `modules_to_save`: {}", config.modules_to_save.join(", "));
+            }
+            if !config.token_rows.is_empty() {
+                found += " with `trainable_token_indices`";
+            }
             return Err(
                 Error::new("only plain LoRA adapters of linear layers can be added up into one adapter")
                     .at_path(dir)

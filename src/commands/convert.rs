@@ -49,7 +49,7 @@ pub struct ConvertRequest<'a> {
     /// Experts of a token.
     pub top_k: usize,
     pub origin: ExpertOrigin<'a>,
-    /// Of the routers of copies, and of the first clusters of a split.
+    /// Seed of the routers of copies and of the initial clusters of a split.
     pub seed: u64,
 }
 

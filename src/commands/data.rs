@@ -8,6 +8,7 @@ use crate::data::prompts::Prompt;
 use crate::data::summary::{self, DataSummary};
 use crate::data::{Dataset, DatasetStats, ScreenCounts};
 use crate::recipe::Recipe;
+use crate::report;
 use crate::setup::ModelDir;
 use crate::setup::prompts::PromptSet;
 use crate::setup::rows::RecipeRows;
@@ -103,7 +104,10 @@ pub fn statistics(recipe: &Recipe) -> Result<String> {
         if let Some(rows) = rows {
             out += &format!(
                 "{name} rows\n{}\n",
-                visible(&summary::table(&summary::summaries(rows)?))
+                visible(&summary::table_within(
+                    &summary::summaries(rows)?,
+                    report::result_width()
+                ))
             );
         }
     }
@@ -203,8 +207,8 @@ fn describe_prompts(questions: &PromptSet, stats: &DatasetStats, model: &ModelDi
     }
     let longest = questions.train.iter().map(|p| p.ids.len()).max().unwrap_or(0);
     out.push_str(&format!(
-        "{} prompts, the longest of {longest} tokens; {} held out\n",
-        questions.train.len(),
+        "{}, the longest of {longest} tokens; {} held out\n",
+        counted(questions.train.len(), "prompt"),
         questions.eval.len()
     ));
     if stats.long_rows > 0 {

@@ -102,6 +102,16 @@ pub fn evaluate(request: &EvaluateRequest) -> Result<EvaluateReport> {
         Some(_) => RowKind::Pairs,
         None => kind_of(&recipe, request)?,
     };
+    if let Some(name) = request
+        .reference
+        .filter(|_| opened.score.is_some() || kind != RowKind::Pairs)
+    {
+        return Err(Error::usage("these rows need no reference model")
+            .at("--reference")
+            .found(name)
+            .expected("pairs of chosen and rejected answers, and a model that is not a reward model")
+            .hint("leave `--reference` out"));
+    }
     let mut report = match (kind, &opened.score) {
         (_, Some(score)) => reward(&opened, score, &recipe, request)?,
         (RowKind::Text, None) => texts(&opened, &recipe, request)?,

@@ -141,7 +141,7 @@ impl ModelAndAdapter {
             NamedKind::Model(dir) | NamedKind::Checkpoint(dir) => {
                 Err(Error::new("this is a complete model, not an adapter")
                     .at_path(&dir)
-                    .hint("give it as the model, without an adapter"))
+                    .hint("give it with `--model`, without `--adapter`; a complete model needs no merge"))
             }
         }
     }

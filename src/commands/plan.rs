@@ -9,7 +9,7 @@ use crate::plan::gpu_time::{self, GpuRates, StepTime};
 use crate::plan::memory_plan::FitVerdict;
 use crate::plan::{self as plans, Plan, PlanDevice, PlanModel, ProcessState, RunPlan};
 use crate::recipe::table::KeyPath;
-use crate::recipe::{self, DeviceRef, Memory, ModelInit, ModelRef, Recipe};
+use crate::recipe::{self, DeviceRef, Memory, ModelInit, ModelRef, Recipe, Tier};
 use crate::setup::defaults::ResumedValues;
 use crate::setup::rows::{self, RecipeRows};
 use crate::setup::vocabulary::{self, NewRows, TextChanges};
@@ -333,7 +333,7 @@ pub fn plan_for(recipe: &Recipe, like: Option<&'static GpuRates>, ranks: usize, 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MemoryFit {
     Fits,
-    /// It needs nearly all memory, or fits only with weights on the disk or with fewer bits.
+    /// It uses nearly all memory, or fits only with weights on the disk or with fewer bits.
     Tight,
     No,
 }
@@ -357,19 +357,29 @@ pub fn fit(recipe: &Recipe) -> Result<MachineFit> {
     };
     let planned = plan(&recipe, None)?;
     let peak = planned.plan.peak_bytes;
-    let lost = |key: KeyPath, values: &[&str]| {
-        let choices = planned.plan.choices.iter();
+    let lost = |of: &Plan, key: KeyPath, values: &[&str]| {
+        let choices = of.choices.iter();
         let choice = choices
             .filter(|c| c.key == key)
             .find(|c| values.contains(&c.value.as_str()));
         choice.map(|c| c.value.clone())
     };
-    let disk = lost(Memory::tier, &["disk"]).map(|_| "weights on disk".to_string());
-    let fewer = lost(Memory::frozen_weights, &["int8", "int4", "nf4"]).map(|bits| format!("frozen weights in {bits}"));
-    let nearly_full = free.is_some_and(|free| peak > free / 10 * 9);
+    let fewer_bits = |of: &Plan| lost(of, Memory::frozen_weights, &["int8", "int4", "nf4"]);
+    let disk = lost(&planned.plan, Memory::tier, &["disk"]).map(|_| "weights on disk".to_string());
+    let fewer = fewer_bits(&planned.plan).map(|bits| format!("frozen weights in {bits}"));
+    let nearly_full = |peak: u64| free.is_some_and(|free| peak > free / 10 * 9);
+    // The planner also takes the disk to save more activations, with enough memory for the weights.
+    let mut in_memory = recipe.clone();
+    in_memory.memory.tier = if gpu.is_some() { Tier::Host } else { Tier::Device };
+    let fits_in_memory = || {
+        plan(&in_memory, None).is_ok_and(|other| {
+            !other.refused && fewer_bits(&other.plan).is_none() && !nearly_full(other.plan.peak_bytes)
+        })
+    };
+    let needs_disk = disk.is_some() && !fits_in_memory();
     let fit = if planned.refused {
         MemoryFit::No
-    } else if disk.is_some() || fewer.is_some() || nearly_full {
+    } else if needs_disk || fewer.is_some() || nearly_full(peak) {
         MemoryFit::Tight
     } else {
         MemoryFit::Fits

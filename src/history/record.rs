@@ -80,9 +80,12 @@ pub fn find(places: &[PathBuf]) -> Result<Vec<PathBuf>> {
     let mut out = Vec::new();
     for place in places {
         if !place.is_dir() {
-            return Err(Error::usage("there is no such directory")
-                .at_path(place)
-                .hint("give a run directory, or a directory with runs; the default is `runs`"));
+            let hint = if place == Path::new("runs") {
+                "there is no run here yet: `ft train` writes one in `runs`; or give another directory with runs"
+            } else {
+                "give a run directory, or a directory with runs; the default is `runs`"
+            };
+            return Err(Error::usage("there is no such directory").at_path(place).hint(hint));
         }
         below(place, LEVELS, &mut out)?;
     }

@@ -4,6 +4,7 @@ use super::http::{self, HttpRequest, same};
 use super::page::{CHARTS, INDEX, MOST_RUNS, PAGE, STYLE, TABS};
 use super::tail::{Tail, TailChange};
 use super::view;
+use crate::base::sync::lock;
 use crate::base::{Error, Result, files};
 use crate::history;
 use serde_json::{Value, json};
@@ -12,7 +13,7 @@ use std::io::Write;
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 /// Connections at a time; more are closed.
@@ -218,7 +219,7 @@ impl ServerState {
     }
 
     fn runs(&self) -> MutexGuard<'_, KnownRuns> {
-        self.runs.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.runs)
     }
 
     fn run(&self, id: usize) -> Option<PathBuf> {

@@ -79,7 +79,11 @@ pub(super) fn refused(
             let error = Error::new(what)
                 .at(Memory::budget)
                 .found(format!("a forecast peak of {}{most}", bytes(plan.peak_bytes)))
-                .expected(format!("at most {}", bytes(budget)));
+                .expected(match budget {
+                    // A number without a unit.
+                    1..1024 if given => format!("at most {}; did you mean `memory.budget={budget}GiB`?", bytes(budget)),
+                    _ => format!("at most {}", bytes(budget)),
+                });
             (error, given)
         }
     };

@@ -171,7 +171,7 @@ impl GpuRates {
 pub struct StepTime {
     tokens: f64,
     parts: [f64; PARTS.len()],
-    /// Of the host, for the calls of the driver.
+    /// Seconds of the host for calls of the driver.
     pub calls: f64,
     /// Copies of weights and layer inputs between host and GPU.
     pub copies: f64,

@@ -1,6 +1,6 @@
 //! `memory.goal`: memory for speed only where it pays.
 //!
-//! Kept activations are judged by one rule. Of two strategies the better one has the smaller
+//! Saved activations are judged by one rule. Of two strategies the better one has the smaller
 //! `seconds^EXCHANGE · peak`: 1 % of a step is worth `EXCHANGE` % of the peak, from wherever one starts. All numbers of saved
 //! layers are planned.
 

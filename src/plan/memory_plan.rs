@@ -323,6 +323,15 @@ impl PlanContext<'_> {
         // A setting that would take more memory, which fits.
         let more_fits = |plan: &Plan| goal.is_some() && fits(plan, limits.goal, limits.host);
         let no_more = || "more memory would not pay (`memory.goal`)".to_string();
+        // The planner may leave weights out of memory that would fit in it.
+        let not_there = |what: &str, least: Option<Plan>| match &least {
+            Some(plan) if more_fits(plan) => no_more(),
+            Some(plan) if fits(plan, limits.goal, limits.host) => format!(
+                "{what} (at least {}) would leave less memory for saved activations, which is slower by the estimate",
+                bytes(plan.peak_bytes)
+            ),
+            _ => needs(what, least),
+        };
         if recipe.memory.frozen_weights == Auto::Auto {
             match chosen.lossy {
                 Some(lossy) if recipe.memory.frozen_products != Products::Dequantized => say(
@@ -359,7 +368,7 @@ impl PlanContext<'_> {
                 ),
                 Placement::Host => {
                     let least = least(&on_device)?;
-                    say(Memory::tier, "host".into(), needs("all weights on the GPU", least));
+                    say(Memory::tier, "host".into(), not_there("all weights on the GPU", least));
                 }
                 Placement::Disk { .. } if self.process.ranks > 1 && recipe.distributed.shares_files() => say(
                     Memory::tier,
@@ -373,7 +382,7 @@ impl PlanContext<'_> {
                     } else {
                         ("all weights in memory", least(&on_device)?)
                     };
-                    say(Memory::tier, "disk".into(), needs(what, least));
+                    say(Memory::tier, "disk".into(), not_there(what, least));
                 }
             }
         }

@@ -57,6 +57,10 @@ impl<'a> RunPlan<'a> {
             None => None,
         };
         let mut adapters = adapters::with(&recipe, spec, adapters::AdapterValues::Shapes)?;
+        // A run of an earlier version may have it: what it has trained must not be lost.
+        if let Some(error) = adapters.left_out.take().filter(|_| !before.goes_on()) {
+            return Err(error);
+        }
         if let Some(stream) = &stream {
             allocation::resolve(&recipe, &mut adapters, stream.steps())?;
         }
@@ -101,6 +105,36 @@ fn steps_of_whole(whole: Option<i64>, recipe: &Recipe, rows: &Dataset, stream: &
 mod tests {
     use super::*;
     use crate::recipe;
+    use crate::setup::ModelFiles;
+    use crate::setup::defaults::Resume;
+    use candle_core::Device;
+    use std::path::Path;
+
+    #[test]
+    fn modules_that_peft_does_not_have_are_refused_for_new_runs_only() {
+        let dir = tempfile::tempdir().unwrap();
+        let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/parity/goldens/families/mixtral");
+        let text = format!(
+            "[model]\npath = {golden:?}\n[data]\ntrain = \"t.jsonl\"\n[tune]\nmethod = \"lora\"\n[tune.lora]\n\
+             modules_to_save = [\"w2\"]\n[train]\noutput_dir = {:?}\n",
+            dir.path()
+        );
+        let recipe = recipe::parse(&text, "r.toml", &[]).unwrap().recipe;
+        let spec = ModelFiles::of_recipe(&recipe).unwrap().spec;
+        let device = PlanDevice::of(&Device::Cpu).unwrap();
+        let plan = |resume: &Resume| {
+            let (before, stored) = (ResumedValues::read(&recipe, resume).unwrap(), StoredWeights::default());
+            let values = adapters::AdapterValues::Shapes;
+            RunPlan::new(&recipe, &spec, None, &stored, &before, &device, values).map(|plan| plan.adapters.whole.len())
+        };
+        for resume in [Resume::No, Resume::Newest] {
+            let e = plan(&resume).unwrap_err();
+            assert!(e.to_string().contains("linear layers of single experts"), "{e}");
+        }
+        std::fs::create_dir(dir.path().join("checkpoint-2")).unwrap();
+        assert!(plan(&Resume::No).is_err());
+        assert!(plan(&Resume::Newest).unwrap() > 0);
+    }
 
     #[test]
     fn blocks_of_a_run_that_is_measured_take_turns_as_in_the_whole_run() {

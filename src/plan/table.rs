@@ -56,10 +56,10 @@ impl Plan {
         let mut out = format!("{:width$}  {:>10}  {:>10}\n", "", "largest", "at peak");
         for l in &self.lines {
             let row = format!("{:width$}  {:>10}  {:>10}  ", l.label, bytes(l.bytes), bytes(l.at_peak));
-            out.push_str(&with_note(row, &l.note, columns));
+            out.push_str(&report::with_note(row, &l.note, columns));
         }
         let row = format!("{:width$}  {:>10}  {:>10}  ", "peak", "", bytes(self.peak_bytes));
-        out.push_str(&with_note(row, &format!("in {}", self.peak_moment), columns));
+        out.push_str(&report::with_note(row, &format!("in {}", self.peak_moment), columns));
         if let Some(host) = self.peak_host_bytes {
             out.push_str(&format!("{:width$}  {:>10}  {:>10}\n", "on the host", "", bytes(host)));
         }
@@ -69,19 +69,23 @@ impl Plan {
             count(self.parameters),
             100.0 * self.trained_parameters as f64 / self.parameters.max(1) as f64
         );
-        out.push_str(&with_note(format!("{:width$}  ", "parameters"), &share, columns));
+        out.push_str(&report::with_note(
+            format!("{:width$}  ", "parameters"),
+            &share,
+            columns,
+        ));
         if let Some(experts) = self.experts {
             let text = format!(
                 "{:.0} % of a layer's are read, {} for each micro-batch (the router is even)",
                 100.0 * experts.share,
                 bytes(experts.bytes as u64)
             );
-            out.push_str(&with_note(format!("{:width$}  ", "experts"), &text, columns));
+            out.push_str(&report::with_note(format!("{:width$}  ", "experts"), &text, columns));
         }
         out.push_str("strategy of a step\n");
         let name = self.strategy.iter().map(|(name, _)| name.len()).max().unwrap_or(0);
         for (setting, value) in &self.strategy {
-            out.push_str(&with_note(format!("  {setting:name$}  "), value, columns));
+            out.push_str(&report::with_note(format!("  {setting:name$}  "), value, columns));
         }
         if !self.choices.is_empty() {
             out.push_str("chosen\n");
@@ -90,7 +94,7 @@ impl Plan {
         let value = self.choices.iter().map(|c| c.value.len()).max().unwrap_or(0);
         for c in &self.choices {
             let row = format!("  {:key$}  {:value$}  ", c.key, c.value);
-            out.push_str(&with_note(row, &c.why, columns));
+            out.push_str(&report::with_note(row, &c.why, columns));
         }
         out
     }
@@ -127,34 +131,6 @@ impl Plan {
         );
         Value::Object(out)
     }
-}
-
-/// A row with its note: in a separate column, or below it if the terminal is too narrow.
-fn with_note(row: String, note: &str, columns: Option<usize>) -> String {
-    /// A narrower column is hard to read.
-    const LEAST: usize = 22;
-    let used = report::columns(&row);
-    let fits = columns.is_none_or(|all| used + report::columns(note) <= all);
-    let all = columns.unwrap_or(usize::MAX);
-    let lines = match all.saturating_sub(used) {
-        _ if fits => vec![format!("{row}{note}")],
-        room if room >= LEAST => {
-            let mut parts = report::wrapped(note, room, 0, false).into_iter();
-            let first = format!("{row}{}", parts.next().unwrap_or_default());
-            let indent = " ".repeat(used);
-            std::iter::once(first)
-                .chain(parts.map(|part| format!("{indent}{part}")))
-                .collect()
-        }
-        _ => {
-            let below = report::wrapped(note, all.saturating_sub(6), 0, false);
-            std::iter::once(row)
-                .chain(below.into_iter().map(|part| format!("      {part}")))
-                .collect()
-        }
-    };
-    let ended = |line: String| format!("{}\n", line.trim_end());
-    lines.into_iter().map(ended).collect()
 }
 
 fn head_trained(spec: &Spec, inputs: &PlanInputs) -> bool {

@@ -169,7 +169,8 @@ impl<'a> Draft<'a> {
             Err(e) if raw.starts_with(['"', '\'', '[', '{']) => {
                 let error = Error::usage("argument's value is not valid TOML")
                     .at(self.show(&place))
-                    .cause(one_line(e.message()));
+                    .cause(one_line(e.message()))
+                    .hint("a text that begins with a quote, `{` or `[` needs quotes: `'KEY=\"TEXT\"'`");
                 self.problems.push(Problem::new(&place, error));
                 return;
             }

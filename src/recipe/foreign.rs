@@ -12,6 +12,12 @@ pub fn refused(text: &str, path: &Path) -> Option<Error> {
         Some("yaml" | "yml") => "YAML",
         Some("json" | "jsonc") => "JSON",
         Some("py") => "Python",
+        Some("jsonl" | "ndjson" | "csv" | "tsv") => {
+            let error = Error::usage("a recipe is TOML, and this is a file of rows").at_path(path);
+            return Some(
+                error.hint("rows belong in `data.train` of a recipe; `ft recipes` lists recipes to start from"),
+            );
+        }
         _ => of_text(text)?,
     };
     let error = Error::usage(format!("a recipe is TOML, and this is {language}")).at_path(path);
@@ -93,6 +99,8 @@ mod tests {
             e.contains("Python") && e.contains("`ft recipes`") && !e.contains("ft import"),
             "{e}"
         );
+        let e = of("data/train.jsonl", "{\"prompt\": 1}\n").unwrap();
+        assert!(e.contains("`data.train`") && !e.contains("ft import"), "{e}");
         for toml in [
             "[model]\npath = \"a:b\"\n",
             "model.path = \"x\"",

@@ -40,7 +40,7 @@ pub use value::{Auto, ChunkSize, ValueKind};
 use crate::base::{Error, Result, files, paths};
 use check::KeyValues;
 use draft::{Draft, Problem};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use table::{KeyPath, RecipeSections, Section};
 
@@ -56,6 +56,8 @@ pub struct LoadedRecipe {
     pub warnings: Vec<String>,
     /// Every key path with its value as TOML, in the order of the table; used to compare two runs.
     pub values: Vec<(String, String)>,
+    /// The keys that have no effect with the other settings.
+    pub without_effect: BTreeSet<&'static str>,
 }
 
 impl LoadedRecipe {
@@ -143,8 +145,11 @@ pub fn parse(text: &str, name: &str, overrides: &[String]) -> Result<LoadedRecip
         return Err(error);
     }
     warnings.extend(lower::warnings(&draft, &values, &settings));
+    let keys = values.0.iter().map(|entry| entry.key);
+    let without_effect = keys.filter(|key| lower::unused(&values, &settings, key).is_some());
     Ok(LoadedRecipe {
         text: text.to_string(),
+        without_effect: without_effect.map(|key| key.path.0).collect(),
         resolved: resolved::resolved(&values, &settings),
         warnings,
         values: values
@@ -172,6 +177,13 @@ pub fn again(values: &BTreeMap<String, String>) -> Result<LoadedRecipe> {
     let written = values.iter().filter(|(path, value)| !is_default(path, value));
     let arguments: Vec<String> = written.map(|(path, value)| format!("{path}={value}")).collect();
     parse("", "the recipe of the run", &arguments)
+}
+
+/// The keys that have no effect in a recipe, from its values as for `again`. Empty if this version does not support them.
+pub fn without_effect(values: &BTreeMap<String, String>) -> BTreeSet<&'static str> {
+    let known = values.iter().filter(|(path, _)| table::find(path).is_some());
+    let known = known.map(|(path, value)| (path.clone(), value.clone())).collect();
+    again(&known).map(|loaded| loaded.without_effect).unwrap_or_default()
 }
 
 /// Returns a single error unchanged, and several errors under one heading, in the order of the text.

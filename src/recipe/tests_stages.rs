@@ -43,6 +43,23 @@ fn training_by_reward_needs_rewards_and_whole_groups() {
         "{:?}",
         l.warnings
     );
+    // Without a penalty nothing estimates or adapts it.
+    let kl = [
+        "train.stage=ppo",
+        reward,
+        "rlhf.num_generations=2",
+        "rlhf.ppo.kl_target=3",
+        "rlhf.ppo.kl_horizon=20",
+        "rlhf.ppo.kl_estimator=k3",
+    ];
+    assert!(good(LEAST, &kl).warnings.is_empty());
+    let l = good(LEAST, &[&kl[..], &["rlhf.ppo.kl_coef=0"]].concat());
+    let reason = "has no effect with `rlhf.ppo.kl_coef = 0`";
+    assert!(
+        l.warnings.len() == 3 && l.warnings.iter().all(|line| line.contains(reason)),
+        "{:?}",
+        l.warnings
+    );
 }
 
 #[test]

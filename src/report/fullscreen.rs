@@ -2,9 +2,10 @@
 //! a panic and after a signal.
 
 use super::{columns, visible_but_colors};
+use crate::base::sync::lock;
 use crate::base::{Error, Result};
 use std::io::{IsTerminal, Read, Write};
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 /// Settings of the terminal before the view.
 static BEFORE: Mutex<Option<libc::termios>> = Mutex::new(None);
@@ -32,7 +33,7 @@ impl FullScreen {
         if unsafe { libc::tcgetattr(libc::STDIN_FILENO, &mut settings) } != 0 {
             return Err(fault());
         }
-        *BEFORE.lock().unwrap_or_else(PoisonError::into_inner) = Some(settings);
+        *lock(&BEFORE) = Some(settings);
         // Ctrl-C stays a signal; Ctrl-Z would leave the terminal as it is.
         settings.c_lflag &= !(libc::ICANON | libc::ECHO);
         settings.c_cc[libc::VSUSP] = 0;

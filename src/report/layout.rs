@@ -151,6 +151,34 @@ fn fitting(text: &str, width: usize) -> usize {
     text.len()
 }
 
+/// A row with its note: in a separate column, or below it if the terminal is too narrow.
+pub fn with_note(row: String, note: &str, width: Option<usize>) -> String {
+    /// A narrower column is hard to read.
+    const LEAST: usize = 22;
+    let used = columns(&row);
+    let fits = width.is_none_or(|all| used + columns(note) <= all);
+    let all = width.unwrap_or(usize::MAX);
+    let lines = match all.saturating_sub(used) {
+        _ if fits => vec![format!("{row}{note}")],
+        room if room >= LEAST => {
+            let mut parts = wrapped(note, room, 0, false).into_iter();
+            let first = format!("{row}{}", parts.next().unwrap_or_default());
+            let indent = " ".repeat(used);
+            std::iter::once(first)
+                .chain(parts.map(|part| format!("{indent}{part}")))
+                .collect()
+        }
+        _ => {
+            let below = wrapped(note, all.saturating_sub(6), 0, false);
+            std::iter::once(row)
+                .chain(below.into_iter().map(|part| format!("      {part}")))
+                .collect()
+        }
+    };
+    let ended = |line: String| format!("{}\n", line.trim_end());
+    lines.into_iter().map(ended).collect()
+}
+
 /// Cuts one line to at most `width` columns.
 pub fn clipped(text: &str, width: usize) -> String {
     if columns(text) <= width {

@@ -11,7 +11,7 @@ mod terminal;
 
 pub use environment::{Cpu, cpu, environment, write_environment};
 pub use fullscreen::FullScreen;
-pub use layout::{ascii, columns, visible, visible_but_colors, wrapped};
+pub use layout::{ascii, columns, visible, visible_but_colors, with_note, wrapped};
 pub use log::{copy_until, evaluations};
 pub use screen::{
     OutputStyle, above, aside, ask, bug, clear, error, final_line, note, result_is_terminal, result_width, start,

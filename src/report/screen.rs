@@ -8,9 +8,10 @@ use super::fullscreen;
 use super::layout::{ascii, clipped, columns, fit, visible, wrapped};
 use crate::base::progress::{self, PhaseSnapshot, ProgressUnit};
 use crate::base::signal::{self, Notice};
+use crate::base::sync::lock;
 use crate::base::units;
 use std::io::{IsTerminal, Write};
-use std::sync::{Mutex, MutexGuard, Once, OnceLock, PoisonError, TryLockError};
+use std::sync::{Mutex, MutexGuard, Once, OnceLock, TryLockError};
 use std::time::{Duration, Instant};
 
 /// The output style; `cli` derives it from flags, the environment and the type of standard error.
@@ -94,7 +95,7 @@ const SELDOM: Duration = Duration::from_secs(10);
 const TICK: Duration = Duration::from_millis(100);
 
 fn screen() -> MutexGuard<'static, TerminalScreen> {
-    SCREEN.lock().unwrap_or_else(PoisonError::into_inner)
+    lock(&SCREEN)
 }
 
 fn write(text: &str) {

@@ -50,7 +50,11 @@ impl Terminal {
     pub(super) fn step(&self, m: &StepMetrics) {
         if let Some(phase) = &self.phase {
             phase.set(m.step);
-            phase.note(format!("loss {:.4}  eta {}", m.loss, units::duration(self.eta(m.step))));
+            phase.note(format!(
+                "loss {:.4}  eta {}",
+                unsigned_zero(m.loss),
+                units::duration(self.eta(m.step))
+            ));
         }
     }
 
@@ -95,6 +99,11 @@ impl Terminal {
     }
 }
 
+/// The number, without the sign of one that is shown as `-0.0000`.
+fn unsigned_zero(x: f64) -> f64 {
+    if x.abs() < 5e-5 { 0.0 } else { x }
+}
+
 /// Formats a report line. On a terminal of `width` columns only the parts that fit on one line are used; the selection
 /// is the same for all lines of a run.
 fn step_line(
@@ -116,7 +125,7 @@ fn step_line(
     // Text, reserved columns in this run, and rank: parts with a high rank are dropped first.
     let mut parts = vec![
         (format!("step {:>digits$}/{total}", m.step), 0, 0),
-        (format!("loss {:.4} {arrow}", m.loss), 13, 0),
+        (format!("loss {:.4} {arrow}", unsigned_zero(m.loss)), 13, 0),
         (format!("grad {:.3}", m.grad_norm), 10, 4),
         (format!("lr {:<7}", units::rate(m.learning_rate)), 10, 3),
         (
@@ -167,6 +176,11 @@ mod tests {
             "step   7/120  loss 2.5000 v  grad 1.250  lr 1e-5      1,234 tok/s  3.0 GiB  eta 1m 05s  layers.3"
         );
         assert!(step_line(&m, Some(2.4), 9, Duration::ZERO, true, None).contains("2.5000 ▲"));
+        let nearly = StepMetrics {
+            loss: -1e-9,
+            ..m.clone()
+        };
+        assert!(step_line(&nearly, None, 9, Duration::ZERO, true, None).contains("loss 0.0000"));
         let experts = StepMetrics {
             more: vec![("router_entropy", 1.0), ("router_max_load", 1.5)],
             ..m

@@ -262,18 +262,23 @@ impl ActiveSchedule {
 }
 
 /// The optimizer of a run, with separate learning rates for some parameters.
-pub fn optimizer(recipe: &Recipe) -> Optimizer {
+pub fn optimizer(recipe: &Recipe, spec: &Spec, adapter_set: &AdapterSet) -> Optimizer {
     let mut optimizer = Optimizer::new(recipe.optimizer.clone()).with_seed(recipe.train.seed);
     let block = &recipe.tune.block;
     if recipe.tune.method == Method::Block && block.correction == recipe::Correction::Lora {
         optimizer.set_rate(".lora_A.weight", block.correction_scale);
         optimizer.set_rate(".lora_B.weight", block.correction_scale);
     }
-    // LoRA+ (Hayou et al. 2024, arXiv 2402.12354): B has a higher rate than A. PEFT groups the vectors with B.
+    // LoRA+ (Hayou et al. 2024, arXiv 2402.12354): B has a higher rate than A. PEFT groups all vectors with B.
     let ratio = recipe.tune.lora.loraplus_lr_ratio;
     if recipe.tune.method == Method::Lora && ratio != 1.0 {
         optimizer.set_rate(".lora_B.weight", ratio);
         optimizer.set_rate(".lora_magnitude_vector", ratio);
+        let params = spec.params();
+        let vectors = params.iter().filter(|p| p.shape.len() == 1);
+        for vector in vectors.filter(|p| adapter_set.whole.iter().any(|name| *name == *p.name)) {
+            optimizer.set_rate(&vector.name, ratio);
+        }
     }
     optimizer
 }
@@ -460,8 +465,10 @@ fn frozen(recipe: &Recipe, spec: &Spec, params: &[ParamInfo]) -> Result<ActiveSe
 mod tests {
     use super::*;
     use crate::model::{families, shapes};
+    use crate::optim::Update;
     use crate::recipe::Dtype;
     use crate::setup::adapters;
+    use candle_core::{DType, Device, Tensor};
 
     /// For each turn of a run: lowest layer, deactivated elements, and whether another set follows.
     fn turns(more: &str, steps: u64) -> Vec<(usize, u64, bool)> {
@@ -513,6 +520,40 @@ mod tests {
             corrected.len() <= LARGE_SETS && corrected.iter().all(|t| t.1 == 0),
             "{corrected:?}"
         );
+    }
+
+    /// Rates of one step of SGD without momentum, with gradients of one.
+    #[test]
+    fn loraplus_trains_b_and_vectors_faster() {
+        let text = "[model]\npath = \"shape:small\"\n[tune]\nmethod = \"lora\"\n[tune.lora]\nloraplus_lr_ratio = 8.0\n\
+                    modules_to_save = [\"norm\", \"embed_tokens\"]\n[optimizer]\nname = \"sgd\"\nmomentum = 0.0\nweight_decay = 0.0\n";
+        let recipe = recipe::parse(text, "r.toml", &[]).unwrap().recipe;
+        let spec = families::read(&shapes::config("shape:small").unwrap().unwrap()).unwrap();
+        let adapter_set = adapters::of(&recipe, &spec).unwrap();
+        let mut optimizer = optimizer(&recipe, &spec, &adapter_set);
+        optimizer.begin(1);
+        let mut moved = |name: &str, dims: &[usize]| {
+            let weight = Tensor::zeros(dims, DType::F32, &Device::Cpu).unwrap();
+            let gradient = Tensor::ones(dims, DType::F32, &Device::Cpu).unwrap();
+            let update = Update {
+                name,
+                weight: &weight,
+                gradient: &gradient,
+                subset: None,
+            };
+            optimizer.update_all(&[update], 0.5, 1.0).unwrap();
+            -weight.flatten_all().unwrap().to_vec1::<f32>().unwrap()[0]
+        };
+        let layer = "model.layers.0.";
+        assert_eq!(moved(&format!("{layer}self_attn.q_proj.lora_A.weight"), &[4, 4]), 0.5);
+        assert_eq!(moved(&format!("{layer}self_attn.q_proj.lora_B.weight"), &[4, 4]), 4.0);
+        assert_eq!(
+            moved(&format!("{layer}self_attn.q_proj.lora_magnitude_vector"), &[4]),
+            4.0
+        );
+        assert_eq!(moved("model.norm.weight", &[4]), 4.0);
+        assert_eq!(moved(&format!("{layer}input_layernorm.weight"), &[4]), 4.0);
+        assert_eq!(moved("model.embed_tokens.weight", &[4, 4]), 0.5);
     }
 
     #[test]

@@ -2,6 +2,7 @@
 //! adapters that correct a block run.
 
 use crate::base::{Error, Result};
+use crate::formats::adapter::AdapterKind;
 use crate::hf::{self, LoadedAdapter};
 use crate::model::Spec;
 use crate::model::spec::{EMBEDDING, LM_HEAD};
@@ -10,7 +11,8 @@ use crate::recipe::{Correction, LoraKeys, Method, Recipe};
 use crate::setup::locate;
 use std::sync::Arc;
 
-/// Returns new adapters, or those of `tune.lora.adapter`; none for other methods.
+/// Returns new adapters, or those of `tune.lora.adapter`; none for other methods. A part that PEFT would leave out is in
+/// `AdapterSet::left_out`: an error for a new run only.
 ///
 /// Errors: targets that match nothing, sizes that the adapter kind does not allow, an adapter directory that does not
 /// fit.
@@ -34,6 +36,7 @@ pub fn with(recipe: &Recipe, spec: &Spec, values: AdapterValues) -> Result<hf::A
         // A block run merges its adapters at the end, so no config is saved.
         Method::Block if recipe.tune.block.correction == Correction::Lora => Ok(hf::AdapterSet {
             config: None,
+            left_out: None,
             whole: Vec::new(),
             rows: rows(recipe, spec),
             ..fresh_or_given(recipe, spec, values)?
@@ -85,6 +88,8 @@ fn fresh_or_given(recipe: &Recipe, spec: &Spec, values: AdapterValues) -> Result
     if let Some(dir) = &recipe.tune.lora.adapter {
         let loaded = hf::load_adapter(&locate::adapter_directory(dir)?, spec)?;
         check_new_tokens(recipe, &loaded)?;
+        let left_out = hf::check_saved_again(&loaded, spec).err();
+        let warnings = other_dropout(recipe, &loaded).into_iter().collect();
         let LoadedAdapter {
             mut config,
             mut adapters,
@@ -118,7 +123,8 @@ fn fresh_or_given(recipe: &Recipe, spec: &Spec, values: AdapterValues) -> Result
             config: Some(config),
             whole: whole.keys().cloned().collect(),
             given: whole,
-            warnings: Vec::new(),
+            warnings,
+            left_out: left_out.map(|e| e.at(LoraKeys::adapter)),
             rows: rows
                 .into_iter()
                 .map(|(table, (ids, values))| hf::TrainedRows {
@@ -144,6 +150,21 @@ fn fresh_or_given(recipe: &Recipe, spec: &Spec, values: AdapterValues) -> Result
 fn base_revision(recipe: &Recipe) -> Option<String> {
     let revision = &recipe.model.revision;
     (!recipe.model.path.is_local() && revision != "main").then(|| revision.clone())
+}
+
+/// A warning if the given adapter was trained with another dropout.
+fn other_dropout(recipe: &Recipe, loaded: &LoadedAdapter) -> Option<String> {
+    let (own, set) = (loaded.config.lora_dropout, recipe.tune.lora.lora_dropout);
+    let drops = matches!(
+        loaded.config.kind,
+        AdapterKind::Lora | AdapterKind::Vera { .. } | AdapterKind::Adalora(_)
+    );
+    (drops && own != set).then(|| {
+        format!(
+            "the dropout of the given adapter, {own}, is replaced by that of the recipe: `{}` = {set}",
+            LoraKeys::lora_dropout
+        )
+    })
 }
 
 /// Sets the dropout of a given adapter to the value of the recipe.

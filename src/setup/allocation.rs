@@ -5,7 +5,7 @@ use crate::engine::StepHook;
 use crate::formats::adapter::{AdapterKind, RankAllocation};
 use crate::hf::AdapterSet;
 use crate::peft::Adapter;
-use crate::peft::ranks::{RankAllocator, RankSchedule};
+use crate::peft::rank_allocation::{RankAllocator, RankSchedule};
 use crate::recipe::{AdaloraKeys, Method, Recipe};
 
 /// Writes the rank schedule into the config of `adapter_set`, in the form that PEFT reads.

@@ -4,6 +4,7 @@
 //! Input: the recipe, row lengths and shapes; no weights.
 
 use crate::base::{Result, files};
+use crate::checkpoint;
 use crate::model::Spec;
 use crate::optim;
 use crate::recipe::table::KeyPath;
@@ -61,25 +62,39 @@ pub struct ResumedValues {
     values: BTreeMap<String, String>,
     /// The file comes from a version without `auto` for these keys.
     older: bool,
+    /// The run goes on from a checkpoint.
+    goes_on: bool,
 }
 
 impl ResumedValues {
-    /// Reads the values. Empty for a new run, or if the file does not exist.
+    /// Reads the values. There are none for a new run, or if the file does not exist.
     ///
     /// Errors: the file cannot be read.
     pub fn read(recipe: &Recipe, resume: &Resume) -> Result<Self> {
         let Some(run_dir) = run_of(recipe, resume) else {
             return Ok(Self::default());
         };
+        let from = resume.directory(Path::new(&recipe.train.output_dir));
+        let is_checkpoint = from.is_some_and(|from| from != run_dir);
+        let goes_on = is_checkpoint || !checkpoint::list(run_dir)?.is_empty();
         let file = run_dir.join("resolved.toml");
         if !file.is_file() {
-            return Ok(Self::default());
+            return Ok(Self {
+                goes_on,
+                ..Self::default()
+            });
         }
         let text = files::read_text(&file)?;
         Ok(Self {
             values: recipe::written(&text),
             older: !text.contains("packing_length"),
+            goes_on,
         })
+    }
+
+    /// True if the run goes on from a checkpoint, false if it starts from the beginning.
+    pub fn goes_on(&self) -> bool {
+        self.goes_on
     }
 
     fn number(&self, key: KeyPath) -> Option<f64> {

@@ -2,6 +2,7 @@
 //! rewards; values for `auto` keys; the parameters that are active in each step. Loads no weights of the trained model.
 
 mod active_period;
+pub mod active_schedule;
 pub mod adapters;
 pub mod alignment;
 pub mod allocation;
@@ -14,7 +15,6 @@ pub mod row_sizes;
 pub mod rows;
 pub mod sources;
 pub mod teacher;
-pub mod active_schedule;
 pub mod vocabulary;
 
 pub use active_period::{ActivePeriod, ElementBytes, InactiveElements};

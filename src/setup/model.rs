@@ -1,5 +1,6 @@
 //! Opens the model directory with its config, tokenizer and template: the first step of every program.
 
+use crate::base::sync::lock;
 use crate::base::{Error, ErrorKind, Result, progress};
 use crate::comm::Collective;
 use crate::data::codec::ChatRender;
@@ -27,7 +28,7 @@ use candle_core::{Device, Tensor};
 use std::collections::BTreeSet;
 use std::ops::{Deref, DerefMut};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock};
 
 mod dequantized;
 mod stored;
@@ -567,11 +568,7 @@ impl ModelFiles {
 /// Shows a warning once: config and tokenizer are read several times in a run.
 pub(crate) fn warn_once(warning: &str) {
     static SHOWN: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
-    if SHOWN
-        .lock()
-        .unwrap_or_else(PoisonError::into_inner)
-        .insert(warning.into())
-    {
+    if lock(&SHOWN).insert(warning.into()) {
         report::warn(warning);
     }
 }

@@ -83,10 +83,14 @@ impl RecipeRows {
         } else {
             (train, None)
         };
-        let completed = |set| completed(set, recipe);
+        let few = if recipe.data.eval.is_empty() {
+            "raise `data.eval_fraction`"
+        } else {
+            "add rows to `data.eval`"
+        };
         Ok(Self {
-            train: completed(train)?,
-            eval: eval.map(completed).transpose()?,
+            train: completed(train, recipe, None)?,
+            eval: eval.map(|rows| completed(rows, recipe, Some(few))).transpose()?,
             questions: None,
             screened: screened(),
         })
@@ -246,13 +250,20 @@ pub fn counts(recipe: &Recipe, train: &Dataset, stream: &BatchStream) -> Value {
             "fingerprint": train.fingerprint});
     }
     let stats = &train.stats;
-    json!({
+    let mut out = json!({
         "rows": stats.rows, "examples": train.examples.len(), "tokens": stats.tokens,
         "trained_tokens": stats.trained_tokens, "split_rows": stats.split_rows, "pieces": stats.pieces,
         "truncated_rows": stats.truncated_rows, "truncated_tokens": stats.truncated_tokens,
         "dropped_rows": stats.dropped_rows, "long_rows": stats.long_rows,
         "packing_fill": recipe.data.packing.then(|| stream.density()), "fingerprint": train.fingerprint,
-    })
+    });
+    // The answers to prompts do not exist yet.
+    if recipe.train.stage.is_rl()
+        && let Some(counts) = out.as_object_mut()
+    {
+        counts.remove("trained_tokens");
+    }
+    out
 }
 
 /// Returns a warning if the chat template rendered no training row, but will render other prompts: samples, evaluation
@@ -377,13 +388,21 @@ fn preference_form(stage: recipe::Stage) -> Option<PreferencePart> {
     }
 }
 
-/// For KTO with its KL term: adds the mismatched pairs that estimate it. Errors: too few rows.
-fn completed(dataset: Dataset, recipe: &Recipe) -> Result<Dataset> {
+/// For KTO with its KL term: adds the mismatched pairs that estimate it. `few`: of rows for evaluation, what to do if there
+/// are too few. Errors: too few rows.
+fn completed(dataset: Dataset, recipe: &Recipe, few: Option<&str>) -> Result<Dataset> {
     if recipe.train.stage != recipe::Stage::Kto || recipe.preference.loss_type.judged() != JudgedLoss::Kto {
         return Ok(dataset);
     }
     let seed = recipe.data.shuffle.then_some(recipe.train.seed);
-    dataset.mismatched(recipe.train.batch_size, recipe.data.max_length, seed)
+    let rows = dataset.examples.len();
+    let completed = dataset.mismatched(recipe.train.batch_size, recipe.data.max_length, seed);
+    completed.map_err(|e| match few.filter(|_| rows < 2) {
+        Some(few) => e
+            .at("the rows for evaluation")
+            .hint(format!("{few}, or set `rlhf.loss_type = \"apo_zero_unpaired\"`")),
+        None => e,
+    })
 }
 
 #[cfg(test)]

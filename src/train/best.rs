@@ -221,6 +221,23 @@ impl BestModel {
     }
 }
 
+/// For the fuzzer: what the checkpoint of `step` keeps after the evaluations in a run directory and what another checkpoint kept.
+#[doc(hidden)]
+pub fn best_again(train: &Train, run_dir: &Path, saved: &Value, step: u64) -> Value {
+    let mut best = BestModel::new(train);
+    best.replay(run_dir, u64::MAX);
+    best.add_saved(saved);
+    let kept = best.saved(step);
+    best.is_over();
+    best.lost(step);
+    for _ in 0..4 {
+        if let Some(last) = best.step() {
+            best.lose(last);
+        }
+    }
+    kept
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

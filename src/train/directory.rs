@@ -94,15 +94,22 @@ pub fn check(run_dir: &Path, options: &TrainOptions) -> Result<()> {
                     .hint("set `train.output_dir` to a new or empty directory"),
             )
         }
-        (DirectoryState::New, Resume::Newest) => Err(Error::new("the directory has no run to resume")
-            .at_path(run_dir)
-            .hint("start it without `--resume`")),
+        (DirectoryState::New, Resume::Newest) => {
+            // A relative path is of the current directory.
+            let place = std::path::absolute(run_dir).unwrap_or_else(|_| run_dir.to_path_buf());
+            Err(Error::new("the directory has no run to resume")
+                .at_path(&place)
+                .hint("if the run was started in another directory, go there; a new run starts without `--resume`"))
+        }
         (DirectoryState::Run(manifest), Resume::Newest) => resumable(run_dir, manifest).map(drop),
         (_, Resume::From(from)) => {
             if checkpoint::list(from).is_ok_and(|l| l.is_empty()) && !is_checkpoint(from) {
                 return Err(Error::new("there is no checkpoint to resume from")
                     .at_path(from)
-                    .hint("give a run directory, or a `checkpoint-<step>` directory of one"));
+                    .hint(
+                        "give a run directory that has checkpoints, or a `checkpoint-<step>` directory; a finished run without \
+                         checkpoints (`train.save_steps`) cannot go on: start a new one from its `final/`",
+                    ));
             }
             if let DirectoryState::Run(manifest) = &kind
                 && !is_within(from, run_dir)

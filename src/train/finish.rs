@@ -10,7 +10,7 @@ use crate::model::spec::{EMBEDDING, LM_HEAD};
 use crate::model::{Adapters, TokenRows};
 use crate::ops::{master, update};
 use crate::peft::lora::scaling;
-use crate::peft::ranks;
+use crate::peft::rank_allocation;
 use crate::peft::start::algebra::{self, CompressedPair};
 use crate::peft::{Adapter, Lora};
 use crate::recipe::{Dtype, ModelInit, Recipe, Stage};
@@ -225,7 +225,7 @@ fn adapter(trained: &TrainedModel, out: &Path, note: &mut dyn FnMut(&str), way: 
         _ => hf::plain_lora(config, &network.adapters)?,
     };
     let state = engine.step_hook.as_ref().map(|hook| hook.state()).unwrap_or_default();
-    let (mut config, adapters) = hf::pruned(&config, &adapters, &ranks::kept(&state))?;
+    let (mut config, adapters) = hf::pruned(&config, &adapters, &rank_allocation::kept(&state))?;
     let quantized = starts::requantizes_base(recipe);
     if way == ExportMode::Rehearse {
         hf::rehearse_adapter(out, &config, &adapters, &whole, &model.dir)?;

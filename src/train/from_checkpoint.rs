@@ -24,6 +24,7 @@ use crate::train::ranks::RunRanks;
 use crate::train::stage::preference;
 use crate::train::starts::{self, AdapterInitContext};
 use crate::train::state;
+use crate::train::trained_names;
 use candle_core::Device;
 use std::path::Path;
 
@@ -50,7 +51,7 @@ pub enum RecipePaths<'a> {
 
 /// Writes the equivalent of `final/` after the step of the checkpoint in `dir`.
 ///
-/// Errors: the base model is not the one of the run; `out` cannot be written.
+/// Errors: the base model is not the one of the run; a trained value that would not be written; `out` cannot be written.
 pub fn write(dir: &Path, out: &Path, paths: RecipePaths) -> Result<CheckpointExport> {
     write_or(dir, out, None, paths)
 }
@@ -138,6 +139,7 @@ pub fn write_or(dir: &Path, out: &Path, whole: Option<&Path>, paths: RecipePaths
     let sizes = state::sizes(&loaded)?;
     let ranks = starts::ranks_of(network, |name| sizes.get(name).copied());
     starts::resize(recipe, network, &mut adapter_set, &ranks)?;
+    trained_names::check_exported(&sizes, &adapter_set, &model.spec).map_err(|e| e.or_at(dir.display()))?;
     if starts::requantizes_base(recipe) {
         let mut setting = AdapterInitContext {
             recipe,
@@ -158,7 +160,7 @@ pub fn write_or(dir: &Path, out: &Path, whole: Option<&Path>, paths: RecipePaths
     } else {
         Box::new(CausalLm::new(model.spec.vocab))
     };
-    let optimizer = active_schedule::optimizer(recipe);
+    let optimizer = active_schedule::optimizer(recipe, &model.spec, &adapter_set);
     let none = ActiveSet::new([]);
     let mut engine = Engine::with_config(loaded_model, objective, optimizer, strategy, &none, config)?;
     state::restore_weights(&loaded, &mut engine)?;

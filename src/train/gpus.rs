@@ -58,7 +58,7 @@ impl RunRanks {
         let world = self.0.world();
         let gpus = device::identities().unwrap_or_default();
         let said = json!({ "host": world.host, "gpus": gpus }).to_string();
-        let all = self.0.bytes(said.into_bytes(), Patience::Long)?;
+        let all = self.0.all_gather_bytes(said.into_bytes(), Patience::Long)?;
         let all: Vec<RankGpus> = all.iter().map(|bytes| seen(bytes)).collect();
         let taken: Vec<Option<usize>> = if *asked == DeviceRef::Auto {
             assign(&all)?
@@ -80,7 +80,7 @@ impl RunRanks {
             return Ok((opened, 1));
         }
         // The contexts of all ranks are there before one of them asks for free memory.
-        self.0.bytes(Vec::new(), Patience::Long)?;
+        self.0.all_gather_bytes(Vec::new(), Patience::Long)?;
         Ok((opened, sharing))
     }
 }

@@ -1,7 +1,7 @@
 //! The header of a training run: trained parameters, data, length of the run, and memory.
 //! Uses the recipe, the data and the plan; does not use the engine.
 
-use crate::base::units::{bytes, count, rate};
+use crate::base::units::{bytes, count, counted, rate};
 use crate::data::Dataset;
 use crate::data::describe::visible;
 use crate::data::order::BatchStream;
@@ -107,10 +107,17 @@ pub fn header(run: &HeaderInput<'_>) -> Vec<(&'static str, String)> {
             if recipe.data.streaming {
                 let window = count(recipe.data.shuffle_window as u64);
                 format!("rows are read during the run, {window} at a time{eval}")
+            } else if recipe.train.stage.is_rl() {
+                format!(
+                    "{}, {} tokens, answers of up to {} tokens{eval}",
+                    counted(train.examples.len(), "prompt"),
+                    count(train.stats.tokens),
+                    count(recipe.rl.max_completion_length as u64)
+                )
             } else {
                 format!(
-                    "{} rows, {} tokens, {} of them trained{eval}",
-                    count(train.examples.len() as u64),
+                    "{}, {} tokens, {} of them trained{eval}",
+                    counted(train.examples.len(), "row"),
                     count(train.stats.tokens),
                     count(train.stats.trained_tokens)
                 )

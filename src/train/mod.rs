@@ -5,13 +5,13 @@ mod abort_message;
 mod best;
 mod budget;
 pub mod checkpoint_size;
+pub mod covariance;
 pub mod directory;
 mod ended;
 pub mod finish;
 pub mod from_checkpoint;
 mod gpus;
 pub mod header;
-pub mod inputs;
 pub mod learning;
 mod loftq;
 mod next;
@@ -32,9 +32,13 @@ pub mod starts;
 pub mod state;
 mod step_metrics;
 pub mod teacher_cache;
+mod trained_names;
 pub mod verify;
 
 pub use crate::setup::defaults::Resume;
+// For the fuzz targets.
+#[doc(hidden)]
+pub use best::best_again;
 pub use ended::train;
 pub use learning::RateSweep;
 pub use program::{TrainOptions, TrainOutcome};

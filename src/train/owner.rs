@@ -324,9 +324,9 @@ impl OwnedFiles {
                 removed.push(name);
             }
         }
-        // A process was killed when the previous `final/` had a temporary name, before it was marked.
+        // A process was killed when the previous `final/` had a temporary name, before it was marked or when it was empty.
         for (_, path) in self.temporaries(run_dir)? {
-            if self.is_final(&path) && staging::remove_unused(&path)? {
+            if (self.is_retired_final(&path) || staging::is_empty(&path)) && staging::remove_unused(&path)? {
                 removed.push(name_of(&path));
             }
         }

@@ -1,9 +1,9 @@
 //! `ft train`: recipe, data, model and plan, then the optimizer steps, then `final/`. One file for each of these parts.
 
 mod begin;
-mod directory;
 mod engine;
 mod inputs;
+mod opened;
 mod results;
 mod steps;
 
@@ -22,9 +22,9 @@ use crate::train::running::{self, RunPace, TrainingRun};
 use crate::train::state::{self, RunFingerprint};
 use begin::begin;
 use candle_core::Device;
-use directory::OpenedRun;
 use engine::Trainer;
 use inputs::{RunDecisions, RunInputs};
+use opened::OpenedRun;
 use std::path::{Path, PathBuf};
 use steps::run_steps;
 

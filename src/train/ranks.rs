@@ -41,6 +41,9 @@ pub type SharedFact = (String, String);
 /// Facts that a table of differences shows at most.
 const SHOWN: usize = 8;
 
+/// Rounds of a pass after which ranks that do not exchange numbers in it ask each other for signals.
+const ROUNDS: usize = 8;
+
 /// The facts that must be the same on all ranks: program, recipe, inputs and decisions.
 pub fn agreed(
     fingerprint: &RunFingerprint,
@@ -87,7 +90,7 @@ impl RunRanks {
 
     /// The largest of the numbers of all ranks.
     pub fn most(&self, own: u64, patience: Patience) -> Result<u64> {
-        let all = self.0.bytes(own.to_le_bytes().to_vec(), patience)?;
+        let all = self.0.all_gather_bytes(own.to_le_bytes().to_vec(), patience)?;
         let number = |bytes: Vec<u8>| bytes.try_into().map_or(0, u64::from_le_bytes);
         Ok(all.into_iter().map(number).max().unwrap_or(own))
     }
@@ -95,7 +98,7 @@ impl RunRanks {
     /// The bytes of rank 0; `own` of the other ranks is not used.
     pub fn from_root(&self, own: Vec<u8>) -> Result<Vec<u8>> {
         let own = if self.is_root() { own } else { Vec::new() };
-        Ok(self.0.bytes(own, self.for_root())?.swap_remove(0))
+        Ok(self.0.all_gather_bytes(own, self.for_root())?.swap_remove(0))
     }
 
     /// How long a rank waits at the end of work that rank 0 does alone. The others wait for rank 0 without a limit.
@@ -125,13 +128,13 @@ impl RunRanks {
 
     /// Waits until all ranks are here; those that wait for rank 0 have no time limit.
     pub fn meet(&self) -> Result<()> {
-        self.0.bytes(Vec::new(), self.for_root()).map(drop)
+        self.0.all_gather_bytes(Vec::new(), self.for_root()).map(drop)
     }
 
     /// Waits until all ranks are here, without a time limit: after work that may take some ranks much longer than others, such as
     /// reading a checkpoint or the weights of a model.
     pub fn meet_after_reading(&self) -> Result<()> {
-        self.0.bytes(Vec::new(), Patience::Long).map(drop)
+        self.0.all_gather_bytes(Vec::new(), Patience::Long).map(drop)
     }
 
     /// The signal that one of the ranks received.
@@ -139,6 +142,17 @@ impl RunRanks {
         let own = signal::received().unwrap_or(0);
         let most = self.most(own.unsigned_abs().into(), Patience::Step)?;
         Ok((most > 0).then_some(most as i32))
+    }
+
+    /// Called before round `index` of a pass that has the same number of rounds on all ranks. True if one of them received a signal: all
+    /// get this at the same call, and end the pass. `together`: the ranks exchange numbers in each round, so none may stop before the
+    /// others. Else a rank with a signal asks at once and waits for the others, which ask every few rounds, and at the end with
+    /// `unless_stopped`.
+    pub fn stops_before(&self, index: usize, together: bool) -> Result<bool> {
+        let own = signal::received().is_some();
+        let asks = together || own || index > 0 && index.is_multiple_of(ROUNDS);
+        // Ranks that do not meet take different times for their rounds. One that computes sends heartbeats.
+        Ok(asks && self.most(own.into(), Patience::Long)? > 0)
     }
 
     /// A result of this rank, of work that only rank 0 did; `None` for all if a signal ended it. Errors: it failed for
@@ -176,7 +190,7 @@ impl RunRanks {
             "resident": now.resident,
             "threads": now.threads,
         });
-        let all = self.0.bytes(own.to_string().into_bytes(), Patience::Long)?;
+        let all = self.0.all_gather_bytes(own.to_string().into_bytes(), Patience::Long)?;
         let all: Vec<Value> = all
             .iter()
             .map(|text| serde_json::from_slice(text).unwrap_or_default())
@@ -229,7 +243,7 @@ impl RunRanks {
             return Ok(());
         }
         let own = serde_json::to_vec(facts).map_err(|e| Error::internal("facts cannot be written").cause(e))?;
-        let all = self.0.bytes(own, Patience::Long)?;
+        let all = self.0.all_gather_bytes(own, Patience::Long)?;
         let read = |bytes: &Vec<u8>| serde_json::from_slice::<Vec<SharedFact>>(bytes).unwrap_or_default();
         let all: Vec<Vec<SharedFact>> = all.iter().map(read).collect();
         let found = differences(&all);
@@ -411,5 +425,8 @@ mod tests {
         ranks.same(&[("a".into(), "b".into())]).unwrap();
         assert_eq!(ranks.unless_root_stopped(Ok(3)).unwrap(), Some(3));
         assert!(ranks.unless_root_stopped::<()>(Err(Error::new("no"))).is_err());
+        for (index, together) in [(0, false), (ROUNDS, false), (1, true)] {
+            assert!(!ranks.stops_before(index, together).unwrap());
+        }
     }
 }

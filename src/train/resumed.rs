@@ -3,19 +3,36 @@
 use crate::base::{Error, Result, secrets, units};
 use crate::checkpoint::LoadedState;
 use crate::optim::Schedule;
+use crate::peft::targets;
 use crate::recipe::table::{self, OnResume, PathContent};
-use crate::recipe::{self, ScheduleConfig};
+use crate::recipe::{self, LoraKeys, ScheduleConfig};
 use crate::report::visible;
 use crate::train::side_inputs;
 use crate::train::state::{RANDOM, RunFingerprint, fingerprint};
 
-/// The keys with another value: key, value in the checkpoint, value now. A key that the version of the checkpoint did not have had
-/// the effect of its default; if that depends on model, rows or memory, it is not compared.
-fn changed_keys<'a>(old: &RunFingerprint, new: &'a RunFingerprint) -> Vec<(&'a str, String, &'a str)> {
+/// A key with another value.
+struct ChangedKey<'a> {
+    key: &'a str,
+    was: String,
+    now: &'a str,
+    /// It has no effect in one of the two recipes: another key has changed too.
+    follows: bool,
+}
+
+/// The keys with another value, except those without effect in both recipes. A key that the version of the checkpoint did not have
+/// had the effect of its default; if that depends on model, rows or memory, it is not compared.
+fn changed_keys<'a>(old: &RunFingerprint, new: &'a RunFingerprint) -> Vec<ChangedKey<'a>> {
     let value_of = |key: &str| old.recipe.get(key).cloned().or_else(|| recipe::default_value(key));
+    let (idle_before, idle_now) = (recipe::without_effect(&old.recipe), recipe::without_effect(&new.recipe));
     let changed = new.recipe.iter().filter_map(|(key, now)| {
         let was = value_of(key).filter(|was| was != now)?;
-        Some((&**key, was, &**now))
+        let (before, after) = (idle_before.contains(&**key), idle_now.contains(&**key));
+        (!before || !after).then_some(ChangedKey {
+            key,
+            was,
+            now,
+            follows: before || after,
+        })
     });
     changed.collect()
 }
@@ -30,8 +47,16 @@ pub fn check_length(checkpoint: &LoadedState, total_steps: u64) -> Result<()> {
         .found(format!("step {}", checkpoint.step))
         .expected(format!("at most {}", units::counted(total_steps as usize, "step")))
         .hint(
-            "raise `train.max_steps` or `train.num_epochs`; or write the model of this checkpoint with `ft export`, or \
-             give an earlier checkpoint to `--resume`",
+            match fingerprint(checkpoint).total_steps {
+                Some(before) => format!(
+                    "the run had {}: if they came from an argument, such as `train.max_steps={before}`, give it again; or raise \
+                     `train.max_steps` or `train.num_epochs`; or write the model of this checkpoint with `ft export`",
+                    units::counted(before as usize, "step")
+                ),
+                None => "raise `train.max_steps` or `train.num_epochs`; or write the model of this checkpoint with `ft export`, or \
+                         give an earlier checkpoint to `--resume`"
+                    .to_string(),
+            },
         ))
 }
 
@@ -41,7 +66,7 @@ pub fn allowed_changes(checkpoint: &LoadedState, new: &RunFingerprint) -> Option
     let changed = changed_keys(&old, new);
     let lines: Vec<String> = changed
         .iter()
-        .map(|(key, was, now)| match masked(was, now) {
+        .map(|ChangedKey { key, was, now, .. }| match masked(was, now) {
             // In a line of the terminal and of `events.jsonl`.
             Some((was, now)) => format!("{key} {} -> {}", visible(&was), visible(&now)),
             None => format!("{key}: a secret in it differs"),
@@ -82,7 +107,7 @@ pub fn check_same(old: &RunFingerprint, new: &RunFingerprint) -> Result<()> {
     let same_base = old.base == new.base || (!new.sampled.is_empty() && old.base == new.sampled);
     let same_data = old.data == new.data || (!new.data_before.is_empty() && old.data == new.data_before);
     let may_change = |key: &str, was: &str, now: &str| match table::find(key).map(|key| key.on_resume) {
-        None | Some(OnResume::Nothing) => false,
+        None | Some(OnResume::Nothing) => key == LoraKeys::modules_to_save.0 && are_renamed(was, now),
         Some(OnResume::Value) => true,
         Some(OnResume::Path(content)) => match content {
             PathContent::BaseModel => same_base && new.base != RANDOM,
@@ -92,15 +117,17 @@ pub fn check_same(old: &RunFingerprint, new: &RunFingerprint) -> Result<()> {
             PathContent::Teacher => true,
         },
     };
-    let mut differences = Vec::new();
-    for (key, was, now) in changed_keys(old, new) {
+    let (mut differences, mut following) = (Vec::new(), Vec::new());
+    for ChangedKey { key, was, now, follows } in changed_keys(old, new) {
         if !may_change(key, &was, now) && !side_inputs::is_same(&old.side_inputs, &new.side_inputs, key) {
-            differences.push(match masked(&was, now) {
+            let of_key = match masked(&was, now) {
                 Some((was, now)) => format!("{key}: {was} -> {now}"),
                 None => {
                     format!("{key}: a secret in it differs; give the value that `resolved.toml` of the run has")
                 }
-            });
+            };
+            let list = if follows { &mut following } else { &mut differences };
+            list.push(of_key);
         }
     }
     for (what, was, now, same) in [
@@ -120,6 +147,10 @@ pub fn check_same(old: &RunFingerprint, new: &RunFingerprint) -> Result<()> {
     for (key, was, now) in side_inputs::differences(&old.side_inputs, &new.side_inputs) {
         differences.push(format!("content of {key}: hash {} -> {}", short(was), short(now)));
     }
+    // The user may never have written these, so they are named only if nothing else explains them.
+    if differences.is_empty() {
+        differences = following;
+    }
     if differences.is_empty() {
         return Ok(());
     }
@@ -130,6 +161,17 @@ pub fn check_same(old: &RunFingerprint, new: &RunFingerprint) -> Result<()> {
             differences.join("\n      ")
         ))
         .hint("undo these changes to resume, or start a new run in another `train.output_dir`"))
+}
+
+/// True if two lists of modules have longer or shorter names for the same paths. `trained_names` compares what they train.
+fn are_renamed(was: &str, now: &str) -> bool {
+    let names = |list: &str| serde_json::from_str::<Vec<String>>(list).unwrap_or_default();
+    let (was, now) = (names(was), names(now));
+    let is_in = |name: &String, list: &[String]| {
+        list.iter()
+            .any(|other| targets::ends(name, other) || targets::ends(other, name))
+    };
+    !now.is_empty() && was.iter().all(|name| is_in(name, &now)) && now.iter().all(|name| is_in(name, &was))
 }
 
 /// A warning if another program, processor or device goes on with `checkpoint`.
@@ -208,6 +250,58 @@ mod tests {
         check_same(&old, &with("0.0")).unwrap();
         let e = check_same(&old, &with("5.0")).unwrap_err().to_string();
         assert!(e.contains("train.neftune_noise_alpha: 0.0 -> 5.0"), "{e}");
+    }
+
+    /// An earlier version of ft named other modules with the same text.
+    #[test]
+    fn modules_that_train_may_have_longer_names() {
+        let with = |modules: &str| {
+            let recipe = [("tune.lora.modules_to_save", modules), ("tune.method", "\"lora\"")];
+            RunFingerprint {
+                recipe: recipe.map(|(k, v)| (k.to_string(), v.to_string())).into(),
+                ..RunFingerprint::default()
+            }
+        };
+        let same = |was: &str, now: &str| check_same(&with(was), &with(now)).is_ok();
+        assert!(same("[\"norm\"]", "[\"model.norm\"]"));
+        assert!(same(
+            "[\"norm\", \"lm_head\"]",
+            "[\"lm_head\", \"language_model.norm\"]"
+        ));
+        for now in ["[]", "[\"lm_head\"]", "[\"model.norm\", \"lm_head\"]", "[\"q_norm\"]"] {
+            assert!(!same("[\"norm\"]", now), "{now}");
+        }
+        assert!(!same("[]", "[\"norm\"]"));
+    }
+
+    #[test]
+    fn a_key_without_effect_may_change() {
+        let with = |method: &str, rank: &str, every: &str| {
+            let pairs = [
+                ("model.path", "\"m\""),
+                ("data.train", "[\"t\"]"),
+                ("tune.method", method),
+                ("tune.lora.r", rank),
+                ("tune.block.switch_every", every),
+            ];
+            RunFingerprint {
+                recipe: pairs.map(|(k, v)| (k.to_string(), v.to_string())).into(),
+                ..RunFingerprint::default()
+            }
+        };
+        let (block, lora) = ("\"block\"", "\"lora\"");
+        check_same(&with(block, "8", "5"), &with(block, "16", "5")).unwrap();
+        check_same(&with(lora, "8", "5"), &with(lora, "8", "7")).unwrap();
+        let e = check_same(&with(lora, "8", "5"), &with(lora, "16", "5")).unwrap_err();
+        assert!(
+            e.to_string().contains("1 difference:\n      tune.lora.r: 8 -> 16"),
+            "{e}"
+        );
+        // The keys that follow from another one are not named.
+        let e = check_same(&with(block, "8", "5"), &with(lora, "16", "\"auto\"")).unwrap_err();
+        let wanted = "1 difference:\n      tune.method: \"block\" -> \"lora\"";
+        assert!(e.to_string().contains(wanted), "{e}");
+        assert!(!e.to_string().contains("switch_every"), "{e}");
     }
 
     /// Row R6.

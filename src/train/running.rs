@@ -109,7 +109,7 @@ impl RunPace {
             Stop {
                 what: format!("stopping: step {step} is discarded"),
                 then: format!(
-                    ", the state after step {} is saved{}; Ctrl-C again stops now and loses {lost}",
+                    ", the state after step {} is saved now{}; Ctrl-C again stops before that and loses {lost}",
                     step - 1,
                     self.saving()
                 ),
@@ -339,10 +339,15 @@ impl TrainingRun<'_> {
             return Ok(Some(numbers));
         }
         engine.objective.metrics();
-        let own = self
-            .ranks
-            .unless_stopped(self.evaluate_own(engine, &batches), Patience::Step)?;
-        let Some(own) = own else { return Ok(None) };
+        let own = match self.evaluate_own(engine, &batches) {
+            // All ranks know it.
+            Ok(None) => return Ok(None),
+            own => own.map(Option::unwrap_or_default),
+        };
+        // The batches of one rank may take much longer than those of another one.
+        let Some(own) = self.ranks.unless_stopped(own, Patience::Long)? else {
+            return Ok(None);
+        };
         let mut totals = engine::Totals::default();
         for batch in batches.iter().filter(|b| engine.objective.weight(b) > 0) {
             totals.count(batch, engine.objective.as_ref());
@@ -392,8 +397,8 @@ impl TrainingRun<'_> {
         Ok(over)
     }
 
-    /// Evaluates the batches of this rank, round by round as those of a step.
-    fn evaluate_own(&self, engine: &Engine, batches: &[Batch]) -> Result<Vec<MicroReport>> {
+    /// Evaluates the batches of this rank, round by round as those of a step; `None` on all ranks: a signal ended it.
+    fn evaluate_own(&self, engine: &Engine, batches: &[Batch]) -> Result<Option<Vec<MicroReport>>> {
         let objective = engine.objective.as_ref();
         let filled = batches.iter().enumerate().filter(|(_, b)| objective.weight(b) > 0);
         let filled: Vec<usize> = filled.map(|(index, _)| index).collect();
@@ -402,9 +407,12 @@ impl TrainingRun<'_> {
         let mut reports = Vec::new();
         // If layers are collected or batches are shared, all ranks compute the same number of batches.
         let together = engine.store.sharded().is_some() || engine.sequence.ranks > 1;
-        for round in rounds.into_iter().filter(|round| together || round.counts) {
-            if !together {
-                phase.unless_stopped()?;
+        for (index, round) in rounds.into_iter().enumerate() {
+            if self.ranks.stops_before(index, together)? {
+                return Ok(None);
+            }
+            if !together && !round.counts {
+                continue;
             }
             let totals = engine.evaluate(&batches[round.micro])?;
             if !round.counts {
@@ -423,7 +431,7 @@ impl TrainingRun<'_> {
             });
             phase.add(1);
         }
-        Ok(reports)
+        Ok(Some(reports))
     }
 
     /// Evaluates after `step` unless `metrics.jsonl` has the result already: a run may have been stopped between a save

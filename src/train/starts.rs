@@ -22,7 +22,7 @@ use crate::setup::ModelDir;
 use crate::setup::rows;
 use crate::setup::sources::RowSet;
 use crate::source::TrainableStore;
-use crate::train::inputs::{self, ObservedBatch};
+use crate::train::covariance::{self, ObservedBatch};
 use crate::train::loftq;
 use crate::train::ranks::RunRanks;
 use crate::train::start_cache as cache;
@@ -267,7 +267,7 @@ fn eva(s: &mut AdapterInitContext, network: &mut Network, adapter_set: &mut hf::
     let progress = InitProgress::new("eva", network);
     let mut all: Vec<Directions> = Vec::new();
     let mut budget = 0;
-    inputs::observe(network, &batches, CordaArithmetic::Ft, &mut |layer, seen| {
+    covariance::observe(network, &batches, CordaArithmetic::Ft, &mut |layer, seen| {
         let tasks = tasks(network, layer)?;
         let linear = |task: &InitTask| Ok((task.lora()?.rank(), seen.of(&task.module)?));
         let linears: Vec<(usize, &Covariance)> = tasks.iter().map(linear).collect::<Result<_>>()?;
@@ -333,7 +333,7 @@ fn corda(s: &mut AdapterInitContext, network: &mut Network, adapter_set: &mut hf
     let (method, arithmetic) = (settings.method, settings.compatible);
     let examples = &rows.examples.head(settings.samples)?;
     let batches = match arithmetic {
-        CordaArithmetic::Ft => inputs::batches(examples),
+        CordaArithmetic::Ft => covariance::batches(examples),
         // PEFT normalizes each row separately.
         CordaArithmetic::Peft => examples.iter().map(|e| Batch::from_examples([e])).collect(),
     };
@@ -348,7 +348,7 @@ fn corda(s: &mut AdapterInitContext, network: &mut Network, adapter_set: &mut hf
     }
     let mut found: BTreeMap<String, Component> = BTreeMap::new();
     let progress = InitProgress::new("corda", network);
-    inputs::observe(network, &batches, arithmetic, &mut |layer, seen| {
+    covariance::observe(network, &batches, arithmetic, &mut |layer, seen| {
         let tasks = tasks(network, layer)?;
         let components = each(
             &tasks,

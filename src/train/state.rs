@@ -17,6 +17,7 @@ use crate::report;
 use crate::setup::active_schedule::ActiveSchedule;
 use crate::train::ranks::of_program;
 use crate::train::side_inputs::SideHashes;
+use crate::train::trained_names::OF_OBJECTIVE;
 use candle_core::{DType, Tensor};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -244,7 +245,7 @@ pub fn sizes(loaded: &LoadedState) -> Result<BTreeMap<String, usize>> {
     Ok(weights.names().map(|n| (n.to_string(), size(n))).collect())
 }
 
-/// Restores weights that the engine has as parameters: enough to export them. Averages take the place of their weights.
+/// Restores the weights, without those of another objective: enough to export them. Averages take the place of their weights.
 pub fn restore_weights(loaded: &LoadedState, engine: &mut Engine) -> Result<()> {
     let mut files = vec![loaded.open(WEIGHTS)?];
     if !updates_of(loaded).is_empty() {
@@ -254,7 +255,7 @@ pub fn restore_weights(loaded: &LoadedState, engine: &mut Engine) -> Result<()> 
         let names: Vec<String> = weights.names().map(str::to_string).collect();
         for name in names {
             // The value head of PPO, for example, is not exported.
-            if engine.elements(&name).is_err() {
+            if name.starts_with(OF_OBJECTIVE) && engine.elements(&name).is_err() {
                 continue;
             }
             engine
@@ -354,7 +355,7 @@ pub fn restore(loaded: &LoadedState, engine: &mut Engine, active: &ActiveSet) ->
             .within(loaded.path.display()));
     }
     // Each rank reads the checkpoint at its own speed; a switch exchanges values with the time limit of a step.
-    engine.comm().bytes(Vec::new(), Patience::Long)?;
+    engine.comm().all_gather_bytes(Vec::new(), Patience::Long)?;
     // A block is quantized again when the next one begins, not before: an evaluation that is missing sees exact weights.
     if loaded.step > 0 {
         engine.switch(active, |_| true)?;

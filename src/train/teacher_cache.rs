@@ -24,7 +24,7 @@ use crate::setup;
 use crate::setup::ModelDir;
 use crate::setup::rows::RecipeRows;
 use crate::setup::teacher;
-use crate::train::inputs;
+use crate::train::covariance;
 use place::{CacheLock, check_place, holds};
 use serde_json::{Value, json};
 use shard::{CacheShard, Hash, REPAIR, damaged, hash, hash_of, shard_path, write_shard};
@@ -227,7 +227,7 @@ pub fn cache(recipe: &Recipe, out: &Path, note: &mut dyn FnMut(&str)) -> Result<
             k: facts.k,
             ..TopK::default()
         };
-        for batch in inputs::batches(&owned) {
+        for batch in covariance::batches(&owned) {
             if let Some(s) = signal::received() {
                 return Err(
                     Error::signal(s, "stopped before all of the teacher's outputs were stored")

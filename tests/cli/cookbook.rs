@@ -79,3 +79,28 @@ fn every_recipe_of_the_cookbook_is_planned() {
     outputs.dedup();
     assert_eq!(outputs.len(), 12, "each job has a directory of its own");
 }
+
+/// The example of several sources in `docs/data.md`, with a file in the place of the dataset of the hub.
+#[test]
+fn the_sources_of_the_page_about_data_are_read() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let page = std::fs::read_to_string(root.join("docs/data.md")).unwrap();
+    let part = page.split("## Several sources").nth(1).unwrap();
+    let example = part.split("```toml\n").nth(1).unwrap().split("```").next().unwrap();
+    let local = example.replace(
+        "path = \"openai/gsm8k\"\nconfig = \"main\"",
+        "path = \"data/train.jsonl\"",
+    );
+    assert_ne!(local, example);
+    let dir = tempfile::tempdir().unwrap();
+    rows(dir.path());
+    for folder in ["notes", "more"] {
+        std::fs::create_dir(dir.path().join(folder)).unwrap();
+        std::fs::write(dir.path().join(folder).join("a.md"), "The river runs to the sea.\n").unwrap();
+    }
+    let recipe = format!("[model]\npath = \"{}\"\n\n{local}", root.join("assets/tiny").display());
+    std::fs::write(dir.path().join("sources.toml"), recipe).unwrap();
+    let out = ft(dir.path(), &["data", "sources.toml", "--rows", "40"]);
+    assert!(out.status.success(), "{}", text(&out.stderr));
+    assert!(text(&out.stdout).contains("You are helpful."), "{}", text(&out.stdout));
+}

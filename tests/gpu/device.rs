@@ -11,16 +11,18 @@ use std::process::Command;
 
 const CHILD: &str = "FT_GPU_CHILD";
 
-/// Returns the device in the process of its own, with these environment variables; elsewhere starts that process.
-/// `soft`: only on the driver of `tools/soft-cuda`, which has these settings.
-fn alone(name: &str, settings: &[(&str, &str)], soft: bool) -> Option<Device> {
+/// True in a process of its own with these environment variables; elsewhere starts that process. `soft`: only on the driver of
+/// `tools/soft-cuda`, which has these settings.
+fn in_child(name: &str, settings: &[(&str, &str)], soft: bool) -> bool {
     if env::var(CHILD).is_ok_and(|child| child == name) {
-        return Some(open("cuda:0").unwrap().device);
+        return true;
     }
-    gpu()?;
+    if gpu().is_none() {
+        return false;
+    }
     if soft && device::gpus().unwrap()[0].name != "software CUDA driver" {
         eprintln!("skipped: on the software driver only");
-        return None;
+        return false;
     }
     let mut command = Command::new(env::current_exe().unwrap());
     command.args(["--exact", &format!("device::{name}"), "--nocapture"]);
@@ -31,7 +33,12 @@ fn alone(name: &str, settings: &[(&str, &str)], soft: bool) -> Option<Device> {
         .unwrap();
     assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
     assert!(String::from_utf8_lossy(&out.stdout).contains("1 passed"));
-    None
+    false
+}
+
+/// As `in_child`; returns the device in that process.
+fn alone(name: &str, settings: &[(&str, &str)], soft: bool) -> Option<Device> {
+    in_child(name, settings, soft).then(|| open("cuda:0").unwrap().device)
 }
 
 /// A tensor of so many MiB.
@@ -44,6 +51,24 @@ fn a_process_has_one_device() {
     let Some(gpu) = gpu() else { return };
     assert!(open("cuda:0").unwrap().device.same_device(&gpu.device));
     assert!(open("cuda:99").is_err());
+}
+
+#[test]
+fn a_gpu_that_is_too_old_is_refused_and_auto_uses_the_cpu() {
+    let name = "a_gpu_that_is_too_old_is_refused_and_auto_uses_the_cpu";
+    if !in_child(name, &[("SOFT_CUDA_SM", "75"), ("SOFT_CUDA_DEVICES", "2")], true) {
+        return;
+    }
+    let old = "compute capability 7.5 is too old";
+    let e = open("cuda:1").err().unwrap().to_string();
+    assert!(e.contains("cuda:1") && e.contains(old), "{e}");
+    let opened = open("auto").unwrap();
+    let note = opened.note.unwrap();
+    assert!(opened.device.is_cpu(), "{note}");
+    assert!(
+        note.contains("cuda:0") && note.contains("cuda:1") && note.contains(old),
+        "{note}"
+    );
 }
 
 #[test]

@@ -146,6 +146,35 @@ fn training_has_the_bits_of_training_without() {
     }
 }
 
+/// Batches of other lengths between two steps take the place of the lists on the GPU that the graphs of the steps read.
+#[test]
+fn evaluations_between_the_steps_change_no_bit() {
+    let Some(gpu) = gpu() else { return };
+    let of = |layer_graphs| {
+        let strategy = StepStrategy {
+            layer_graphs,
+            ..StepStrategy::new(Dtype::Bf16)
+        };
+        let (mut engine, active) = engine(&gpu.device, Dtype::Bf16, Tuning::Lora, strategy);
+        let mut bits = Vec::new();
+        for step in 1..=3 {
+            let report = engine
+                .step(step, &[batch(&[24, 9], step as u32)], &active, 1e-3)
+                .unwrap();
+            bits.extend([report.totals.loss().to_bits(), report.grad_norm.to_bits()]);
+            let others = (10..22).map(|length| engine.evaluate(&batch(&[length], 1)).unwrap());
+            bits.extend(others.map(|totals| totals.loss().to_bits()));
+        }
+        let launches = engine.layer_graphs.as_ref().map_or(0, |graphs| graphs.launches());
+        (bits, launches)
+    };
+    let ((want, none), (got, launches)) = (of(false), of(true));
+    assert!(got == want);
+    // 5, 6 and 6 layers forward; 4, 5 and 5 backward.
+    assert_eq!((none, launches), (0, 17 + 14));
+    assert_eq!(graph::take_refusal(), None);
+}
+
 /// Without graphs the layers run as they are.
 #[test]
 fn a_driver_that_refuses_graphs_changes_no_bit() {

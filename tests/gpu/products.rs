@@ -2,8 +2,8 @@
 
 use crate::support::{KINDS, Pair, assert_close, assert_same_bits, flat, gpu};
 use candle_core::{DType, Device, Tensor};
+use ft::ops::lora_pairs::{self, LoraPair};
 use ft::ops::low_rank::LowRank;
-use ft::ops::pairs::{self, LoraPair};
 use ft::ops::{adapters, linear, update};
 use ft::quant::Weight;
 use half::bf16;
@@ -65,7 +65,7 @@ fn linear_matches_the_cpu() {
     }
 }
 
-/// k and v, or gate and up: weights and results lie in allocations of their own, in any order.
+/// k and v, or gate and up: the weights lie in allocations of their own, in any order.
 #[test]
 fn two_weights_in_one_call_are_two_products() {
     let Some(gpu) = gpu() else { return };
@@ -93,6 +93,13 @@ fn two_weights_in_one_call_are_two_products() {
             };
             assert_close(&y, &twice(first, &c), tolerance);
             assert_close(&z, &twice(second, &d), tolerance);
+            // Outputs in the other order are two calls.
+            let [y, z] = linear::forward_two(&x.gpu, ws, None).unwrap();
+            linear::forward_add_two([&z, &y], &x.gpu, ws).unwrap();
+            let both = want(first, None);
+            linear::forward_add(&both, &x.cpu, &second.weight()).unwrap();
+            assert_close(&y, &both, tolerance);
+            assert_close(&z, &both, tolerance);
         }
         // Not of one shape, of another type, too many rows, on a CPU.
         let other = gpu.random((16, 64), dtype, 6);
@@ -219,7 +226,7 @@ fn stacked_pairs_are_plain_products() {
                     scale,
                 })
                 .collect();
-            let stack = pairs::stacks(&[given], dtype).unwrap().remove(0);
+            let stack = lora_pairs::stacks(&[given], dtype).unwrap().remove(0);
             let u = stack.down(&x.gpu).unwrap();
             let du = stack.columns(n).unwrap();
             let mut want_dx = Tensor::zeros((n, i), DType::F32, &Device::Cpu).unwrap();

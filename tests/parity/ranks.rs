@@ -2,7 +2,7 @@
 
 use crate::support::{all_close, goldens, json, numbers};
 use candle_core::{Device, Tensor};
-use ft::peft::ranks::{RankAllocator, RankSchedule, kept as kept_of};
+use ft::peft::rank_allocation::{RankAllocator, RankSchedule, kept as kept_of};
 use ft::peft::{Adalora, DropoutMask, fill};
 use std::collections::BTreeMap;
 

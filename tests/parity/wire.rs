@@ -283,6 +283,7 @@ pub fn preference_step(policy: &Path, reference: &Path, rows: &Path, lines: &str
         stream: BatchStream::new(&rows.train, stream(&recipe, rows.train.examples.len())).unwrap(),
         eval: None,
         questions: None,
+        is_root: true,
     };
     let other = ModelDir::open(reference.to_str().unwrap(), "main", &TextChanges::default()).unwrap();
     let storage = StoragePolicy::dense(Dtype::F32);

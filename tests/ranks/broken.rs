@@ -102,6 +102,22 @@ fn a_rollout_that_is_not_finite_is_the_error_of_the_rank_that_makes_it() {
     assert!(!text.contains("[rank 1") && !text.contains("lost step"), "{text}");
 }
 
+/// Between the start of the ranks and the training.
+#[test]
+fn a_rank_that_cannot_begin_to_compute_says_why() {
+    for rank in [0, 1] {
+        let bench = Bench::new();
+        let command = job::mpirun_but(&bench, &vec![LONG.to_vec(); 2], rank, &["env", "FT_CPU=nonsense"]);
+        let out = wait(job::begin(command));
+        let text = said(&out);
+        assert_eq!(out.status.code(), Some(1), "{text}");
+        assert_once(&text, "this set of CPU operations does not exist");
+        assert_once(&text, &format!("[rank {rank} (host "));
+        assert!(!text.contains("MPI_ABORT"), "{text}");
+        assert!(!bench.path("out").exists(), "a refused run leaves no trace");
+    }
+}
+
 #[test]
 fn a_rank_with_other_instructions_or_another_program_is_refused() {
     let bench = Bench::new();

@@ -215,6 +215,73 @@ fn a_signal_saves_the_state_of_all_ranks() {
     }
 }
 
+/// A signal to one rank ends an evaluation on all of them, also if they collect layers from each other in it. The rank that got it
+/// does not wait until the others have evaluated all of their rows.
+#[test]
+fn a_signal_in_an_evaluation_saves_the_state_of_all_ranks() {
+    let answer = "the cat ran home blue ".repeat(1500);
+    let long = format!(
+        "{{\"messages\": [{{\"role\": \"user\", \"content\": \"say\"}}, {{\"role\": \"assistant\", \"content\": \"{answer}\"}}]}}\n"
+    );
+    // A rank has so few of the long rows that the ranks meet at the end only.
+    for (weights, receiver, few) in [
+        ("distributed.weights=replicated", 0, false),
+        ("distributed.weights=replicated", 1, true),
+        ("distributed.weights=sharded", 1, false),
+    ] {
+        let bench = Bench::new();
+        let rows = std::fs::read_to_string(bench.path("rows.jsonl")).unwrap();
+        let held = if few { long.repeat(12) } else { rows.repeat(300) };
+        std::fs::write(bench.path("held.jsonl"), held).unwrap();
+        let held = [
+            "data.eval=held.jsonl",
+            "train.batch_size=1",
+            "distributed.timeout=2",
+            "data.max_length=6000",
+            weights,
+        ];
+        let mut job = job::start(&bench, &vec![[&LONG[..], &held].concat(); 2]);
+        let begun = Instant::now();
+        let events = || std::fs::read_to_string(bench.path("out/events.jsonl")).unwrap_or_default();
+        while !events().contains("\"start\"") {
+            assert!(job.try_wait().unwrap().is_none(), "the job has ended");
+            assert!(begun.elapsed() < Duration::from_secs(60), "no start");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        // The evaluation before the first step takes seconds.
+        std::thread::sleep(Duration::from_millis(300));
+        signal(ranks_of(&job)[receiver], "-USR1");
+        let out = wait(job);
+        let text = said(&out);
+        assert_eq!(out.status.code(), Some(128 + 10), "{weights}\n{text}");
+        assert_once(&text, "stopped by a signal; the state after step 0 is saved");
+        assert!(
+            bench.path("out/checkpoint-0/manifest.json").exists(),
+            "{weights}\n{text}"
+        );
+        let metrics = std::fs::read_to_string(bench.path("out/metrics.jsonl")).unwrap_or_default();
+        assert!(!metrics.contains("eval_loss"), "{weights}: it ran to its end");
+    }
+}
+
+/// Each process is alone for the MPI of this program.
+#[test]
+fn ranks_of_the_launcher_of_another_mpi_are_refused() {
+    let bench = Bench::new();
+    let ranks: Vec<Child> = (0..2).map(|rank| job::of_other_mpi(&bench, rank, 2, &BASE)).collect();
+    let mut texts = Vec::new();
+    for rank in ranks {
+        let out = wait(rank);
+        let text = said(&out);
+        assert_eq!(out.status.code(), Some(1), "{text}");
+        assert!(!text.contains("MPI_ABORT"), "{text}");
+        texts.push(text);
+    }
+    assert_once(&texts[0], "the launcher and the MPI library do not fit together");
+    assert_once(&texts[0], "2 ranks of the launcher, 1 of MPI");
+    assert!(!bench.path("out").exists(), "a refused run leaves no trace");
+}
+
 /// Every rank makes all answers of the student. A signal within them does not end one rank before the others.
 #[test]
 fn a_signal_while_a_student_answers_saves_the_state_of_all_ranks() {

@@ -103,7 +103,7 @@ fn a_process_that_hangs_in_a_save_ends_the_job() {
     let begun = Instant::now();
     let text = assert_ended(&bench, begun, &wait(job));
     assert!(
-        text.contains("rank 1 (host ") && text.contains("no sign of life of rank 0 for 5 s"),
+        text.contains("rank 1 (host ") && text.contains("no heartbeat of rank 0 for 5 s"),
         "{text}"
     );
 }
@@ -128,6 +128,38 @@ fn a_slow_save_is_no_hang() {
             begun.elapsed()
         );
     }
+}
+
+/// One rank has all long rows of an evaluation, so the other one is ready long before it.
+#[test]
+fn a_slow_evaluation_is_no_hang() {
+    let bench = Bench::new();
+    let mut rows = String::new();
+    for row in 0..1600 {
+        let words = "the cat ran home blue ".repeat(if row % 2 == 1 { 18 } else { 1 });
+        let pair =
+            serde_json::json!({"prompt": "say it", "chosen": format!("{words}a"), "rejected": format!("{words}b")});
+        rows.push_str(&format!("{pair}\n"));
+    }
+    fs::write(bench.path("held.jsonl"), rows).unwrap();
+    let more = [
+        "train.stage=simpo",
+        "tune.method=lora",
+        "data.train=pairs.jsonl",
+        "data.eval=held.jsonl",
+        "train.batch_size=1",
+        "distributed.timeout=2",
+    ];
+    let begun = Instant::now();
+    let mut job = job::start(&bench, &vec![[&LONG[..], &more].concat(); 2]);
+    // The evaluation is before the first step.
+    until_saved(&bench, &mut job);
+    assert!(begun.elapsed() > Duration::from_secs(3), "{:?}", begun.elapsed());
+    let metrics = fs::read_to_string(bench.path("out/metrics.jsonl")).unwrap();
+    assert!(metrics.contains("eval_loss"), "{metrics}");
+    signal(ranks_of(&job)[0], "-USR1");
+    let out = wait(job);
+    assert_eq!(out.status.code(), Some(128 + 10), "{}", said(&out));
 }
 
 /// Variables with which reads of the files in this directory are slow. `None`: no C compiler.

@@ -110,7 +110,7 @@ pub fn start(bench: &Bench, ranks: &[Vec<&str>]) -> Child {
     begin(mpirun(bench, ranks))
 }
 
-/// Starts a command of `mpirun`.
+/// Starts a command, mostly of `mpirun`.
 pub fn begin(mut command: Command) -> Child {
     command.stdout(Stdio::null()).stderr(Stdio::piped());
     command.spawn().expect("`mpirun` must be on the path")
@@ -128,6 +128,18 @@ pub fn launch(bench: &Bench, size: usize, arguments: &[&str]) -> Child {
         .stderr(Stdio::piped())
         .spawn()
         .unwrap()
+}
+
+/// Starts one process as the launcher of another MPI does.
+pub fn of_other_mpi(bench: &Bench, rank: usize, size: usize, arguments: &[&str]) -> Child {
+    let first = ["--threads", "1", "train", "--recipe", "r.toml"];
+    let mut command = bench.command(&[&first[..], arguments].concat());
+    command
+        .envs(SETTINGS)
+        .env("OMPI_MCA_orte_tmpdir_base", bench.dir.path())
+        .env("PMI_RANK", rank.to_string())
+        .env("PMI_SIZE", size.to_string());
+    begin(command)
 }
 
 /// Waits for the end of a job; a job that hangs fails the test.

@@ -1,9 +1,11 @@
 //! Memory of a rank: within 10 % of its plan, and gradients and moments fall with the number of ranks.
 
 use crate::bench::Bench;
-use crate::job;
+use crate::job::{self, ranks_of, signal, wait};
+use crate::same_bits::REWARDS;
 use serde_json::Value;
 use std::fs;
+use std::time::{Duration, Instant};
 
 /// A model with wide layers and few tokens, so that weights, gradients and moments are most of the memory.
 pub fn bench() -> Bench {
@@ -139,6 +141,44 @@ fn other_ways_to_train_need_the_memory_of_their_plan() {
         }
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+/// Only rank 0 makes rollouts, so no other rank needs the copy of the weights that is their reference.
+#[test]
+fn one_rank_has_the_copy_of_the_reference() {
+    let bench = bench();
+    let settings = [
+        "train.batch_size=2",
+        "train.max_steps=100000",
+        "train.logging_steps=1",
+        "train.save_steps=0",
+        "train.output_dir=out",
+        "model.init=random",
+        "tune.method=freeze",
+        "tune.freeze.trainable_layers=1",
+    ];
+    let peak_of_other = |beta: &str| {
+        let beta = format!("rlhf.grpo.beta={beta}");
+        let mut job = job::start(&bench, &vec![[&REWARDS[..], &settings, &[&*beta]].concat(); 2]);
+        let begun = Instant::now();
+        while bench.steps("out").len() < 2 {
+            assert!(job.try_wait().unwrap().is_none(), "the job has ended");
+            assert!(begun.elapsed() < Duration::from_secs(60), "no step");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let status = fs::read_to_string(format!("/proc/{}/status", ranks_of(&job)[1])).unwrap();
+        let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
+        let kilobytes: u64 = peak.trim().trim_end_matches(" kB").parse().unwrap();
+        signal(ranks_of(&job)[0], "-KILL");
+        assert!(!wait(job).status.success());
+        fs::remove_dir_all(bench.path("out")).unwrap();
+        kilobytes << 10
+    };
+    let (without, with) = (peak_of_other("0"), peak_of_other("0.1"));
+    // f32 matrices of six layers.
+    let copy = 4 * 6 * (4 * 512 * 512 + 3 * 512 * 2048);
+    println!("peak of rank 1: {without} without a reference, {with} with one of {copy}");
+    assert!(with < without + copy / 3, "{without} without, {with} with a reference");
 }
 
 /// Block training of 8B on two ranks of 24 GB and of 70B on four of 80 GB, as `ft plan --ranks` sees it, without the low

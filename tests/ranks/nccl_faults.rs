@@ -147,7 +147,7 @@ fn a_process_without_mpi_that_hangs_in_a_save_ends_the_job() {
     assert!(begun.elapsed() < 2 * SOON, "{:?}", begun.elapsed());
     assert_eq!(codes, [Some(1); 2], "{text}");
     // Rank 2 finds that rank 1 has ended, or it has waited as long.
-    assert_once(&text, "no sign of life of rank 0 for 5 s");
+    assert_once(&text, "no heartbeat of rank 0 for 5 s");
     assert!(text.contains("the job ends; the newest checkpoint is valid"), "{text}");
     let verified = bench.ft(&["runs", "verify", "out"]);
     assert!(verified.status.success(), "{}", said(&verified));
@@ -157,7 +157,7 @@ fn a_process_without_mpi_that_hangs_in_a_save_ends_the_job() {
     assert!(bench.path("out/final").exists());
 }
 
-/// Each operation of a save takes a while, and the whole save longer than the others wait for a sign of life.
+/// Each operation of a save takes a while, and the whole save longer than the others wait for a heartbeat.
 #[test]
 fn a_slow_save_without_mpi_is_no_hang() {
     if !in_software() {

@@ -194,19 +194,25 @@ fn a_signal_and_a_killed_rank_leave_a_state_of_all_ranks() {
 #[test]
 fn what_would_differ_between_the_ranks_is_refused() {
     let bench = Bench::new();
-    for (setting, message) in [
-        ("train.save_steps=3", "`train.save_steps` contradict each other"),
-        ("tune.block.switch_every=3", "tune.block.switch_every"),
-        ("distributed.weights=sharded", "distributed.weights"),
-    ] {
-        let out = bench.ft(&[
-            "plan",
-            "--recipe",
-            "r.toml",
-            "distributed.sync_every=2",
-            "train.save_steps=2",
-            setting,
-        ]);
+    let cases: [(&[&str], &str); 4] = [
+        (&["train.save_steps=3"], "`train.save_steps` contradict each other"),
+        (&["tune.block.switch_every=3"], "tune.block.switch_every"),
+        (&["distributed.weights=sharded"], "distributed.weights"),
+        // Each rank would answer all rows with its own weights, and count the answers of all as its own ones.
+        (
+            &["train.stage=distill", "distill.teacher=model", "distill.lmbda=0.5"],
+            "`distributed.sync_every` and `distill.lmbda` contradict each other",
+        ),
+    ];
+    let plan = [
+        "plan",
+        "--recipe",
+        "r.toml",
+        "distributed.sync_every=2",
+        "train.save_steps=2",
+    ];
+    for (settings, message) in cases {
+        let out = bench.ft(&[&plan[..], settings].concat());
         assert!(
             out.status.code() == Some(2) && said(&out).contains(message),
             "{}",

@@ -1,6 +1,6 @@
 //! Ranks that share the tokens of a micro-batch: the losses of one rank, and memory that falls with their number.
 
-use crate::bench::Bench;
+use crate::bench::{Bench, number};
 use crate::job;
 use serde_json::Value;
 use std::fs;
@@ -56,6 +56,40 @@ fn ranks_that_share_micro_batches_have_the_losses_of_one() {
                 );
             }
         }
+    }
+}
+
+/// The balance loss of the routers is a product of means over the tokens of a micro-batch: that of all tokens is not the mean of those
+/// of two parts.
+#[test]
+fn routers_have_the_metrics_of_whole_micro_batches() {
+    let bench = Bench::of_family("gpt_oss_plain");
+    let train = |size: usize, more: &[&str], name: &str| {
+        let settings = [
+            "tune.method=full",
+            "train.max_steps=2",
+            "train.batch_size=1",
+            "train.gradient_accumulation_steps=2",
+            "train.logging_steps=1",
+            "train.save_steps=0",
+        ];
+        let out = format!("train.output_dir={name}");
+        job::train(&bench, size, &[&settings[..], more, &[&out]].concat());
+        let keys = [
+            "loss",
+            "router_aux_loss",
+            "router_z_loss",
+            "router_entropy",
+            "router_max_load",
+        ];
+        let of = |step: Value| keys.map(|key| number(&step, key));
+        bench.steps(name).into_iter().map(of).collect::<Vec<_>>()
+    };
+    let want = train(1, &[], "one");
+    let found = train(2, &["distributed.sequence=2"], "two");
+    assert!(want.len() == 2 && found.len() == 2);
+    for (found, want) in found.iter().flatten().zip(want.iter().flatten()) {
+        assert!((found / want - 1.0).abs() < 1e-5, "{found} {want}");
     }
 }
 

@@ -282,6 +282,26 @@ fn write(file: &Path, tensors: &Tensors) {
 
 const Q: &str = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight";
 
+#[test]
+fn another_dropout_of_a_given_adapter_is_said() {
+    let bench = Bench::new();
+    let first = [
+        "tune.lora.lora_dropout=0.25",
+        "train.max_steps=1",
+        "train.output_dir=first",
+    ];
+    bench.train(&[&USUAL[..], &first].concat());
+    for (dropout, warns) in [("0.0", true), ("0.25", false)] {
+        let dropout = format!("tune.lora.lora_dropout={dropout}");
+        let out = format!("train.output_dir=next-{warns}");
+        let next = ["tune.lora.adapter=first/final", "train.max_steps=1", &dropout, &out];
+        let ran = bench.ft(&[&["train", "--recipe", "r.toml"], &USUAL[..1], &USUAL[2..], &next].concat());
+        assert!(ran.status.success(), "{}", said(&ran));
+        let warning = "the dropout of the given adapter, 0.25, is replaced";
+        assert_eq!(said(&ran).contains(warning), warns, "{}", said(&ran));
+    }
+}
+
 /// Row A4.
 #[test]
 fn an_adapter_that_does_not_fit_is_refused_by_every_command() {

@@ -231,7 +231,7 @@ fn what_peft_does_not_have_is_refused() {
         said(&out)
     };
     let bench = Bench::of_family("olmoe");
-    let cases: [(&[&str], &[&str]); 8] = [
+    let cases: [(&[&str], &[&str]); 9] = [
         (&["tune.lora.lora_dropout=0.1"], &["target_parameters", "dropout"]),
         (&["tune.lora.use_dora=true"], &["target_parameters", "DoRA"]),
         (&["tune.lora.init_lora_weights=pissa"], &["target_parameters", "pissa"]),
@@ -241,6 +241,10 @@ fn what_peft_does_not_have_is_refused() {
             &["tune.lora.expert_rank", "rank 4 for 6 experts"],
         ),
         (&["tune.lora.rank_pattern=experts.w1=3"], &["rank_pattern"]),
+        (
+            &["tune.lora.modules_to_save=down_proj"],
+            &["linear layers of single experts", "`tune.lora.target_parameters`"],
+        ),
         (
             &["tune.lora.target_parameters=[\"mlp.experts.w1\"]"],
             &["mlp.experts.w1", "`mlp.experts.gate_up_proj`"],

@@ -1,5 +1,9 @@
 //! The fuzz targets (`fuzz/`) without coverage: every target gets its seeds, whole and damaged.
 
+#[path = "../../fuzz/targets/mutate.rs"]
+mod mutate;
+#[path = "../../fuzz/targets/structure.rs"]
+mod structure;
 #[path = "../../fuzz/src/lib.rs"]
 mod targets;
 
@@ -292,6 +296,9 @@ fn damaged(good: &[u8], rng: &Rng) -> Vec<u8> {
     bytes
 }
 
+/// The longest input of a target.
+const LONGEST: usize = 1 << 16;
+
 /// A panic, or more than 20 s, is a fault.
 fn run(target: targets::Target, bytes: &[u8], what: std::fmt::Arguments) {
     let started = Instant::now();
@@ -334,6 +341,12 @@ fn fuzz_targets_take_whole_and_damaged_seeds() {
                     format_args!("{name}, seed {k}, case {case}"),
                 );
             }
+            for seed in 0..most as u32 / 3 {
+                let by_structure = structure::mutated(good, LONGEST, seed);
+                if let Some(new) = by_structure.or_else(|| mutate::mutated(good, LONGEST, seed, &[])) {
+                    run(*target, &new, format_args!("{name}, seed {k}, mutation {seed}"));
+                }
+            }
         }
         for (k, bytes) in kept(name).iter().enumerate() {
             run(*target, bytes, format_args!("{name}, input {k} of fuzz/kept"));
@@ -367,4 +380,95 @@ fn every_fuzz_target_has_a_dictionary() {
     ] {
         assert!(targets::words::words(name).iter().any(|w| w == word), "{name}: {word}");
     }
+}
+
+/// Mutations of a file by its structure: the places of bytes that changed in a mutation of the same length, and how many mutations have
+/// another length.
+fn mutations(file: &[u8], count: u32) -> (Vec<usize>, usize) {
+    let (mut places, mut other) = (vec![false; file.len()], 0);
+    for seed in 0..count {
+        let new = structure::mutated(file, LONGEST, seed).unwrap();
+        assert_eq!(
+            structure::mutated(file, LONGEST, seed).as_ref(),
+            Some(&new),
+            "seed {seed}"
+        );
+        if new.len() == file.len() {
+            let changed = file.iter().zip(&new).map(|(a, b)| a != b);
+            places
+                .iter_mut()
+                .zip(changed)
+                .for_each(|(place, changed)| *place |= changed);
+        } else {
+            other += 1;
+        }
+    }
+    let places = (0..file.len()).filter(|place| places[*place]).collect();
+    (places, other)
+}
+
+#[test]
+fn a_mutation_of_parquet_changes_its_footer_and_its_pages_and_no_length_or_mark() {
+    for name in ["plain", "zstd", "masks"] {
+        let file = fs::read(goldens().join(format!("parquet/{name}.parquet"))).unwrap();
+        let footer = structure::footer(&file).unwrap();
+        let (places, longer) = mutations(&file, 1500);
+        assert!(longer > 50, "{name}: {longer}");
+        let in_pages = places.iter().filter(|place| **place < footer.start).count();
+        let in_footer = places.len() - in_pages;
+        assert!(in_pages > 50 && in_footer > 100, "{name}: {in_pages}, {in_footer}");
+        assert!(places.iter().all(|place| (4..footer.end).contains(place)), "{name}");
+        for seed in 0..300 {
+            let new = structure::mutated(&file, LONGEST, seed).unwrap();
+            let found = structure::footer(&new).unwrap();
+            assert_eq!(
+                (found.start, found.end),
+                (footer.start, new.len() - 8),
+                "{name}, seed {seed}"
+            );
+        }
+        assert_eq!(structure::mutated(&file, file.len() / 2, 1), None);
+    }
+}
+
+#[test]
+fn a_mutation_of_arrow_changes_messages_and_buffers_and_no_length_or_mark() {
+    for name in ["types.arrow", "types-stream.arrow"] {
+        let file = fs::read(goldens().join(format!("arrow/{name}"))).unwrap();
+        let messages = structure::messages(&file);
+        // Schema, two dictionaries, two batches; a file also has its footer.
+        assert_eq!(messages.len(), if name == "types.arrow" { 6 } else { 5 }, "{name}");
+        let inside = |place: usize| {
+            messages
+                .iter()
+                .any(|m| m.fields.contains(&place) || m.buffers.contains(&place))
+        };
+        let (places, other) = mutations(&file, 1500);
+        if name == "types.arrow" {
+            assert!(other == 0 && places.iter().all(|place| inside(*place)), "{other}");
+        } else {
+            // Messages of a stream are removed and repeated.
+            assert!(other > 50, "{other}");
+        }
+        assert!(places.len() > file.len() / 8, "{name}: {}", places.len());
+    }
+    assert_eq!(structure::mutated(b"{\"text\": \"a\"}", LONGEST, 2), None);
+}
+
+#[test]
+fn a_mutation_of_json_keeps_the_length_of_a_safetensors_header() {
+    let file = safetensors_file();
+    let mut different = 0;
+    for seed in 0..500 {
+        let new = mutate::mutated(&file, LONGEST, seed, &["\"F16\"".to_string()]).unwrap();
+        let length = u64::from_le_bytes(*new.first_chunk().unwrap()) as usize;
+        assert!(
+            serde_json::from_slice::<serde_json::Value>(&new[8..8 + length]).is_ok(),
+            "seed {seed}"
+        );
+        assert!(new.ends_with(&[0; 9]));
+        different += u32::from(new != file);
+    }
+    assert!(different > 300, "{different}");
+    assert_eq!(mutate::mutated(b"no JSON", LONGEST, 0, &[]), None);
 }

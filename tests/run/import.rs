@@ -16,7 +16,7 @@ fn a_configuration_of_another_tool_becomes_a_recipe() {
         said(&made)
     );
     assert!(
-        said(&made).contains("9 keys have a counterpart, 1 have none"),
+        said(&made).contains("9 keys with a counterpart, 1 without"),
         "{}",
         said(&made)
     );

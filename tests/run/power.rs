@@ -13,7 +13,6 @@ use crate::disk::{Fault, Loss, Operation, counted, on_disk, ran_on_disk, recorde
 use crate::same::{METHODS, assert_same, assert_same_final, assert_same_lines};
 use crate::turn::{in_turn, turn};
 use ft::base::rng::{Rng, Stream};
-use ft::base::staging;
 use round::{Cases, Round, Start};
 use std::fs;
 use std::process::Command;
@@ -324,18 +323,9 @@ fn losses_of(round: &Round, (first, mut n): (usize, usize), every: usize) -> usi
             round.clear();
             disk.leave(*loss, round.bench.dir.path());
             let what = format!("{name}: {loss:?} after {} ({operation})", done + 1);
-            // The mark of a directory may be lost, and the names in it not: then it stays, and ft says so.
-            let entries = fs::read_dir(round.bench.path("run")).into_iter().flatten().flatten();
-            let unmarked: Vec<String> = entries
-                .filter(|e| e.path().is_dir() && !staging::is_marked(&e.path()))
-                .map(|e| e.file_name().into_string().unwrap())
-                .collect();
-            let named = |name: &str, text: &str| {
-                let mut lines = text.lines().filter(|l| l.contains("cannot verify that it created"));
-                matches!(loss, Loss::Reordered(_))
-                    && unmarked.iter().any(|u| u == name)
-                    && lines.any(|line| line.contains(name))
-            };
+            let unmarked = round.unmarked();
+            let is_reordered = matches!(loss, Loss::Reordered(_));
+            let named = |name: &str, text: &str| is_reordered && round::is_named(&unmarked, name, text);
             cases.check(&what, || {
                 round.finish_but(&what, &named);
                 assert_same(&round.bench, "whole", "run");

@@ -66,6 +66,25 @@ fn broken_rows_are_refused_before_anything_is_written() {
         assert_eq!(out.status.code(), Some(code), "{}", said(&out));
         assert!(said(&out).contains(want), "{}", said(&out));
     }
+    // One row is held out: the micro-batches are large enough.
+    let row = |i: usize| format!("{{\"prompt\": \"a{i}\", \"completion\": \" b\", \"label\": true}}\n");
+    fs::write(bench.path("judged.jsonl"), (0..10).map(row).collect::<String>()).unwrap();
+    let out = bench.ft(&[
+        "train",
+        "--recipe",
+        "r.toml",
+        "train.stage=kto",
+        "data.train=judged.jsonl",
+        "data.render=plain",
+        "data.eval_fraction=0.1",
+        "train.batch_size=4",
+    ]);
+    assert_eq!(out.status.code(), Some(2), "{}", said(&out));
+    let shown = said(&out);
+    assert!(
+        shown.contains("the rows for evaluation") && shown.contains("raise `data.eval_fraction`"),
+        "{shown}"
+    );
 }
 
 /// The first loss of DPO is ln 2 with every method: the policy equals its reference.

@@ -161,7 +161,7 @@ fn prompts_and_rewards_that_are_wrong_are_refused_before_anything_is_written() {
         &["data.max_length=40"],
         1,
         &[
-            "the prompt is too long",
+            "the prompt and its answer do not fit",
             "rows.jsonl:",
             "plus 8 for the answer",
             "at most 40",
@@ -172,7 +172,7 @@ fn prompts_and_rewards_that_are_wrong_are_refused_before_anything_is_written() {
     refused(
         &["rlhf.max_completion_length=600"],
         1,
-        &["the prompt is too long", "rows.jsonl:1"],
+        &["the prompt and its answer do not fit", "rows.jsonl:1"],
     );
     refused(&["rlhf.rewards=[]"], 2, &["`rlhf.rewards` is missing"]);
     refused(
@@ -183,7 +183,7 @@ fn prompts_and_rewards_that_are_wrong_are_refused_before_anything_is_written() {
     refused(
         &["rlhf.rewards=regex:(", "rlhf.reward_weights=[]"],
         2,
-        &["not a valid regular expression", "hint"],
+        &["is not valid", "expected a regular expression", "cause: "],
     );
     refused(
         &["rlhf.rewards=json:gone.json", "rlhf.reward_weights=[]"],
@@ -328,6 +328,26 @@ fn a_program_judges_and_what_it_does_wrong_loses_nothing() {
         ],
     ));
     assert_eq!(bench.steps("out").len(), 4);
+}
+
+#[cfg(unix)]
+#[test]
+fn answers_without_a_score_are_counted_and_told_once() {
+    let bench = Bench::new();
+    // Four answers in a rollout: all of the first have a score, then one of four.
+    let script = "n=0\nwhile read -r line; do n=$((n+1)); \
+                  if [ $n -gt 4 ] && [ $((n%4)) -ne 0 ]; then echo null; else echo $n; fi; done\n";
+    fs::write(bench.path("judge.sh"), script).unwrap();
+    let judged = ["rlhf.rewards=program:sh judge.sh", "rlhf.reward_weights=[]"];
+    for stage in ["train.stage=grpo", "train.stage=ppo"] {
+        let run = ["train.max_steps=3", "train.output_dir=run", "--overwrite", stage];
+        let out = bench.ft(&[&["train", "--recipe", "r.toml"], &settings(&judged, &run)[..]].concat());
+        assert!(out.status.success(), "{}", said(&out));
+        assert_eq!(said(&out).matches("no reward gave a score to 3 of the 4").count(), 1);
+        let steps = bench.steps("run");
+        let unscored: Vec<Option<f64>> = steps.iter().map(|l| l["completions_unscored"].as_f64()).collect();
+        assert_eq!(unscored, [None, Some(0.75), Some(0.75)], "{stage}");
+    }
 }
 
 /// Row W8.

@@ -39,7 +39,7 @@ fn ask(child: &mut Child, request: &str) -> Vec<u8> {
 }
 
 const HELLO: &str = r#"{"program":1,"source":"Hi {{ messages[0].content }}{{ strftime_now('%Y')[:2] }}","variables":{},
-    "jobs":[{"messages":[{"content":"ü"}],"tools":null,"asks":[[1,false]]}]}"#;
+    "jobs":[{"messages":[{"content":"ü"}],"tools":null,"renderings":[[1,false]]}]}"#;
 
 /// Row D8.
 #[test]

@@ -253,7 +253,7 @@ fn held_out_prompts_need_room_for_the_answers_of_the_evaluation_only() {
     rows((1..11).find(is_held_out));
     let out = eval(&short);
     assert!(
-        !out.status.success() && said(&out).contains("the prompt is too long"),
+        !out.status.success() && said(&out).contains("the prompt and its answer do not fit"),
         "{}",
         said(&out)
     );

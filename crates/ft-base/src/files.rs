@@ -6,6 +6,7 @@
 //! system refuses the operation.
 
 use crate::stalled::{Watched, watched};
+use crate::sync::lock;
 use crate::{Error, ErrorKind, Result, paths};
 use std::collections::BTreeSet;
 use std::fs::{self, File, OpenOptions};
@@ -13,7 +14,7 @@ use std::io::{BufWriter, Read, Write};
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 
 fn io(what: &str, path: &Path, e: std::io::Error) -> Error {
     let kind = match e.kind() {
@@ -285,7 +286,7 @@ pub(crate) fn sync_dir(path: &Path) -> Result<()> {
 static UNFINISHED: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
 
 fn unfinished() -> MutexGuard<'static, BTreeSet<PathBuf>> {
-    UNFINISHED.lock().unwrap_or_else(PoisonError::into_inner)
+    lock(&UNFINISHED)
 }
 
 /// Registers `path` as being written: it is removed if a signal ends the process before `finished`.

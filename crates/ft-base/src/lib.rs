@@ -19,11 +19,11 @@
 )]
 
 pub mod aborted;
+pub mod allocator;
 pub mod cache;
 mod catch_panic;
 pub mod error;
 pub mod files;
-pub mod allocator;
 pub mod ledger;
 pub mod lock;
 pub mod means;
@@ -38,9 +38,10 @@ pub mod secrets;
 pub mod signal;
 pub mod sockets;
 pub mod speed;
-pub mod stalled;
 pub mod staging;
+pub mod stalled;
 pub mod suggest;
+pub mod sync;
 #[cfg(target_os = "linux")]
 mod syscalls;
 pub mod threads;

@@ -1,8 +1,9 @@
 //! Means for metrics, by name: sums and counts.
 
+use crate::sync::lock;
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 /// Sums and counts of metrics, by name.
 #[derive(Debug, Default)]
@@ -65,7 +66,7 @@ impl NamedMeans {
 /// Names of metrics live until the program ends: each name is stored once.
 fn lasting(name: &str) -> &'static str {
     static NAMES: Mutex<BTreeSet<&'static str>> = Mutex::new(BTreeSet::new());
-    let mut names = NAMES.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut names = lock(&NAMES);
     if let Some(known) = names.get(name) {
         return known;
     }

@@ -31,6 +31,10 @@ pub fn missing(kind: &str, path: &Path) -> Error {
     };
     match hint(path) {
         Some(hint) => error.hint(hint),
+        // The first error of a recipe that names rows of the user.
+        None if path.extension().is_some_and(|ending| ending == "jsonl") => {
+            error.hint("write the rows there, one JSON object in each line (docs/data.md), or name another file")
+        }
         None => error,
     }
 }
@@ -109,7 +113,11 @@ fn near(path: &Path) -> Option<PathBuf> {
 fn nearest(folder: &Path, typed: &str, leads: impl Fn(&str) -> bool) -> Option<String> {
     let plain = |s: &str| s.to_lowercase().replace('_', "-");
     let wanted = plain(typed);
-    let limit = (wanted.chars().count() / 3).max(1);
+    // The ending is seldom the mistake.
+    let stem = Path::new(&wanted)
+        .file_stem()
+        .map_or(0, |stem| stem.to_string_lossy().chars().count());
+    let limit = (stem / 3).max(1);
     let names = std::fs::read_dir(folder).ok()?.flatten();
     let names = names.filter_map(|e| e.file_name().into_string().ok());
     let mut near: Vec<(usize, bool, String)> = names
@@ -153,6 +161,11 @@ mod tests {
                 "{error}"
             );
         }
+        let error = missing("file", &at("data/train.jsonl")).to_string();
+        assert!(error.contains("one JSON object in each line"), "{error}");
+        // Two letters of two differ.
+        std::fs::write(at("e1.toml"), "").unwrap();
+        assert!(hint(&at("my.toml")).is_none());
         let two = format!("{},{}", at("assets").display(), at("assets/tiny").display());
         assert!(hint(Path::new(&two)).unwrap().contains("write a list: `[\""));
     }

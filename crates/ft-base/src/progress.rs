@@ -4,13 +4,14 @@
 
 use super::signal;
 use super::{Error, Result};
+use crate::sync::lock;
 use std::borrow::Cow;
 use std::cell::Cell;
 use std::io::Read;
 use std::marker::PhantomData;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 /// The counted unit.
@@ -84,10 +85,6 @@ impl Drop for QuietGuard {
     fn drop(&mut self) {
         IS_QUIET.set(false);
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn open(label: Cow<'static, str>, total: u64, unit: ProgressUnit, part: bool) -> Phase {

@@ -8,11 +8,12 @@ mod groups;
 pub use groups::ChildGroup;
 
 use super::files;
+use crate::sync::lock;
 use crate::{Error, Result};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2, SIGXCPU};
 use signal_hook::iterator::Signals;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, Ordering::SeqCst};
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{Mutex, OnceLock};
 use std::time::Duration;
 
 /// Signals that ask to stop: Ctrl-C, `kill`, a closed terminal, and the warnings of batch systems before a time limit.
@@ -70,7 +71,7 @@ pub fn tell_with(tell: fn(Notice)) {
 
 /// Sets the reaction to signals from now on.
 pub fn conduct(conduct: SignalReaction) {
-    *CONDUCT.lock().unwrap_or_else(PoisonError::into_inner) = Some(conduct);
+    *lock(&CONDUCT) = Some(conduct);
 }
 
 /// From now on a signal ends the program at once, until the next call of `conduct`.
@@ -119,7 +120,7 @@ fn is_ignored(signal: i32) -> bool {
 }
 
 fn handle(signal: i32) {
-    let conduct = CONDUCT.lock().unwrap_or_else(PoisonError::into_inner).clone();
+    let conduct = lock(&CONDUCT).clone();
     if CHAT.load(SeqCst) {
         // Ctrl-C during an answer stops the answer; any other signal ends the conversation.
         if ANSWERING.load(SeqCst) && signal == SIGINT && RECEIVED.swap(signal, SeqCst) == 0 {

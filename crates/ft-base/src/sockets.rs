@@ -24,7 +24,8 @@ pub fn has_ended(stream: &TcpStream) -> bool {
     found > 0 && look.revents & ends != 0
 }
 
-/// Lets the system ask a connection without traffic for a sign of life: a machine that does not answer for a minute has ended it.
+/// Lets the system send keep-alive probes over a connection without traffic: a machine that does not answer for a
+/// minute has ended it.
 ///
 /// # Errors
 /// The system refuses it.

@@ -16,8 +16,9 @@ pub struct DiskSpeed {
 }
 
 const PIECE: usize = 4 << 20;
-/// Limits of the sample: bytes written, and time after which writing stops.
+/// Most bytes that the sample writes.
 const MOST: usize = 64 << 20;
+/// Time after which writing stops.
 const PATIENCE: Duration = Duration::from_millis(250);
 
 /// Writes a file of at most 64 MiB into `dir`, syncs it, reads it and removes it.

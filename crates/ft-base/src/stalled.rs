@@ -1,8 +1,9 @@
 //! Operations on files that a disk does not finish.
 
+use crate::sync::lock;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
-use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 /// Bytes of an operation for which a disk gets one more second.
@@ -20,7 +21,7 @@ static ALL: Mutex<Vec<Arc<State>>> = Mutex::new(Vec::new());
 static START: LazyLock<Instant> = LazyLock::new(Instant::now);
 
 fn all() -> MutexGuard<'static, Vec<Arc<State>>> {
-    ALL.lock().unwrap_or_else(PoisonError::into_inner)
+    lock(&ALL)
 }
 
 fn now() -> u64 {

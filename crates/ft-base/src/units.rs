@@ -1,4 +1,4 @@
-//! Parses and formats sizes, counts, durations and cells of tables for people.
+//! Parses and formats sizes, counts, durations, cells of tables and beginnings of texts for people.
 
 use crate::{Error, Result};
 use std::time::Duration;
@@ -111,6 +111,16 @@ pub fn count(n: u64) -> String {
     out
 }
 
+/// The first `most` characters of a text, and `...` if there are more. Control characters are replaced.
+pub fn beginning(text: &str, most: usize) -> String {
+    let shown = text.chars().take(most);
+    let mut out: String = shown.map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect();
+    if text.chars().nth(most).is_some() {
+        out.push_str("...");
+    }
+    out
+}
+
 /// `1h 12m`, `3m 05s`, `4.2s`.
 pub fn duration(d: Duration) -> String {
     let s = d.as_secs();
@@ -155,6 +165,12 @@ mod tests {
     fn a_long_cell_is_cut_between_characters() {
         assert_eq!(table_cell(&"é".repeat(200)), "é".repeat(200));
         assert_eq!(table_cell(&"é".repeat(201)), format!("{}…", "é".repeat(200)));
+    }
+
+    #[test]
+    fn the_beginning_of_a_text_has_no_control_characters() {
+        assert_eq!(beginning("é\tb", 3), "é\u{fffd}b");
+        assert_eq!(beginning("ééé\n", 3), "ééé...");
     }
 
     #[test]

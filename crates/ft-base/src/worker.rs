@@ -8,6 +8,8 @@ mod hidden;
 mod start;
 
 pub use hidden::hide_secrets;
+#[cfg(target_os = "linux")]
+pub use start::end_with_parent;
 pub use start::start_reduced;
 
 use crate::{Error, Result, secrets};

@@ -1,10 +1,11 @@
 //! Spans of time for a profile: what a thread does, from when to when. While nothing is recorded, a span costs the load of one
 //! atomic flag. On a GPU a span is the time of the host, which queues the work.
 
+use crate::base::sync::lock;
 use std::borrow::Cow;
 use std::cell::Cell;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed};
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Most spans of a recording; later ones are left out.
@@ -84,7 +85,7 @@ impl Drop for SpanGuard {
     fn drop(&mut self) {
         let Some((name, of, began)) = self.0.take() else { return };
         let now = Instant::now();
-        let mut recorded = RECORDED.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut recorded = lock(&RECORDED);
         // A span from before the recording, or that ends after it, is not part of it.
         if let Some(recording) = recorded.as_mut().filter(|r| began >= r.began && r.spans.len() < MOST) {
             let since = |at: Instant| at.duration_since(recording.began);
@@ -102,7 +103,7 @@ impl Drop for SpanGuard {
 
 /// Begins a recording.
 pub fn start() {
-    *RECORDED.lock().unwrap_or_else(PoisonError::into_inner) = Some(Recording {
+    *lock(&RECORDED) = Some(Recording {
         began: Instant::now(),
         spans: Vec::new(),
     });
@@ -112,7 +113,7 @@ pub fn start() {
 /// Ends the recording and returns its spans, in the order of their starts: a span is before the spans inside of it.
 pub fn stop() -> Vec<Span> {
     ON.store(false, Relaxed);
-    let recorded = RECORDED.lock().unwrap_or_else(PoisonError::into_inner).take();
+    let recorded = lock(&RECORDED).take();
     let mut spans = recorded.map_or(Vec::new(), |recording| recording.spans);
     spans.sort_by_key(|span| (span.thread, span.from, std::cmp::Reverse(span.to)));
     spans

@@ -17,7 +17,7 @@ use super::source::{self, Source};
 use super::tokens::{TokenCache, TokenRequest, hash_row};
 use crate::{Long, Render, TrainOn};
 use ft_base::rng::{Rng, Stream};
-use ft_base::units::count;
+use ft_base::units::{count, counted};
 use ft_base::{Error, Result, progress};
 use serde::{Deserialize, Serialize};
 use std::borrow::Cow;
@@ -27,8 +27,8 @@ use std::sync::Arc;
 /// Receives a row with its layout and origin; bad rows are counted.
 pub(super) type EachRow<'a> = dyn FnMut(Row, &Arc<ColumnLayout>, RowOrigin, &mut BadRows) -> Result<()> + 'a;
 
-/// The sources to read, and the options. The default has no source, accepts every token id, and has the values of a
-/// recipe without these keys.
+/// The sources to read, and the options. The default has no source, accepts every token id, and has the default
+/// settings of the program `ft`.
 #[derive(Debug, Clone)]
 pub struct DatasetSpec<'a> {
     /// The files with their columns, in order.
@@ -281,9 +281,8 @@ impl DatasetStats {
         }
         if self.open_turns > 0 {
             out.push(format!(
-                "{} assistant turns do not end with a special token: the model cannot learn from them where an answer \
-                 ends",
-                count(self.open_turns as u64),
+                "{} without a special token at the end: the model cannot learn from them where an answer ends",
+                counted(self.open_turns, "assistant turn"),
             ));
         }
         out

@@ -48,7 +48,9 @@ pub fn describe(
     if rows > 0 {
         let _ = writeln!(out, "{OPEN}trained{CLOSE} not trained\n");
     }
-    out.push_str(&counts(&dataset.stats));
+    let readings = dataset.readings.iter().flat_map(|reading| reading.skipped());
+    let unusable = readings.map(|(_, rows)| rows).sum();
+    out.push_str(&counts(&dataset.stats, unusable));
     out.push_str(&histogram(dataset.lengths().iter().map(|n| *n as usize)));
     for warning in dataset.stats.warnings(spec.max_length) {
         let _ = writeln!(out, "warning: {warning}");
@@ -86,11 +88,12 @@ pub fn visible(text: &str) -> String {
     out
 }
 
-fn counts(stats: &DatasetStats) -> String {
+/// `unusable`: rows that could not be read as their format, which are not in `stats`.
+fn counts(stats: &DatasetStats, unusable: usize) -> String {
     let share = 100.0 * stats.trained_tokens as f64 / (stats.tokens as f64).max(1.0);
     let kept = stats.rows - stats.dropped_rows;
     let lines = [
-        ("rows", count(stats.rows as u64)),
+        ("rows", count((stats.rows + unusable) as u64)),
         ("rows used", count(kept as u64)),
         ("tokens", count(stats.tokens)),
         (
@@ -105,7 +108,7 @@ fn counts(stats: &DatasetStats) -> String {
         ("pieces of them", count(stats.pieces as u64)),
         ("rows truncated", count(stats.truncated_rows as u64)),
         ("tokens truncated", count(stats.truncated_tokens)),
-        ("rows skipped", count(stats.dropped_rows as u64)),
+        ("rows skipped", count((stats.dropped_rows + unusable) as u64)),
     ];
     // Splitting is the exception: without it the lines are left out.
     let shown =

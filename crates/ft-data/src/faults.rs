@@ -1,5 +1,6 @@
 //! Bad rows: all are counted and the first ones are shown, so that the user can repair a file in one pass.
 
+use crate::rows;
 use ft_base::{Error, ErrorKind, Result};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -79,6 +80,10 @@ impl BadRows {
         };
         let error = Error::format(what + &lines.concat() + &more);
         match self.first.iter().find_map(Error::hint_text) {
+            // The first row too has not these columns.
+            Some(rows::SAME_COLUMNS) if self.good == 0 => error.hint(
+                "`data::Source::format` does not fit this file: remove it, or name its columns with `Mapping::columns`",
+            ),
             Some(hint) => error.hint(hint),
             None => error,
         }

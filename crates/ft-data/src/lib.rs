@@ -45,8 +45,8 @@ pub mod reading;
 mod rows;
 pub mod screen;
 pub mod source;
-pub mod summary;
 pub mod streaming;
+pub mod summary;
 pub mod tokens;
 
 #[cfg(test)]

@@ -41,8 +41,7 @@ impl RunLength {
     }
 }
 
-/// Settings of a stream. The default has the values of a recipe without these keys, with a number of rows that is not
-/// known.
+/// Settings of a stream. The default has the default settings of the program `ft`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct StreamSpec {
     /// B: units per micro-batch.

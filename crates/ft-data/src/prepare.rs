@@ -26,7 +26,7 @@ pub(super) fn prepare<'a>(
         Ok(Sample::Chat(chat)) => Some(RenderJob {
             messages: &chat.messages,
             tools: chat.tools.as_ref(),
-            asks: encoder.asks(chat),
+            renderings: encoder.renderings(chat),
         }),
         _ => None,
     };
@@ -60,7 +60,10 @@ impl CachedRenderings<'_> {
                 (None, None) => true,
                 _ => false,
             };
-        let at = job.asks.iter().position(|ask| *ask == (messages.len(), prompt));
+        let at = job
+            .renderings
+            .iter()
+            .position(|rendering| *rendering == (messages.len(), prompt));
         self.texts.get(at.filter(|_| is_same)?)?.as_ref()
     }
 }

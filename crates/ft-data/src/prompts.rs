@@ -101,7 +101,7 @@ impl PromptLimits {
     }
 }
 
-/// The values of a recipe without these keys.
+/// The default settings of the program `ft`.
 impl Default for PromptLimits {
     fn default() -> Self {
         Self {
@@ -252,7 +252,7 @@ impl Prompts {
 }
 
 fn too_long(prompt: &Prompt, limits: PromptLimits) -> Error {
-    Error::format("the prompt is too long: no tokens are left for the answer")
+    Error::format("the prompt and its answer do not fit")
         .at(&prompt.place)
         .found(format!(
             "{} tokens, plus {} for the answer",

@@ -265,6 +265,9 @@ fn conversation(
     }))
 }
 
+/// The hint for a column that a row does not have.
+pub(super) const SAME_COLUMNS: &str = "every row of a file must have the columns of its first row";
+
 pub(super) fn missing(fields: &Map<String, Value>, name: &str, format: RowFormat) -> Error {
     let what = match fields.get(name) {
         Some(_) => format!("field `{name}` is null"),
@@ -273,7 +276,7 @@ pub(super) fn missing(fields: &Map<String, Value>, name: &str, format: RowFormat
     Error::format(what)
         .found(names(fields))
         .expected(shape(format))
-        .hint("every row of a file must have the columns of its first row")
+        .hint(SAME_COLUMNS)
 }
 
 pub(super) fn text<'a>(fields: &'a Map<String, Value>, name: &str, format: RowFormat) -> Result<&'a str> {

@@ -178,7 +178,13 @@ pub fn summaries(dataset: &Dataset) -> Result<Vec<DataSummary>> {
 
 /// The summaries as a table, and the histogram of the last one.
 pub fn table(summaries: &[DataSummary]) -> String {
+    table_within(summaries, None)
+}
+
+/// As `table`. If its lines are longer than `columns`, the quantiles of the lengths have a table of their own.
+pub fn table_within(summaries: &[DataSummary], columns: Option<usize>) -> String {
     let mut heads = vec!["rows", "tokens", "trained", "mean"];
+    let quantiles = heads.len()..heads.len() + QUANTILES.len();
     heads.extend(QUANTILES.map(|(name, _)| name));
     heads.push("cut");
     let mut lines = vec![(
@@ -200,15 +206,28 @@ pub fn table(summaries: &[DataSummary]) -> String {
     let first = lines.iter().map(|(name, _)| name.chars().count()).max().unwrap_or(0);
     let width = |at: usize| lines.iter().map(|(_, cells)| cells[at].len()).max().unwrap_or(0);
     let widths: Vec<usize> = (0..heads.len()).map(width).collect();
-    let mut out = String::new();
-    for (name, cells) in &lines {
-        let cells: Vec<String> = cells
-            .iter()
-            .zip(&widths)
-            .map(|(cell, width)| format!("{cell:>width$}"))
-            .collect();
-        out += &format!("{name:<first$}  {}\n", cells.join("  "));
-    }
+    let rows_of = |shown: &dyn Fn(usize) -> bool| {
+        let mut out = String::new();
+        for (name, cells) in &lines {
+            let cells = cells.iter().zip(&widths).enumerate();
+            let cells: Vec<String> = cells
+                .filter(|(at, _)| shown(*at))
+                .map(|(_, (cell, width))| format!("{cell:>width$}"))
+                .collect();
+            out += &format!("{name:<first$}  {}\n", cells.join("  "));
+        }
+        out
+    };
+    let whole = first + widths.iter().map(|width| width + 2).sum::<usize>();
+    let mut out = if columns.is_none_or(|columns| whole <= columns) {
+        rows_of(&|_| true)
+    } else {
+        let (counts, lengths) = (
+            rows_of(&|at| !quantiles.contains(&at)),
+            rows_of(&|at| quantiles.contains(&at)),
+        );
+        format!("{counts}\nlengths\n{lengths}")
+    };
     if let Some(last) = summaries.last() {
         out.push('\n');
         out += &super::describe::histogram(last.lengths.iter().copied());
@@ -229,6 +248,26 @@ mod tests {
         let table = table(&[DataSummary::new(&"é".repeat(70_000), 1, 0)]);
         let line = table.lines().nth(1).unwrap();
         assert!(line.starts_with(&format!("{}…     0", "é".repeat(200))), "{line}");
+    }
+
+    #[test]
+    fn a_narrow_terminal_gets_the_lengths_in_a_table_of_their_own() {
+        let mut summary = DataSummary::new("assets/world/train.jsonl", 300, 0);
+        summary.lengths = vec![1000; 300];
+        let summaries = [summary];
+        let wide = |text: &str| text.lines().map(|line| line.chars().count()).max().unwrap();
+        let whole = table(&summaries);
+        assert!(wide(&whole) > 80 && table_within(&summaries, Some(wide(&whole))) == whole);
+        let narrow = table_within(&summaries, Some(80));
+        assert!(wide(&narrow) <= 80, "{narrow}");
+        assert!(
+            narrow.contains("    rows   tokens  trained   mean    cut\n"),
+            "{narrow}"
+        );
+        let lengths = narrow.split("\nlengths\n").nth(1).unwrap();
+        let lengths: Vec<Vec<&str>> = lengths.lines().map(|line| line.split_whitespace().collect()).collect();
+        assert_eq!(lengths[0], ["min", "p10", "p50", "p90", "p95", "p99", "max"]);
+        assert_eq!(lengths[1].len(), 8, "{narrow}");
     }
 
     #[test]

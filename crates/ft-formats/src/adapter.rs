@@ -9,7 +9,9 @@ mod read;
 mod write;
 
 pub use allocation::RankAllocation;
-pub use keys::{AdapterKey, EXPERT_PARAMETERS, PREFIX, VERA, below, file_key, parse, unwrapped, wrapped, wrapper};
+pub use keys::{
+    AdapterKey, EXPERT_PARAMETERS, PREFIX, PeftNames, VERA, below, file_key, parse, unwrapped, wrapped, wrapper,
+};
 
 use crate::{header, json_kind, read_json_object};
 use ft_base::{Error, Result, files, paths};
@@ -40,8 +42,8 @@ pub enum AdapterKind {
     Lora,
     /// IA3: one factor per input or output feature.
     Ia3 {
-        /// Modules whose input is scaled instead of their output.
-        feedforward: Vec<String>,
+        /// Modules whose input is scaled instead of their output: ends of names, or one regular expression.
+        feedforward: Targets,
     },
     /// VeRA: one random pair for all linears, trained diagonals.
     Vera {
@@ -59,8 +61,10 @@ pub enum AdapterKind {
     },
     /// OFT: a block-diagonal rotation of the input.
     Oft {
-        /// Rows and columns of a block.
+        /// Rows and columns of a block; 0: `blocks` is given instead.
         block: usize,
+        /// Number of blocks; 0: `block` is given instead. PEFT has one of the two.
+        blocks: usize,
         /// Number of terms of the Neumann series; `None`: the exact Cayley transform.
         neumann: Option<usize>,
     },
@@ -115,8 +119,8 @@ pub struct AdapterConfig {
     pub base_model_name_or_path: Option<String>,
     /// The revision of the base model.
     pub revision: Option<String>,
-    /// The base model is multimodal: its module names are those of the whole model. Not in the file.
-    pub multimodal: bool,
+    /// The names in the file are those of the model that PEFT loads. Not in the file.
+    pub names: PeftNames,
     /// `CAUSAL_LM`, `SEQ_CLS` and similar.
     pub task_type: Option<String>,
     /// `true`, `false` or a name: the initialization of A and B.
@@ -147,7 +151,7 @@ impl Default for AdapterConfig {
             layers_pattern: Vec::new(),
             base_model_name_or_path: None,
             revision: None,
-            multimodal: false,
+            names: PeftNames::default(),
             task_type: Some("CAUSAL_LM".into()),
             init_lora_weights: Value::Bool(true),
             peft_version: None,
@@ -340,7 +344,14 @@ impl AdapterConfig {
                 continue;
             }
             if let Some((_, why)) = REFUSED.iter().find(|(k, _)| k == key) {
-                return Err(refuse(key, why));
+                let error = refuse(key, why);
+                return Err(if ["rank_dropout", "module_dropout"].contains(&key.as_str()) {
+                    error.hint(
+                        "it acts in training only: set it to 0.0 in a copy of the directory to evaluate or merge it",
+                    )
+                } else {
+                    error
+                });
             }
             if !TYPED.contains(&key.as_str()) && !own.contains(&key.as_str()) {
                 return Err(refuse(key, "unknown key: it may change the output of the adapter"));
@@ -416,7 +427,7 @@ impl AdapterConfig {
             layers_pattern: c.texts("layers_pattern")?,
             base_model_name_or_path: c.text("base_model_name_or_path")?,
             revision: c.text("revision")?,
-            multimodal: false,
+            names: PeftNames::default(),
             task_type: c.text("task_type")?,
             init_lora_weights: init,
             peft_version: c.text("peft_version")?,
@@ -455,7 +466,10 @@ impl AdapterConfig {
 fn kind(c: &ConfigReader, peft_type: &str) -> Result<AdapterKind> {
     Ok(match peft_type {
         "IA3" => AdapterKind::Ia3 {
-            feedforward: c.texts("feedforward_modules")?,
+            feedforward: match c.get("feedforward_modules") {
+                Some(Value::String(pattern)) => Targets::Pattern(pattern.clone()),
+                _ => Targets::List(c.texts("feedforward_modules")?),
+            },
         },
         "VERA" => {
             if !c.flag_or("save_projection", true)? {
@@ -479,9 +493,12 @@ fn kind(c: &ConfigReader, peft_type: &str) -> Result<AdapterKind> {
             if terms > 64 {
                 return Err(c.wrong("num_cayley_neumann_terms", "a whole number from 1 to 64"));
             }
+            // 0 if `r` is the number of blocks: the block size follows from the tensors.
+            let block = c.number("oft_block_size", 0.0)?.max(0.0) as usize;
+            let blocks = c.number("r", 0.0)?.max(0.0) as usize;
             AdapterKind::Oft {
-                // 0 if `r` is the number of blocks: the block size follows from the tensors.
-                block: c.number("oft_block_size", 0.0)?.max(0.0) as usize,
+                block,
+                blocks: if block == 0 { blocks } else { 0 },
                 neumann: neumann.then_some(terms),
             }
         }

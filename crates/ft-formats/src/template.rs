@@ -77,7 +77,7 @@ pub struct RenderJob<'a> {
     /// The tools that the template may list.
     pub tools: Option<&'a Value>,
     /// The renderings: the first n messages, and whether a generation prompt follows.
-    pub asks: Vec<(usize, bool)>,
+    pub renderings: Vec<(usize, bool)>,
 }
 
 type RenderResult = std::result::Result<RenderedChat, Fail>;
@@ -258,7 +258,7 @@ impl ChatTemplate {
         let job = RenderJob {
             messages,
             tools,
-            asks: vec![(messages.len(), add_generation_prompt)],
+            renderings: vec![(messages.len(), add_generation_prompt)],
         };
         let mut answers = self.answers(&[job])?;
         match answers.pop().and_then(|mut of_job| of_job.pop()) {
@@ -282,7 +282,7 @@ impl ChatTemplate {
         pool::rest();
     }
 
-    /// Answers to each job, to each of its asks. Errors: the process could not be started, or ended.
+    /// Answers to each job, to each of its renderings. Errors: the process could not be started, or ended.
     fn answers(&self, jobs: &[RenderJob]) -> Result<Vec<Vec<RenderResult>>> {
         match pool::answers(self, jobs) {
             None => Ok(jobs
@@ -336,7 +336,7 @@ impl TemplateProgram {
     }
 
     fn answer(&self, variables: &Map<String, Value>, job: &RenderJob) -> Vec<RenderResult> {
-        answer(&self.parsed, variables, job.messages, job.tools, &job.asks)
+        answer(&self.parsed, variables, job.messages, job.tools, &job.renderings)
     }
 }
 
@@ -346,7 +346,7 @@ fn answer(
     given: &Map<String, Value>,
     messages: &[Value],
     tools: Option<&Value>,
-    asks: &[(usize, bool)],
+    renderings: &[(usize, bool)],
 ) -> Vec<RenderResult> {
     // The first variable of a name counts.
     let mut variables: Vec<(&str, &Value)> = given.iter().map(|(name, value)| (&**name, value)).collect();
@@ -357,7 +357,7 @@ fn answer(
     } else {
         messages.into()
     };
-    let texts = template.render(&variables, &messages, asks);
+    let texts = template.render(&variables, &messages, renderings);
     let rendered = |(text, generation)| RenderedChat { text, generation };
     texts.into_iter().map(|text| text.map(rendered)).collect()
 }
@@ -418,6 +418,13 @@ fn explain(fail: &Fail, place: &str) -> Error {
                 .at(at)
                 .hint("docs/templates.md lists what is supported; use another template with `ChatTemplate::from_file`")
         }
-        FailKind::Syntax | FailKind::Failed => Error::format("chat template failed").at(at).cause(&fail.text),
+        FailKind::Syntax | FailKind::Failed => {
+            let error = Error::format("chat template failed").at(at).cause(&fail.text);
+            if fail.text.contains("no attribute 'content'") {
+                error.hint("`content` is missing or null in a message, and this template reads it: write a text, which may be empty")
+            } else {
+                error
+            }
+        }
     }
 }

@@ -14,6 +14,13 @@ pub(crate) struct RequestedObject<'a> {
     pub file: Option<&'a str>,
 }
 
+/// A text of a server for an error: without control characters and secrets, and not long.
+pub(crate) fn quoted(settings: &HubSettings, text: &str) -> String {
+    let text: String = text.chars().filter(|c| !c.is_control()).collect();
+    // Scrub before truncation: otherwise a part of the token could remain.
+    settings.scrub(text.trim()).chars().take(600).collect()
+}
+
 pub(crate) fn explain(e: &HttpFault, wanted: RequestedObject, settings: &HubSettings) -> Error {
     let RequestedObject {
         kind,
@@ -34,9 +41,7 @@ pub(crate) fn explain(e: &HttpFault, wanted: RequestedObject, settings: &HubSett
             HttpFault::Status { status, text, .. } => format!("HTTP status {status}: {text}"),
             HttpFault::Unreachable(text) | HttpFault::Untrusted(text) => text.clone(),
         };
-        let text: String = text.chars().filter(|c| !c.is_control()).collect();
-        // Scrub before truncation: otherwise a part of the token could remain.
-        settings.scrub(text.trim()).chars().take(600).collect::<String>()
+        quoted(settings, &text)
     };
     let gated = e.code() == Some("GatedRepo");
     match (e.status(), settings.token.is_some()) {

@@ -6,7 +6,7 @@ use ft_base::{Error, Result};
 use std::io::Read;
 use std::time::Duration;
 use ureq::http::uri::Authority;
-use ureq::http::{HeaderMap, Response, Uri, header};
+use ureq::http::{HeaderMap, Request, Response, Uri, header};
 use ureq::tls::{RootCerts, TlsConfig};
 use ureq::{Agent, Body};
 
@@ -152,7 +152,7 @@ impl Client {
         let mut hub: Option<HeaderMap> = None;
         for _ in 0..REDIRECTS {
             let (home, bearer) = (same_server(&at, &self.endpoint), self.bearer_at(&at));
-            let mut request = ureq::http::Request::builder().method(method).uri(&at);
+            let mut request = Request::builder().method(method).uri(&at);
             if let Some(range) = &range {
                 request = request.header(header::RANGE, range);
             }
@@ -215,10 +215,7 @@ impl Client {
         let mut body = response.into_body().into_reader().take(ANSWER);
         body.read_to_end(&mut text)
             .map_err(|e| HttpFault::Unreachable(e.to_string()))?;
-        if text.is_empty() || text == b"OK" {
-            return Ok(serde_json::Value::Null);
-        }
-        serde_json::from_slice(&text).map_err(|e| HttpFault::Untrusted(format!("the response is not valid JSON: {e}")))
+        answer_of(&text)
     }
 
     /// Puts `length` bytes at an address that the hub named, with the headers that it named. Returns the tag of the bytes.
@@ -244,17 +241,7 @@ impl Client {
         body: ureq::SendBody,
         length: u64,
     ) -> HttpResult<Response<Body>> {
-        let at = self.target(&self.endpoint, url)?;
-        let mut request = ureq::http::Request::builder().method(method).uri(&at);
-        for (name, value) in headers {
-            request = request.header(*name, *value);
-        }
-        request = request.header(header::CONTENT_LENGTH, length);
-        // A server for large files has its own credentials in the address or the headers.
-        if let Some(bearer) = self.bearer_at(&at).filter(|_| method == "POST") {
-            request = request.header(header::AUTHORIZATION, bearer);
-        }
-        let request = request.body(body).map_err(|e| HttpFault::Untrusted(e.to_string()))?;
+        let request = self.with_body(method, url, headers, body, length)?;
         let response = self
             .agent
             .run(request)
@@ -267,6 +254,28 @@ impl Client {
             ))),
             _ => Err(refused(response)),
         }
+    }
+
+    /// A request with a body of `length` bytes.
+    pub(crate) fn with_body<B>(
+        &self,
+        method: &str,
+        url: &str,
+        headers: &[(&str, &str)],
+        body: B,
+        length: u64,
+    ) -> HttpResult<Request<B>> {
+        let at = self.target(&self.endpoint, url)?;
+        let mut request = Request::builder().method(method).uri(&at);
+        for (name, value) in headers {
+            request = request.header(*name, *value);
+        }
+        request = request.header(header::CONTENT_LENGTH, length);
+        // A server for large files has its own credentials in the address or the headers.
+        if let Some(bearer) = self.bearer_at(&at).filter(|_| method == "POST") {
+            request = request.header(header::AUTHORIZATION, bearer);
+        }
+        request.body(body).map_err(|e| HttpFault::Untrusted(e.to_string()))
     }
 
     /// The token, if it may be sent to this address.
@@ -296,6 +305,14 @@ impl Client {
             ))
         }
     }
+}
+
+/// The JSON of the answer to a post; null if there is none.
+pub(crate) fn answer_of(text: &[u8]) -> HttpResult<serde_json::Value> {
+    if text.is_empty() || text == b"OK" {
+        return Ok(serde_json::Value::Null);
+    }
+    serde_json::from_slice(text).map_err(|e| HttpFault::Untrusted(format!("the response is not valid JSON: {e}")))
 }
 
 /// True if the server of an address is a host, with or without a port, and nothing else: no user name, and no text behind the bracket

@@ -51,6 +51,9 @@ pub use http::{paged, redirected};
 pub use select::{DatasetPart, is_about_the_data, select};
 pub use settings::HubSettings;
 pub use upload::{LocalFile, Upload, UploadContent, UploadReport, check_target, upload};
+#[cfg(feature = "hub")]
+#[doc(hidden)]
+pub use upload::{RecordedRequest, uploaded};
 
 use ft_base::{Error, Result, paths};
 use std::path::{Path, PathBuf};

@@ -1,7 +1,14 @@
 //! The files of an upload to a repository of a hub; `send` uploads them.
 
 #[cfg(feature = "hub")]
+mod recorded;
+#[cfg(feature = "hub")]
 mod send;
+
+// For the fuzz targets.
+#[cfg(feature = "hub")]
+#[doc(hidden)]
+pub use recorded::{RecordedRequest, uploaded};
 
 use crate::HubSettings;
 use ft_base::{Error, Result, files};

@@ -190,7 +190,11 @@ __device__ __forceinline__ void sparse(const T* u, float m, int d, T* s) {
     float mean, deviation;
     moments(u, d, shared, mean, deviation);
     const float cut = mean + deviation * m;
-    for (int j = threadIdx.x; j < d; j += blockDim.x) narrow(fmaxf(widen(u[j]) - cut, 0.0f), s[j]);
+    for (int j = threadIdx.x; j < d; j += blockDim.x) {
+        // fmaxf would hide NaN.
+        const float x = widen(u[j]) - cut;
+        narrow(x < 0.0f ? 0.0f : x, s[j]);
+    }
 }
 
 // dy becomes the gradient of u.

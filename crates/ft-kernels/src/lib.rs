@@ -1,6 +1,5 @@
-//! The CUDA kernels of ft: one fat binary for each file of `cuda/` (and one with f16 in the
-//! place of bf16), embedded by the build script. Without the
-//! feature `cuda` this crate is empty. `ops/cuda` of ft launches the kernels.
+//! The CUDA kernels of ft: one fat binary for each file of `cuda/` (and one with f16 in the place of bf16), embedded by
+//! the build script. Without the feature `cuda` this crate is empty. `cuda` of ft-ops launches the kernels.
 
 #![warn(missing_docs, unreachable_pub)]
 

@@ -51,15 +51,15 @@ pub struct DeltaInputs<'a> {
 /// Gradients of `DeltaInputs`, in their shapes: f32; on a GPU those of qkv, a and b have the type of qkv.
 #[derive(Debug)]
 pub struct DeltaGradients {
-    /// Of q, k and v.
+    /// Gradients of q, k and v.
     pub qkv: Tensor,
-    /// Of a.
+    /// Gradient of a.
     pub a: Tensor,
-    /// Of b.
+    /// Gradient of b.
     pub b: Tensor,
-    /// Of A_log.
+    /// Gradient of A_log.
     pub a_log: Tensor,
-    /// Of dt_bias.
+    /// Gradient of dt_bias.
     pub dt_bias: Tensor,
 }
 

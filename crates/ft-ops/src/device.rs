@@ -128,15 +128,27 @@ pub fn open(name: &str) -> Result<OpenedDevice> {
     if name == "cpu" || (name == "auto" && !HAS_CUDA) {
         return Ok(cpu(None));
     }
-    let ordinal = match name {
-        "auto" => 0,
-        _ => ordinal(name)?,
-    };
-    match (gpu(ordinal), name) {
-        (Ok(device), _) => Ok(OpenedDevice { device, note: None }),
-        (Err(e), "auto") => Ok(cpu(Some(format!("no GPU is used: {e}")))),
-        (Err(e), _) => Err(e.or_at("device::open")),
+    if name != "auto" {
+        let device = gpu(ordinal(name)?).map_err(|e| e.or_at("device::open"))?;
+        return Ok(OpenedDevice { device, note: None });
     }
+    let mut not_used = String::new();
+    for ordinal in 0..count().max(1) {
+        match gpu(ordinal) {
+            Ok(device) if ordinal == 0 => return Ok(OpenedDevice { device, note: None }),
+            Ok(device) => {
+                let note = Some(format!(
+                    "`cuda:{ordinal}` is used, the GPUs before it are not: {not_used}"
+                ));
+                return Ok(OpenedDevice { device, note });
+            }
+            Err(e) => {
+                let separator = if not_used.is_empty() { "" } else { "; " };
+                not_used.push_str(&format!("{separator}{e}"));
+            }
+        }
+    }
+    Ok(cpu(Some(format!("no GPU is used: {not_used}"))))
 }
 
 fn ordinal(name: &str) -> Result<usize> {
@@ -154,8 +166,13 @@ fn gpu(ordinal: usize) -> Result<Device> {
         .hint("use `cpu` or `auto`, or build with `--features cuda`"))
 }
 
+#[cfg(not(feature = "cuda"))]
+fn count() -> usize {
+    0
+}
+
 #[cfg(feature = "cuda")]
-use super::cuda::device::open as gpu;
+use super::cuda::device::{count, open as gpu};
 
 /// Returns the memory of `device`; `None` for the CPU.
 ///

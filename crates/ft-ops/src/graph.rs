@@ -5,9 +5,10 @@
 //! before a launch; what leaves is copied to such a tensor; and all tensors that are made within are dropped within.
 
 use candle_core::{DType, Device, Tensor};
+use ft_base::sync::lock;
 use ft_base::{Error, Result};
 use std::fmt::Display;
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 /// Work of a GPU that can be launched again.
 pub struct Graph {
@@ -119,13 +120,13 @@ static REFUSED: Mutex<Option<String>> = Mutex::new(None);
 
 /// Notes why there are no graphs on a device that should have them: results are the same without.
 pub fn refused(why: impl Display) {
-    let mut known = REFUSED.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut known = lock(&REFUSED);
     known.get_or_insert_with(|| why.to_string());
 }
 
 /// The first reason that `refused` got since the last call.
 pub fn take_refusal() -> Option<String> {
-    REFUSED.lock().unwrap_or_else(PoisonError::into_inner).take()
+    lock(&REFUSED).take()
 }
 
 /// Returns the memory that graphs have taken from the device to it, as far as none runs.

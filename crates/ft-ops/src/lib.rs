@@ -1,10 +1,11 @@
 //! Fused operations, each with a forward and a backward. They work on tensors, without layers, names or files.
 //!
 //! Letters: N tokens of a batch (all documents concatenated), D hidden size, H query heads, K key/value heads, E
-//! head size, I intermediate size, O/I output/input features of a linear, V vocabulary size. Weights are f32 or
-//! bf16. Activations `[N, ...]` are f32 on the CPU; on a GPU they are f32 or bf16. Every argument tensor is
-//! contiguous. Results do not depend on the number of threads. An operation runs on the device of its tensors;
-//! `cuda` has the GPU versions.
+//! head size, I intermediate size, O/I output/input features of a linear, V vocabulary size. Weights are f32, bf16 or
+//! f16 (f16 on a GPU only). Activations `[N, ...]` are f32 on the CPU; on a GPU f32, bf16 or f16. Where a text names
+//! bf16 for a tensor on a GPU, f16 is accepted too, unless the operation lists its types (such as `kv_block`). Every
+//! argument tensor is contiguous. Results do not depend on the number of threads. An operation runs on the device of
+//! its tensors; `cuda` has the GPU versions.
 //!
 //! # Errors
 //!
@@ -46,9 +47,15 @@ macro_rules! on_gpu {
 pub mod adapters;
 pub mod altup;
 pub mod attention;
+#[cfg(any(test, feature = "cuda"))]
+mod attention_schedule;
+#[cfg(any(test, feature = "cuda"))]
+mod cached_schedule;
 pub mod clamped_glu;
-pub mod quantized;
+mod cpu;
 pub mod cross_entropy;
+#[cfg(feature = "cuda")]
+mod cuda;
 pub mod delta_rule;
 pub mod device;
 pub mod distill;
@@ -58,15 +65,19 @@ pub mod expert_pairs;
 pub mod glu;
 pub mod graph;
 pub mod grouped;
+pub mod index_subset;
 pub mod kv_block;
 pub mod latent;
 pub mod layer_norm;
 pub mod linear;
+pub mod lora_pairs;
 pub mod low_rank;
 pub mod master;
+#[doc(hidden)]
+#[allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+pub mod oracle;
 pub mod paged;
-pub mod pairs;
-pub mod index_subset;
+pub mod quantized;
 pub mod rms_norm;
 pub mod rope;
 pub mod routing;
@@ -79,18 +90,7 @@ pub mod step_stats;
 pub mod transfer;
 pub mod update;
 
-mod cpu;
-#[cfg(feature = "cuda")]
-mod cuda;
+pub use cpu::product::CpuBackend;
 #[cfg(feature = "nccl")]
 pub use cuda::nccl;
-#[cfg(any(test, feature = "cuda"))]
-mod attention_schedule;
-#[cfg(any(test, feature = "cuda"))]
-mod cached_schedule;
-
-pub use cpu::product::CpuBackend;
 pub use dtype::Dtype;
-#[doc(hidden)]
-#[allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
-pub mod oracle;

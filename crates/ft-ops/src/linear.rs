@@ -6,7 +6,7 @@ use super::cpu::storage::{StoredElements, dims2, expect_dims, floats, tensor, un
 use super::cpu::update::sum_rows;
 use super::update::with_slices;
 use candle_core::{DType, Tensor};
-use ft_base::Result;
+use ft_base::{Error, Result};
 
 pub use super::cpu::product::memory::{ProductSizes, can_fuse, free_packed_operands, gemm_bytes};
 pub use super::cpu::product::{MANY_ROWS, many_rounded_rows};
@@ -132,7 +132,21 @@ pub fn forward_two(x: &Tensor, ws: [&Tensor; 2], biases: Option<[&Tensor; 2]>) -
     Ok([first?, second?])
 }
 
-/// Computes `y [N, O] += x·wᵀ` for two weights `[O, I]` of which `can_join` is true.
+/// Returns two uninitialized outputs `[N, O]` of the type of `x [N, I]` for `forward_add_two`, on a GPU, for two weights `[O, I]` of which
+/// `can_join` is true.
+///
+/// # Errors
+/// Not a GPU; not enough memory on it.
+pub fn two_outputs(x: &Tensor, ws: [&Tensor; 2]) -> Result<[Tensor; 2]> {
+    let (rows, inputs) = dims2(x, "x of a linear")?;
+    let sizes = (rows, outputs_of(ws[0], inputs)?);
+    on_gpu!(x, super::cuda::linear::two_outputs(x, ws, sizes));
+    Err(Error::unsupported(format!(
+        "two outputs of {sizes:?} in one allocation are not available on a CPU"
+    )))
+}
+
+/// Computes `y [N, O] += x·wᵀ` for two weights `[O, I]` of which `can_join` is true, on a GPU in one call if `ys` are those of `two_outputs`.
 ///
 /// # Errors
 /// As `forward_add`.

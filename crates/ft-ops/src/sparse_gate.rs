@@ -51,7 +51,11 @@ pub fn forward(u: &Tensor, m: f32) -> Result<Tensor> {
         rows.for_each(|(s, u)| {
             let (mean, std) = moments(u);
             let cut = mean + std * m;
-            s.iter_mut().zip(u).for_each(|(s, u)| *s = (u - cut).max(0.0));
+            for (s, u) in s.iter_mut().zip(u) {
+                let x = u - cut;
+                // `max` would hide NaN.
+                *s = if x < 0.0 { 0.0 } else { x };
+            }
         });
         Ok(())
     })?;
@@ -102,6 +106,16 @@ mod tests {
             (0.999_938_96, 3.841_930_7),
         ] {
             assert!((quantile(part) - want).abs() < 2e-6, "{part}");
+        }
+    }
+
+    #[test]
+    fn a_number_that_is_not_finite_stays_visible() {
+        for bad in [f32::NAN, f32::INFINITY] {
+            let u = Tensor::new(&[[1.0, bad, -2.0], [1.0, 2.0, 9.0]], &candle_core::Device::Cpu).unwrap();
+            let s = forward(&u, quantile(0.5)).unwrap().to_vec2::<f32>().unwrap();
+            assert!(s[0].iter().any(|x| x.is_nan()), "{s:?}");
+            assert!(s[1].iter().all(|x| x.is_finite()) && s[1][2] == 5.0, "{s:?}");
         }
     }
 

@@ -106,7 +106,7 @@ impl Precision<Tensor> {
 /// One parameter of a list. Tensors are contiguous and on one device.
 #[derive(Debug, Clone, Copy)]
 pub struct ParameterStep<'a> {
-    /// f32 or bf16, n elements.
+    /// f32, bf16 or f16, n elements.
     pub weight: &'a Tensor,
     /// How the weight keeps small updates.
     pub precision: Precision<&'a Tensor>,

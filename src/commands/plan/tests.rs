@@ -122,6 +122,27 @@ fn the_time_counts_the_adapters_of_the_run() {
     }
 }
 
+/// The planner also takes the disk with enough memory for the weights, to save more activations.
+#[test]
+fn the_reason_for_the_disk_is_the_true_one() {
+    let why = |budget: &str| {
+        let memory = format!("budget = \"{budget}\"");
+        let mut recipe = of_step("qwen3-4b", "method = \"lora\"", 1, &memory);
+        recipe.model.device = DeviceRef::new("cpu");
+        let planned = plan(&recipe, None).unwrap();
+        let choice = planned.plan.choices.iter().find(|c| c.key == Memory::tier).unwrap();
+        (choice.value.clone(), choice.why.clone())
+    };
+    let (tier, reason) = why("8GiB");
+    assert!(
+        tier == "disk" && reason.starts_with("all weights in memory: at least 8."),
+        "{reason}"
+    );
+    let (tier, reason) = why("12GiB");
+    let faster = reason.contains("less memory for saved activations");
+    assert!((tier == "disk") == faster, "{tier}: {reason}");
+}
+
 /// The smaller of both is the limit; the text has no empty list of parts.
 #[test]
 fn the_budget_is_that_of_the_recipe_and_of_the_gpu() {

@@ -99,7 +99,7 @@ impl ModelCard<'_> {
         }
         lines.push("tags:".into());
         let tags = ["ft", self.setting("train.stage"), self.setting("tune.method")];
-        lines.extend(tags.iter().filter(|tag| !tag.is_empty()).map(|tag| format!("- {tag}")));
+        lines.extend(tags.iter().filter(|tag| is_tag(tag)).map(|tag| format!("- {tag}")));
         lines.push("---".into());
         lines.join("\n") + "\n"
     }
@@ -108,18 +108,20 @@ impl ModelCard<'_> {
         let kind = if self.adapter { "An adapter" } else { "A model" };
         let base = match (self.base_id(), self.setting("model.revision")) {
             (Some(id), "" | "main") => format!(" of [{id}](https://huggingface.co/{id})"),
-            (Some(id), revision) => format!(" of [{id}](https://huggingface.co/{id}), revision `{revision}`"),
-            (None, _) if self.base().is_some() => {
-                " of a base model that was a directory on the machine of the training, so it is not named here".into()
-            }
+            (Some(id), revision) => format!(" of [{id}](https://huggingface.co/{id}), revision {}", code(revision)),
             (None, _) => String::new(),
+        };
+        let start = if self.base_id().is_none() && self.base().is_some() {
+            " The base model was a local directory; its id on the hub is not known."
+        } else {
+            ""
         };
         let way = match (self.setting("train.stage"), self.setting("tune.method")) {
             ("", _) => String::new(),
-            (stage, method) => format!(", trained with stage `{stage}` and method `{method}`"),
+            (stage, method) => format!(", trained with stage {} and method {}", code(stage), code(method)),
         };
         let version = env!("CARGO_PKG_VERSION");
-        format!("{kind}{base}{way}. Written by ft {version}; the numbers below are from the files of the run.")
+        format!("{kind}{base}{way}.{start} Written by ft {version}; the numbers below are from the files of the run.")
     }
 
     /// An adapter with the names of mlx-lm, which ft and PEFT do not read.
@@ -186,13 +188,29 @@ fn event(dir: &Path, kind: &str) -> Option<Value> {
     events.into_iter().find(|event| event["event"] == kind)
 }
 
+/// The commands of the last start and of the resumes after it. Equal ones in a row are shown once.
+fn commands(dir: &Path) -> Vec<String> {
+    let text = own_text(&dir.join("events.jsonl")).unwrap_or_default();
+    let mut commands: Vec<String> = Vec::new();
+    for event in text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok()) {
+        if event["event"] == "start" {
+            commands.clear();
+        }
+        if event["event"] == "start" || event["event"] == "resume" {
+            commands.extend(event["command"].as_str().map(public));
+        }
+    }
+    commands.dedup();
+    commands
+}
+
 fn data(dir: &Path, record: &RunRecord) -> String {
     let mut rows = Vec::new();
     let mut add = |name: &str, value: String| rows.push(format!("| {name} | {value} |\n"));
     let sources = ["data.train", "data.eval"].map(|key| (key, record.settings.get(key)));
     for (key, value) in sources {
         if let Some(value) = value.filter(|value| !["", "[]", "\"\""].contains(&value.as_str())) {
-            add(&format!("`{key}`"), format!("`{}`", public(value)));
+            add(&code(key), code(&public(value)));
         }
     }
     if let Some(event) = event(dir, "data") {
@@ -206,7 +224,7 @@ fn data(dir: &Path, record: &RunRecord) -> String {
             }
         }
         if let Some(print) = event["fingerprint"].as_str().filter(|print| !print.is_empty()) {
-            add("fingerprint (BLAKE3 of the encoded rows)", format!("`{print}`"));
+            add("fingerprint (BLAKE3 of the encoded rows)", code(print));
         }
     }
     format!("\n## Data\n\n| | |\n|---|---|\n{}", rows.concat())
@@ -220,7 +238,16 @@ fn results(record: &RunRecord) -> String {
     };
     let plain = |x: f64| format!("{x:.4}");
     let steps = record.curves.steps;
-    add("state of the run", Some(record.state.clone()));
+    let is_plain = |state: &str| state.chars().all(|c| c.is_ascii_alphanumeric() || c == ' ');
+    let state = record.state.as_str();
+    add(
+        "state of the run",
+        Some(if is_plain(state) {
+            state.to_string()
+        } else {
+            code(state)
+        }),
+    );
     add(
         "steps",
         Some(
@@ -243,7 +270,10 @@ fn results(record: &RunRecord) -> String {
             .map(|point| plain(point.1));
         let last = curve(name).and_then(Curve::last).map(plain);
         if let (Some(first), Some(last)) = (first, last) {
-            add(&format!("`{name}`, before and after"), Some(format!("{first}, {last}")));
+            add(
+                &format!("{}, before and after", code(name)),
+                Some(format!("{first}, {last}")),
+            );
         }
     }
     let peak = curve("peak_memory_bytes").and_then(|c| c.points.iter().map(|p| p.1).reduce(f64::max));
@@ -266,11 +296,12 @@ fn own_text(path: &Path) -> Option<String> {
 
 fn how(dir: &Path) -> String {
     let mut out = "\n## How it was made\n".to_string();
-    if let Some(command) = event(dir, "start").and_then(|e| Some(e["command"].as_str()?.to_string())) {
-        out.push_str(&format!("\n```\n{}\n```\n", public(&command)));
+    let commands = commands(dir);
+    if !commands.is_empty() {
+        out.push_str(&format!("\n{}", block("", &commands.join("\n"))));
     }
     if let Some(recipe) = own_text(&dir.join("recipe.toml")) {
-        out.push_str(&format!("\n```toml\n{}\n```\n", public(recipe.trim_end())));
+        out.push_str(&format!("\n{}", block("toml", &public(recipe.trim_end()))));
     }
     if out.contains(secrets::MASK) {
         out.push_str(&format!(
@@ -279,6 +310,40 @@ fn how(dir: &Path) -> String {
         ));
     }
     out
+}
+
+/// True for a word that is text in YAML and nothing else. Other values of `resolved.toml` are not those of ft.
+fn is_tag(text: &str) -> bool {
+    text.starts_with(|c: char| c.is_ascii_lowercase())
+        && text
+            .chars()
+            .all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || "-_".contains(c))
+}
+
+/// The length of the longest run of backticks in a text.
+fn backticks(text: &str) -> usize {
+    text.split(|c: char| c != '`').map(str::len).max().unwrap_or(0)
+}
+
+/// A text as code in a line or a cell of a table: what is in it has no effect on the rest of the card.
+fn code(text: &str) -> String {
+    let text: String = text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
+    // Two backslashes would be one, and the bar behind them would end the cell.
+    let text = text.replace("\\|", "\\ |").replace('|', "\\|");
+    match backticks(&text) {
+        0 if text.trim().is_empty() => String::new(),
+        0 => format!("`{text}`"),
+        n => {
+            let fence = "`".repeat(n + 1);
+            format!("{fence} {text} {fence}")
+        }
+    }
+}
+
+/// A text as a block of code, with a fence that it does not have.
+fn block(language: &str, text: &str) -> String {
+    let fence = "`".repeat(3.max(backticks(text) + 1));
+    format!("{fence}{language}\n{text}\n{fence}\n")
 }
 
 /// The text without directories of a machine and without what looks like a secret.
@@ -350,9 +415,62 @@ mod tests {
         ] {
             assert!(text.contains(line), "{line:?}\n{text}");
         }
-        write("events.jsonl", "");
         write("recipe.toml", "[data]\ntrain = \"rows.jsonl\"\n");
+        // All commands since the last start made the model.
+        let event = |kind: &str, command: &str| format!("{}\n", serde_json::json!({"event": kind, "command": command}));
+        let longer = event("resume", "ft train r.toml --resume train.max_steps=8");
+        let events = [
+            event("start", "ft train earlier.toml"),
+            event("start", "ft train r.toml"),
+            longer.clone(),
+            longer,
+        ];
+        write("events.jsonl", &events.concat());
+        let text = how(dir.path());
+        let wanted = "```\nft train r.toml\nft train r.toml --resume train.max_steps=8\n```\n";
+        assert!(text.contains(wanted) && !text.contains("earlier"), "{text}");
+        write("events.jsonl", "");
         assert!(!how(dir.path()).contains("secret"));
+    }
+
+    #[test]
+    fn files_of_the_run_add_nothing_to_the_structure_of_a_card() {
+        let dir = tempfile::tempdir().unwrap();
+        let write = |name: &str, text: &str| std::fs::write(dir.path().join(name), text).unwrap();
+        write(
+            "resolved.toml",
+            "[train]\nstage = \"sft\"\n[tune]\nmethod = \"a: [b\"\n[data]\ntrain = \"a`|b.jsonl\"\n",
+        );
+        let event = |kind: &str, key: &str, text: &str| format!("{}\n", serde_json::json!({"event": kind, key: text}));
+        let events = [
+            event("start", "command", "ft train\n```\n# Injected"),
+            event("data", "fingerprint", "aa\n\n# Injected | x"),
+            event("stop", "reason", "done\n# Injected | `x`"),
+        ];
+        write("events.jsonl", &events.concat());
+        let metrics = serde_json::json!({"step": 1, "eval_a\n# Injected": 0.5});
+        write("metrics.jsonl", &format!("{metrics}\n"));
+        write("recipe.toml", "# ````\n# Injected\n");
+        let record = RunRecord::read(dir.path()).unwrap();
+        let card = ModelCard {
+            id: "me/model",
+            license: None,
+            adapter: false,
+            directory: &dir.path().join("final"),
+            run: Some((dir.path(), &record)),
+        };
+        let text = card.text();
+        for line in [
+            "tags:\n- ft\n- sft\n---\n",
+            "| `data.train` | `` \"a`\\|b.jsonl\" `` |\n",
+            "| `aa  # Injected \\| x` |\n",
+            "| state of the run | `` done # Injected \\| `x` `` |\n",
+            "| `eval_a # Injected`, before and after | 0.5000, 0.5000 |\n",
+            "\n````\nft train\n```\n# Injected\n````\n",
+            "\n`````toml\n# ````\n# Injected\n`````\n",
+        ] {
+            assert!(text.contains(line), "{line:?}\n{text}");
+        }
     }
 
     #[test]

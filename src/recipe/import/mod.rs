@@ -4,6 +4,7 @@
 mod registry;
 mod rows;
 mod rules;
+mod schedules;
 mod tools;
 mod trl;
 mod yaml;
@@ -337,3 +338,5 @@ fn recipe(found: &Findings, name: &str) -> String {
 
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod tests_optim;

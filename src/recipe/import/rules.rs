@@ -3,7 +3,7 @@
 use super::rows;
 use super::tools::{ToolConfig, TrainingTool};
 use super::yaml::YamlNode;
-use super::{Findings, quoted, trl};
+use super::{Findings, quoted, schedules, trl};
 use crate::formats::template::named;
 use crate::recipe::peers;
 
@@ -66,7 +66,36 @@ pub fn apply(found: &mut Findings, file: &ToolConfig, shown: &str, name: &str, n
                 set(&[("rlhf.loss_type", "\"ipo\"")]);
             }
         }
-        "pref_loss" | "loss_type" if ["orpo", "simpo"].contains(&text.as_str()) => {}
+        "pref_loss" | "loss_type" if ["orpo", "simpo"].contains(&text.as_str()) => {
+            if text == "orpo" && file.tool == TrainingTool::LlamaFactory {
+                found.leave(
+                    shown,
+                    "its cross-entropy is over the answers there; in ft, as in TRL, it is over the prompts too",
+                );
+            }
+        }
+        "loss_type" | "pref_loss" | "dpo_loss_type" if node.is_several() => {
+            found.leave(
+                shown,
+                "ft trains with one loss: a mixture has no key; write one of them as `rlhf.loss_type`",
+            );
+        }
+        // Where nothing is smoothed the key has no effect.
+        "dpo_label_smoothing" if file.stage == Some("dpo") && pair_loss(file) == "sigmoid" => {
+            if !node.is_off() && text.parse::<f64>() != Ok(0.0) {
+                found.leave(
+                    shown,
+                    "with `sigmoid` it is conservative DPO there: `-(1 - e) logsigmoid(x) - e logsigmoid(-x)`; ft, as TRL, \
+                     has `rlhf.loss_type = \"robust\"` instead, which subtracts the second term and divides by `1 - 2e`",
+                );
+            }
+        }
+        // The trainers of Axolotl take one of the two, the table first.
+        "rl_beta" | "kl_beta" if has_beta(file.root.get("trl")) => {}
+        // A KL term of RL, not the constraint of a preference loss.
+        "rl_beta" | "kl_beta" if file.stage == Some("grpo") && !node.is_off() => {
+            found.take("rlhf.grpo.beta", super::number(&text), shown);
+        }
         "chat_template" | "template" => template(found, shown, node),
         "freeze_trainable_modules" if text == "all" => {}
         "badam_mode" if ["layer", "ratio"].contains(&text.as_str()) => {
@@ -87,10 +116,8 @@ pub fn apply(found: &mut Findings, file: &ToolConfig, shown: &str, name: &str, n
             found.leave(shown, "a name for a tracker; the run directory is `train.output_dir`");
         }
         "pissa_init" if node.is_on() => set(&[("tune.lora.init_lora_weights", "\"pissa\"")]),
-        "optim" | "optimizer" | "optimizer_name"
-            if text.contains("8bit") && (text.contains("adamw") || text.contains("lion")) =>
-        {
-            let own = if text.contains("lion") { "\"lion\"" } else { "\"adamw\"" };
+        "optim" | "optimizer" | "optimizer_name" if schedules::in_8_bits(&text).is_some() => {
+            let own = schedules::in_8_bits(&text).unwrap_or_default();
             set(&[("optimizer.name", own), ("optimizer.state", "\"int8\"")]);
         }
         "optim" | "optimizer" if text.starts_with("paged_adamw") => set(&[("optimizer.name", "\"adamw\"")]),
@@ -155,6 +182,26 @@ pub fn apply(found: &mut Findings, file: &ToolConfig, shown: &str, name: &str, n
     true
 }
 
+/// The loss of pairs that the file names.
+fn pair_loss(file: &ToolConfig) -> String {
+    if ["rl", "stage"].iter().any(|name| file.text(name) == Some("ipo")) {
+        return "ipo".into();
+    }
+    let names = ["pref_loss", "dpo_loss_type", "dpo_loss", "loss_type"];
+    let nodes = names.iter().filter_map(|name| file.root.get(name));
+    let one = |node: &YamlNode| match node {
+        YamlNode::List(items) => items.first()?.scalar().map(str::to_lowercase),
+        node => node.scalar().map(str::to_lowercase),
+    };
+    let loss = nodes.filter(|node| !node.is_off()).find_map(one);
+    loss.unwrap_or_else(|| "sigmoid".into())
+}
+
+fn has_beta(table: Option<&YamlNode>) -> bool {
+    let beta = table.and_then(|table| table.get("beta"));
+    beta.is_some_and(|node| !matches!(node, YamlNode::Nothing))
+}
+
 /// Trackers by name, in a list or separated by commas. Only TensorBoard has a counterpart.
 fn report_to(found: &mut Findings, shown: &str, name: &str, node: &YamlNode) {
     let texts: Vec<&str> = match node {
@@ -197,15 +244,21 @@ fn template(found: &mut Findings, shown: &str, node: &YamlNode) {
 /// `lr_scheduler_kwargs` of transformers.
 fn schedule(found: &mut Findings, file: &ToolConfig, shown: &str, node: &YamlNode) {
     let YamlNode::Map(entries) = node else { return };
+    let decays = schedules::is(file, "warmup_stable_decay");
     for (name, value) in entries {
         let shown = format!("{shown}.{name}");
         let text = value.scalar().unwrap_or_default();
         match name.as_str() {
             "min_lr_rate" => found.take("schedule.min_lr_ratio", text, &shown),
             "min_lr" | "lr_end" => lowest_rate(found, file, &shown, value),
-            "num_cycles" if file.text("lr_scheduler_type") == Some("cosine_with_restarts") => {
+            "num_cycles" if schedules::is(file, "cosine_with_restarts") => {
                 found.take("schedule.num_cycles", text, &shown);
             }
+            "min_lr_ratio" if decays => found.take("schedule.min_lr_ratio", super::number(text), &shown),
+            "num_decay_steps" if decays => schedules::decay(found, file, &shown, value),
+            // As in ft.
+            "warmup_type" if decays && text == "linear" => {}
+            "decay_type" if decays && text == "cosine" => {}
             "power" => found.take("schedule.power", super::number(text), &shown),
             _ => found.leave(
                 &shown,
@@ -258,6 +311,8 @@ fn optimizer(found: &mut Findings, file: &ToolConfig, shown: &str, node: &YamlNo
             }
             // ft always does this.
             ("bias_correction", YamlNode::Scalar(text)) if text == "true" => {}
+            // And never this.
+            ("relative_step" | "scale_parameter", YamlNode::Scalar(t)) if name == "adafactor" && t == "false" => {}
             _ => found.leave(
                 &shown,
                 "ft has no such option of an optimizer: see the keys of `[optimizer]`",
@@ -367,6 +422,13 @@ pub fn afterwards(found: &mut Findings, file: &ToolConfig) {
     }
     // MLX reads `valid.jsonl` of the same folder.
     let of = |key: &str| found.taken.iter().find(|t| t.key == key).map(|t| t.value.clone());
+    let has_evaluations = of("train.eval_steps").is_some() || of("data.eval").or(of("data.eval_fraction")).is_some();
+    let folder = of("data.train").filter(|_| file.tool == TrainingTool::Mlx && file.text("data").is_some());
+    if let (false, Some(folder)) = (has_evaluations, folder) {
+        found.take("data.eval", folder, "data");
+        found.take_default("train.eval_steps", Some("200".to_string()), "default of mlx-lm");
+    }
+    let of = |key: &str| found.taken.iter().find(|t| t.key == key).map(|t| t.value.clone());
     if let (Some(_), None) = (of("train.eval_steps"), of("data.eval").or(of("data.eval_fraction"))) {
         match of("data.train").filter(|_| file.tool == TrainingTool::Mlx) {
             Some(folder) => found.take("data.eval", folder, "steps_per_eval and data"),
@@ -397,6 +459,7 @@ pub fn afterwards(found: &mut Findings, file: &ToolConfig) {
         let weights = found.taken.remove(at);
         found.leave(&weights.from, "write `rlhf.reward_weights` with `rlhf.rewards`");
     }
+    schedules::afterwards(found, file);
     trl::afterwards(found, file);
     let adapter = found.taken.iter().any(|t| t.key.starts_with("tune.lora."));
     if adapter {

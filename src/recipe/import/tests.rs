@@ -3,6 +3,7 @@
 use super::*;
 use crate::recipe;
 
+mod of_preferences;
 mod of_trl;
 
 /// The keys of the recipe.
@@ -210,6 +211,9 @@ fn trl_and_mlx() {
             "name = \"cosine\"",
             "learning_rate = 1e-5",
             "seed = 3",
+            // MLX evaluates on `valid.jsonl` of the folder every 200 steps.
+            "eval = \"rows\"",
+            "eval_steps = 200",
         ],
     );
 }
@@ -327,7 +331,8 @@ fn schedules_and_optimizers_of_mlx() {
             "output_dir = \"adapters\"",
         ],
     );
-    leaves(&found, &[]);
+    // MLX has no bias correction.
+    leaves(&found, &["optimizer"]);
     let hub = keys(
         "model: m\niters: 5\nhf_dataset:\n  path: billsum\n  train_split: train[:100]\n  prompt_feature: text\n  completion_feature: summary\n\
          num_layers: -1\nlr_schedule:\n  name: step_decay\n  arguments: [1e-1, 0.9, 10]\n",
@@ -341,7 +346,7 @@ fn schedules_and_optimizers_of_mlx() {
             "learning_rate = 0.1",
         ],
     );
-    leaves(&hub, &["hf_dataset: train_split", "lr_schedule"]);
+    leaves(&hub, &["hf_dataset: train_split", "lr_schedule", "optimizer"]);
 }
 
 /// The file has exactly these keys without a counterpart. Each is listed with a reason that has this text, in the recipe too.
@@ -390,7 +395,7 @@ fn what_llama_factory_has_and_ft_has_not_is_listed_with_the_reason() {
         "llamafactory.yaml",
         &[
             ("trust_remote_code", "ft never runs code of a model directory"),
-            ("plot_loss", "ft sends nothing to a tracker"),
+            ("plot_loss", "every run writes `curves.svg`"),
             ("overwrite_cache", "rows are read and tokenized before the first step"),
             ("template", "the template of the model is used"),
             ("optim", "ft has no such optimizer: use `adamw`"),
@@ -415,6 +420,7 @@ fn what_mlx_has_and_ft_has_not_is_listed_with_the_reason() {
             ("val_batches", "the loss over all rows of `data.eval`"),
             ("lr_schedule", "ft has no such schedule"),
             ("optimizer_config.adamw.fused", "ft has no such option of an optimizer"),
+            ("optimizer", "has no bias correction by default"),
         ],
     );
 }

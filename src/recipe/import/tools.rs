@@ -2,7 +2,7 @@
 
 use super::registry::Registry;
 use super::yaml::YamlNode;
-use super::{Findings, quoted, trl};
+use super::{Findings, quoted, schedules, trl};
 use crate::recipe::value::ValueKind;
 use crate::recipe::{peers, table};
 
@@ -147,6 +147,8 @@ fn stage(root: &YamlNode, tool: TrainingTool) -> Option<&'static str> {
             () if any(&["center_rewards_coefficient"]) => Some("reward"),
             () if any(&["desirable_weight", "undesirable_weight"]) => Some("kto"),
             () if any(&["cpo_alpha", "simpo_gamma", "gamma_beta_ratio"]) => Some("simpo"),
+            // Only DPO has mixtures.
+            () if root.get("loss_type").is_some_and(YamlNode::is_several) => Some("dpo"),
             () if dpo_losses.split(' ').any(|name| name == loss[1]) || any(&["beta"]) => Some("dpo"),
             () => None,
         },
@@ -160,6 +162,9 @@ pub fn defaults(found: &mut Findings, file: &ToolConfig) {
         return;
     };
     trl::defaults(found, file);
+    if tool == TrainingTool::Mlx {
+        schedules::mlx_optimizer(found, file);
+    }
     let from = format!("default of {}", tool.name());
     let stage = file.stage.unwrap_or("sft");
     let has = |found: &Findings, key: &str| found.taken.iter().any(|taken| taken.key == key);

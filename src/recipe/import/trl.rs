@@ -151,6 +151,14 @@ pub fn apply(found: &mut Findings, file: &ToolConfig, shown: &str, name: &str, n
         "train_sampling_strategy" if is(&["sequential"]) => found.take("data.shuffle", "false", shown),
         "train_sampling_strategy" if is(&["random"]) => found.take("data.shuffle", "true", shown),
         "bf16" if is(&["false"]) && trains_in_f32(file) => found.take("model.dtype", "\"f32\"", shown),
+        "alpha" if matches!(trainer, Trainer::Cpo | Trainer::SimPo | Trainer::Dpo) && shown == name => {
+            if !node.is_off() && text.parse::<f64>() != Ok(0.0) {
+                found.leave(
+                    shown,
+                    "ft has no AlphaPO: the rewards of `simpo` are log-probabilities, as with `alpha: 0`",
+                );
+            }
+        }
         "loss_type" if trainer == Trainer::Sft && is(&["nll", "chunked_nll"]) => {}
         "loss_type" if trainer == Trainer::SimPo && is(&["sigmoid"]) => {}
         "loss_type" if trainer == Trainer::SimPo || (trainer == Trainer::Cpo && !is(&["simpo"])) => {
@@ -293,7 +301,19 @@ pub fn defaults(found: &mut Findings, file: &ToolConfig) {
 
 /// The dropout of adapters: most trainers turn all dropout off, whatever an adapter has.
 pub fn dropout(found: &mut Findings, file: &ToolConfig) {
-    let Some(trainer) = Trainer::of(file) else { return };
+    let Some(trainer) = Trainer::of(file) else {
+        // The trainers of other tools for preferences are made of these; there an adapter has no dropout by default.
+        let off: &[&str] = match file.tool {
+            TrainingTool::LlamaFactory => &["dpo", "orpo", "simpo", "kto"],
+            TrainingTool::Axolotl => &["dpo", "orpo", "simpo", "kto", "reward"],
+            _ => &[],
+        };
+        let own = found.value("tune.lora.lora_dropout").map(str::parse::<f64>);
+        if off.contains(&file.stage.unwrap_or("sft")) && own.is_some_and(|own| own != Ok(0.0)) {
+            found.replace("tune.lora.lora_dropout", "0.0", "its trainer turns dropout off");
+        }
+        return;
+    };
     let trains_with = matches!(
         trainer,
         Trainer::Sft | Trainer::Distillation | Trainer::Grpo | Trainer::Rloo

@@ -46,6 +46,11 @@ impl YamlNode {
         }
     }
 
+    /// True for a list of at least two values.
+    pub fn is_several(&self) -> bool {
+        matches!(self, Self::List(list) if list.len() > 1)
+    }
+
     /// True for values that turn an option on.
     pub fn is_on(&self) -> bool {
         self.scalar()

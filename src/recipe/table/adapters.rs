@@ -30,7 +30,8 @@ section! {
         rank_pattern: Vec<String> = [], "one rank for all";
         /// `lora_alpha` of single modules, each as `name=alpha`.
         alpha_pattern: Vec<String> = [], "one scale for all";
-        /// Modules that are fully trained together with the adapters and saved with them, for example `lm_head`.
+        /// Modules that are fully trained together with the adapters and saved with them, for example `lm_head`. As in PEFT
+        /// an item is the end of a path: `norm` also names `input_layernorm`, `model.norm` only the last norm.
         modules_to_save: Vec<String> = [], "only adapters train";
         /// Ids of tokens, for example new tokens. Their embedding rows are trained together with the adapters; the
         /// other rows are frozen. An untied head trains the same rows; PEFT does so only if `lm_head` is named too.
@@ -47,7 +48,7 @@ section! {
         use_rslora: bool = false, "as in PEFT";
         /// Weight-decomposed adapters (DoRA): magnitude and direction of each row are trained separately.
         use_dora: bool = false, "as in PEFT";
-        /// Ratio of the learning rate of B to that of A (LoRA+).
+        /// Ratio of the learning rate of B to that of A (LoRA+). Vectors of `modules_to_save` have that of B.
         loraplus_lr_ratio: f64 = 1.0, "A and B have the same learning rate", in POSITIVE;
         /// `ia3`: targets whose input is scaled instead of their output.
         feedforward_modules: Vec<String> = ["down_proj"], "as in PEFT for these models",
@@ -69,7 +70,8 @@ section! {
         /// With such initializations the adapter is saved as a plain LoRA of twice the rank. A number compresses it to
         /// that rank; the error is reported.
         save_rank: usize = 0, "no loss", in between(0, 1 << 20);
-        /// Start from this PEFT adapter: directory, run, or hub id (`org/name`, `org/name@revision`); its config gives type, rank, targets and flags.
+        /// Start from this PEFT adapter: directory, run, or hub id (`org/name`, `org/name@revision`); its config gives type, rank,
+        /// targets and flags; the dropout is that of this table.
         adapter: Option<String> = "", "a new adapter";
         with corda: CordaKeys;
         with eva: EvaKeys;

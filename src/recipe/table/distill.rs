@@ -84,14 +84,15 @@ pub(super) fn check(s: &RecipeSections, faults: &mut KeyFaults) {
         faults.add(
             &[DistillSection::lmbda, Data::packing],
             Error::usage("`distill.lmbda` above 0 needs `data.packing = false`")
-                .found("the lengths of generated answers are not known in advance"),
+                .cause("the lengths of generated answers are not known in advance")
+                .hint("write `data.packing = false`"),
         );
     }
     if keys.alignment != Alignment::None && stored {
         faults.add(
             &[DistillSection::alignment, DistillSection::teacher_cache],
             Error::usage("stored outputs of a teacher cannot be aligned with another tokenizer")
-                .found("they have only the most likely ids of each token; comparing two tokenizers needs the probabilities of all")
+                .cause("they have only the most likely ids of each token; comparing two tokenizers needs the probabilities of all")
                 .hint("give `distill.teacher` without `distill.teacher_cache`"),
         );
     }
@@ -99,7 +100,9 @@ pub(super) fn check(s: &RecipeSections, faults: &mut KeyFaults) {
         faults.add(
             &[DistillSection::alignment, Data::long],
             Error::usage("the pieces of a split row cannot be aligned with another tokenizer")
-                .found("`data.long = \"split\"`: student and teacher split a long row at different places of the text")
+                .cause(
+                    "with `data.long = \"split\"` student and teacher split a long row at different places of the text",
+                )
                 .hint("use `truncate` or `drop`"),
         );
     }

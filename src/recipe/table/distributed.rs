@@ -76,7 +76,7 @@ section! {
         /// each rank gets the keys and values of the tokens before its own ones.
         sequence_by: RankSequence = "auto", "ulysses if the heads can be divided, else gather", resume FREE;
         /// Seconds that a rank waits for the numbers of another one in a step before it ends the job; also for the end of one
-        /// operation of the disk in a save or while weights are read, and for a sign of life of a rank that works alone.
+        /// operation of the disk in a save or while weights are read, and for a heartbeat of a rank that works alone.
         timeout: usize = 600, "longer than a step", in between(1, 1_000_000), resume FREE;
         /// The form of a checkpoint. `one`: written by rank 0, the same files on any number of ranks. `parts`: each rank writes a part
         /// of the weights and of the optimizer states into files of its own, which needs a file system that all ranks share; on one
@@ -204,6 +204,13 @@ fn check_apart(s: &RecipeSections, faults: &mut KeyFaults) {
             Train::stage,
             s.train.stage.name().into(),
             "a stage without rollouts: rank 0 makes them".into(),
+        );
+    }
+    if s.train.stage == Stage::Distill && s.distill.lmbda > 0.0 {
+        fault(
+            DistillSection::lmbda,
+            s.distill.lmbda.to_string(),
+            "0: each rank would answer with weights of its own".into(),
         );
     }
     if s.model.dtype.needs_loss_scale() {

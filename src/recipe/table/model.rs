@@ -473,7 +473,7 @@ fn check_rows(s: &RecipeSections, faults: &mut KeyFaults) {
                 "`data.long = \"split\"` has no effect with `train.stage = \"{}\"`",
                 stage.name()
             ))
-            .found("rows of which both parts are needed: a prompt and its answers")
+            .cause("both parts of a row are needed: a prompt and its answers")
             .hint("use `truncate` or `drop`"),
         );
     }
@@ -487,7 +487,7 @@ fn check_rows(s: &RecipeSections, faults: &mut KeyFaults) {
                 "`data.streaming` has no effect with `train.stage = \"{}\"`",
                 stage.name()
             ))
-            .found("a stage that looks at all rows before the first step")
+            .cause("this stage looks at all rows before the first step")
             .expected("`sft` or `pretrain`")
             .hint("for large datasets `data.cache` needs little memory too"),
         );
@@ -496,7 +496,7 @@ fn check_rows(s: &RecipeSections, faults: &mut KeyFaults) {
         faults.add(
             &[Data::streaming, Train::max_steps],
             Error::usage("`data.streaming` needs `train.max_steps`")
-                .found("a run by epochs: the number of rows is not known before the run")
+                .cause("the number of rows is not known before the run, so its epochs have no length")
                 .hint("set the number of steps, such as `train.max_steps = 10000`"),
         );
     }

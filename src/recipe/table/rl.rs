@@ -28,7 +28,7 @@ section! {
         /// Most memory that a reward program may allocate.
         reward_memory: Option<u64> = "auto", "the free memory of this machine when the program starts", resume FREE;
         /// Answers to each prompt: the group of GRPO. PPO generates as many, without groups.
-        num_generations: usize = 8, "as in TRL", in MANY;
+        num_generations: usize = 8, "as in TRL's GRPO; its RLOO has 2", in MANY;
         /// Longest answer in tokens; prompt and answer together fit in `data.max_length`.
         max_completion_length: usize = 256, "enough for an answer with its reasoning", in from(1);
         /// Divides the logits, in the rollout and in the loss.
@@ -82,10 +82,11 @@ section! {
         delta: f64 = 0.0, "as in TRL: off", in POSITIVE_OR_ZERO;
         /// Factor of the KL divergence from the initial policy (k3 estimator in the loss; with `rloo` the log-ratio in
         /// the reward).
-        beta: f64 = 0.0, "as in TRL: no reference model, no memory for it", in POSITIVE_OR_ZERO;
+        beta: f64 = 0.0, "as in TRL's GRPO: no reference model, no memory for it; its RLOO has 0.05", in POSITIVE_OR_ZERO;
         /// The KL term is weighted with the probability ratio too.
         use_bias_correction_kl: bool = true, "as in TRL";
-        /// Truncated answers (without an end token) are masked out of the loss.
+        /// Truncated answers (without an end token) are masked out of the loss; they still count in the mean and the
+        /// standard deviation of their group.
         mask_truncated_completions: bool = false, "as in TRL";
         /// With `rloo`: advantages of a rollout get mean 0 and standard deviation 1.
         normalize_advantages: bool = false, "as in TRL";
@@ -93,7 +94,7 @@ section! {
 }
 
 section! {
-    /// The loss of PPO. Names and meaning as in TRL.
+    /// The loss of PPO. Names and meaning as in the last version of TRL that had PPO.
     pub struct PpoSection in "rlhf.ppo", when Train::stage = ["ppo"] {
         /// Factor of the KL penalty in the reward of each token; 0 needs no reference model.
         kl_coef: f64 = 0.05, "as in TRL", in POSITIVE_OR_ZERO;
@@ -208,6 +209,9 @@ pub(super) fn unused(s: &RecipeSections, key: KeyPath) -> Option<String> {
             Some(GrpoSection::loss_type.is("rloo"))
         }
         GrpoSection::use_bias_correction_kl if rl.grpo.beta == 0.0 => Some("rlhf.grpo.beta = 0".into()),
+        PpoSection::kl_target | PpoSection::kl_horizon | PpoSection::kl_estimator if rl.ppo.kl_coef == 0.0 => {
+            Some("rlhf.ppo.kl_coef = 0".into())
+        }
         PpoSection::kl_horizon if rl.ppo.kl_target == 0.0 => Some("rlhf.ppo.kl_target = 0".into()),
         Data::train_on | Data::packing | Data::packing_length | Train::predict_with_generate
             if s.train.stage.is_rl() =>

@@ -92,11 +92,9 @@ impl RewardKind {
             ("exact", None) => Ok(Self::Exact),
             ("numeric", None) => Ok(Self::Numeric),
             ("regex", Some(pattern)) => Regex::new(pattern).map(Self::Regex).map_err(|e| {
-                fault(
-                    "the pattern of a `regex:` reward is not a valid regular \
-                                    expression",
-                )
-                .hint(e.to_string())
+                fault("the pattern of a `regex:` reward is not valid")
+                    .expected("a regular expression")
+                    .cause(e)
             }),
             ("json", None) => Ok(Self::Json(None)),
             ("json", Some(file)) => {

@@ -5,6 +5,7 @@
 //! answer. Its rights are reduced (`base::worker::ProcessRights`).
 
 use crate::base::signal::{self, ChildGroup};
+use crate::base::units::beginning;
 use crate::base::worker::{self, ProcessRights};
 use crate::base::{Error, Result, secrets};
 use serde_json::Value;
@@ -182,7 +183,9 @@ impl RewardProgram {
                     Ok(line) => break line,
                     Err(RecvTimeoutError::Disconnected) => {
                         return Ok(Some(
-                            Error::new("the reward program ended before it wrote all scores").at(place()),
+                            Error::new("the reward program ended before it wrote all scores")
+                                .at(place())
+                                .hint("run it alone, with this row as one line of JSON on its standard input"),
                         ));
                     }
                     Err(RecvTimeoutError::Timeout) if asked.elapsed() >= self.timeout => {
@@ -241,7 +244,9 @@ impl RunningProgram {
             thread::sleep(TICK);
         }
         let status = self.end().ok().filter(|_| by_itself);
-        let mut text = status.map_or("still running".to_string(), |status| status.to_string());
+        let mut text = status.map_or("the program is still running".to_string(), |status| {
+            format!("the program ended with {status}")
+        });
         if let Ok(said) = self.said.lock() {
             for line in said.iter() {
                 text.push_str(&format!("\n      {}", shown(line)));
@@ -255,7 +260,7 @@ impl RunningProgram {
             text.push_str("\n      (it has no network: `rlhf.reward_network = true` gives it one)");
         }
         // `found` may contain the wrong line already.
-        error.cause(Error::new("the reward program").found(text))
+        error.cause(text)
     }
 }
 
@@ -290,15 +295,7 @@ pub fn score(line: &str) -> Option<f64> {
 
 /// The beginning of a text for a message.
 pub(super) fn shown(text: &str) -> String {
-    let mut out: String = text
-        .chars()
-        .take(200)
-        .map(|c| if c.is_control() { '\u{fffd}' } else { c })
-        .collect();
-    if text.chars().nth(200).is_some() {
-        out.push_str("...");
-    }
-    out
+    beginning(text, 200)
 }
 
 /// Splits a command line into words at blanks. Single and double quotes group words, a backslash escapes the next

@@ -51,7 +51,7 @@ impl OwnedFiles {
     pub fn record_final(&mut self, run_dir: &Path, before: &Path) -> Result<RecordedFinal> {
         // First: nothing shows whose a previous one is when its files are not in the manifest any more.
         let mut old = self.temporaries(run_dir)?;
-        old.retain(|(_, path)| self.is_final(path));
+        old.retain(|(_, path)| self.is_retired_final(path));
         let mut old: Vec<PathBuf> = old.into_iter().map(|(_, path)| path).collect();
         let ours = self.is_final(before);
         if ours {
@@ -96,7 +96,7 @@ impl OwnedFiles {
             let is_known = if is_result {
                 self.doubles(&path)
             } else {
-                staging::is_marked(&path)
+                staging::is_marked(&path) || staging::is_empty(&path)
             };
             if is_known && !recorded.old.contains(&path) {
                 match staging::remove_unused(&path) {
@@ -155,12 +155,22 @@ impl OwnedFiles {
 
     /// True if this directory is an unchanged `final/` of this run.
     pub(super) fn is_final(&self, dir: &Path) -> bool {
-        let same = |now: &BTreeMap<String, StoredFile>| {
-            let mut files = now.iter().zip(&self.finals);
-            let equal = |a: &StoredFile, b: &StoredFile| (a.size, a.changed) == (b.size, b.changed);
-            now.len() == self.finals.len() && files.all(|(a, b)| a.0 == b.0 && equal(a.1, b.1))
+        staging::is_directory(dir) && inside(dir).is_ok_and(|now| self.is_unchanged(&now))
+    }
+
+    /// As `is_final`, for one with a temporary name. A process may have been killed while it wrote the mark for the removal.
+    pub(super) fn is_retired_final(&self, dir: &Path) -> bool {
+        let unmarked = |mut now: BTreeMap<String, StoredFile>| {
+            now.retain(|name, _| !staging::is_marker(&dir.join(name)));
+            self.is_unchanged(&now)
         };
-        !self.finals.is_empty() && staging::is_directory(dir) && inside(dir).is_ok_and(|now| same(&now))
+        staging::is_directory(dir) && inside(dir).is_ok_and(unmarked)
+    }
+
+    fn is_unchanged(&self, now: &BTreeMap<String, StoredFile>) -> bool {
+        let mut files = now.iter().zip(&self.finals);
+        let equal = |a: &StoredFile, b: &StoredFile| (a.size, a.changed) == (b.size, b.changed);
+        !now.is_empty() && now.len() == self.finals.len() && files.all(|(a, b)| a.0 == b.0 && equal(a.1, b.1))
     }
 
     /// Compares `final/` with what the run wrote.
@@ -189,7 +199,8 @@ impl OwnedFiles {
         // name.
         let is_recorded = |path: &PathBuf| {
             // A marked `final.tmp-1` may be an export that was stopped.
-            is_previous(path) && (self.is_final(path) || name_of(path).contains(".left") && staging::is_marked(path))
+            is_previous(path)
+                && (self.is_retired_final(path) || name_of(path).contains(".left") && staging::is_marked(path))
         };
         let replaced = || files::list(run_dir).is_ok_and(|all| all.iter().any(is_recorded));
         if self.finals.values().all(|file| file.hash.is_none()) {
@@ -405,6 +416,50 @@ mod tests {
         assert_eq!(next(d).exported(d, &left).unwrap(), (false, vec![left.clone()]));
         assert!(!left.exists() && !d.join(&aside).exists());
         assert_eq!(wrong(d), Vec::<String>::new());
+    }
+
+    /// Rows C1, C2, C6.
+    #[test]
+    fn a_previous_result_whose_removal_was_killed_is_removed_later() {
+        let dir = tempfile::tempdir().unwrap();
+        let d = dir.path();
+        let temporary = d.join(format!("final.left.tmp-{}-9", std::process::id()));
+        let whole = "Temporary files of ft: ft removes this directory when it needs it no more.\n";
+        // While the mark was written, before and after; when it was removed.
+        for (mark, text, keeps_files) in [
+            (None, "", true),
+            (Some(".ft-temporary.tmp-1-2"), "", true),
+            (Some(".ft-temporary.tmp-1-2"), &whole[..9], true),
+            (Some(".ft-temporary"), "\0\0\0", true),
+            (Some(".ft-temporary"), whole, true),
+            (Some(".ft-temporary"), whole, false),
+            (None, "", false),
+        ] {
+            let mut first = OwnedFiles::default();
+            first.join(d).unwrap();
+            put(d, "final/model.safetensors", "after step 4");
+            next(d).exported(d, &d.join("final.left")).unwrap();
+            std::fs::rename(d.join("final"), &temporary).unwrap();
+            if !keeps_files {
+                std::fs::remove_file(temporary.join("model.safetensors")).unwrap();
+            }
+            if let Some(mark) = mark {
+                std::fs::write(temporary.join(mark), text).unwrap();
+            }
+            put(d, "final/model.safetensors", "after step 6!");
+            next(d).exported(d, &d.join("final.left")).unwrap();
+            assert!(!temporary.exists(), "{mark:?} {text:?} {keeps_files}");
+            assert_eq!(wrong(d), Vec::<String>::new());
+            std::fs::remove_dir_all(d.join("final")).unwrap();
+        }
+        // A file of someone else.
+        put(d, "final/model.safetensors", "after step 8");
+        next(d).exported(d, &d.join("final.left")).unwrap();
+        std::fs::rename(d.join("final"), &temporary).unwrap();
+        std::fs::write(temporary.join("notes.txt"), "mine").unwrap();
+        put(d, "final/model.safetensors", "after step 9!");
+        next(d).exported(d, &d.join("final.left")).unwrap();
+        assert!(temporary.join("notes.txt").exists());
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! Loads the weights and makes the engine; restores the state of a resumed run.
 
 use super::RunContext;
-use super::directory::OpenedRun;
+use super::opened::OpenedRun;
 use crate::base::{Result, progress};
 use crate::data::order::BatchStream;
 use crate::engine::{ActiveSet, Engine, RankConfig, StepStrategy, TrainConfig};
@@ -14,7 +14,7 @@ use crate::sft::CausalLm;
 use crate::train::finish::TrainedModel;
 use crate::train::stage::{self, BatchSource, PolicyStart, Stage, StageContext};
 use crate::train::starts::{self, AdapterInitContext};
-use crate::train::{learning, rehearsal, running, state};
+use crate::train::{learning, rehearsal, running, state, trained_names};
 use serde_json::json;
 use std::path::Path;
 
@@ -100,6 +100,7 @@ impl<'a> Trainer<'a> {
             stream,
             eval: rows.eval.as_ref(),
             questions: rows.questions.as_ref(),
+            is_root: ranks.is_root(),
         };
         let Stage { batches, objective } = stage::open(context, &start)?;
         // The stage may have read another model, such as a teacher.
@@ -119,7 +120,7 @@ impl<'a> Trainer<'a> {
             }),
             ..learning::train_config(recipe)
         };
-        let optimizer = active_schedule::optimizer(recipe);
+        let optimizer = active_schedule::optimizer(recipe, &model.spec, adapters);
         let engine = Engine::with_config(loaded_model, objective, optimizer, strategy, &first, config)?;
         let trained = TrainedModel::new(recipe, model, &engine, adapters, &opened.base);
         rehearsal::of_files(&trained, &schedule, &run_dir.join("final"), total_steps)?;
@@ -154,6 +155,12 @@ impl<'a> Trainer<'a> {
             return Ok(0);
         };
         let _phase = progress::phase("restoring the state", 0, "");
+        // Before the first step of a block run nothing has trained.
+        if checkpoint.step > 0 {
+            let saved = state::sizes(checkpoint)?;
+            trained_names::check_resumed(&saved, first, adapters, &cx.inputs.model.spec)
+                .map_err(|e| e.or_at(checkpoint.path.display()))?;
+        }
         state::restore(checkpoint, engine, first)?;
         if let Some(state) = state::stage_state(checkpoint)? {
             batches
@@ -164,7 +171,8 @@ impl<'a> Trainer<'a> {
         reporter.event(
             "resume",
             json!({
-                "step": step, "checkpoint": checkpoint.path.display().to_string(), "command": cx.options.command,
+                "step": step, "steps": cx.total_steps, "checkpoint": checkpoint.path.display().to_string(),
+                "command": cx.options.command,
             }),
         );
         reporter.note(&format!("resumed after step {step}"));

@@ -69,7 +69,7 @@ pub(super) fn run_steps(
             active = switch(run, engine, step)?;
         }
         let started = Instant::now();
-        run.expect_signal(step, engine.changes_last(&active));
+        run.expect_signal(step, engine.can_abandon(&active));
         let window = match run.window(step - 1, engine) {
             Ok(window) => window,
             Err(e) => {
@@ -162,7 +162,7 @@ fn switch(run: &mut TrainingRun, engine: &mut Engine, step: u64) -> Result<Activ
             .map(|r| (r.name.to_string(), json!(r.error)))
             .collect();
         run.reporter
-            .event("recode", json!({"step": step, "relative_error": errors}));
+            .event("requantize", json!({"step": step, "relative_error": errors}));
     }
     if switches {
         run.reporter

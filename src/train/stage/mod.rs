@@ -2,11 +2,11 @@
 //! computes the loss. One file per stage; the training loop is in `train`.
 
 pub mod advantages;
+mod distill;
 pub mod preference;
 mod reference;
 mod rl;
 pub mod rollout_buffer;
-mod distill;
 mod sft;
 
 use crate::base::{Error, Result};
@@ -111,6 +111,8 @@ pub struct StageContext<'a> {
     pub eval: Option<&'a Dataset>,
     /// Prompts of an RL stage.
     pub questions: Option<&'a PromptSet>,
+    /// This is rank 0, which alone makes what `BatchSource::is_made_by_root` names.
+    pub is_root: bool,
 }
 
 /// The policy before its first step, also in a resumed run.

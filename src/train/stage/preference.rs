@@ -155,7 +155,7 @@ impl PreferenceSource<'_> {
             return Ok(own);
         }
         let bytes = own.iter().flat_map(|x| x.to_le_bytes()).collect();
-        let all = engine.comm().bytes(bytes, Patience::Long)?;
+        let all = engine.comm().all_gather_bytes(bytes, Patience::Long)?;
         let numbers = |bytes: &Vec<u8>| {
             let numbers = bytes
                 .chunks_exact(4)

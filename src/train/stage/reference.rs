@@ -13,7 +13,8 @@ use crate::setup::{self, active_schedule, adapters};
 use crate::source::Placement;
 use std::sync::Arc;
 
-/// Returns the reference; `None`: there are no KL terms. Errors: as loading the weights and the given adapter.
+/// Returns the reference; `None`: there are no KL terms, or it would be a copy of the weights and this is not rank 0, which alone makes
+/// rollouts. Errors: as loading the weights and the given adapter.
 pub(super) fn open(setting: &StageContext, start: &PolicyStart) -> Result<Option<ReferenceModel>> {
     let recipe = setting.recipe;
     let mut network = match reference(recipe, setting.spec, start.schedule) {
@@ -26,6 +27,8 @@ pub(super) fn open(setting: &StageContext, start: &PolicyStart) -> Result<Option
             start.strategy.apply(&mut network);
             network
         }
+        // Other ranks take no part in it: rank 0 reads the weights by itself.
+        Reference::Copy if !setting.is_root => return Ok(None),
         Reference::Copy => copy(setting, start)?,
     };
     if starts_with_adapters(recipe) {
@@ -68,7 +71,7 @@ fn attach(setting: &StageContext, policy: &Network, network: &mut Network) -> Re
         }
     }
     // Rounds the values as the optimizer of the policy does.
-    let mut optimizer = active_schedule::optimizer(recipe);
+    let mut optimizer = active_schedule::optimizer(recipe, setting.spec, &set);
     for (name, tensor) in &set.given {
         let (weight, values) = (network.param(name)?.tensor, update::to_f32_vec(tensor)?);
         optimizer.restore_weight(name, &weight, &values)?;

@@ -17,6 +17,7 @@ use crate::engine::Engine;
 use crate::generate::{self, Answer, CopyFormats, GenerateLimits, QuantizedCopy, Request};
 use crate::quant::Format;
 use crate::recipe::{Recipe, RolloutWeights};
+use crate::report;
 use crate::rlhf::advantage::moments;
 use crate::setup::ModelDir;
 use crate::setup::prompts::{answers_of_rollout, base_is_frozen, steps_of_rollout};
@@ -45,6 +46,8 @@ struct Rollouts<'a> {
     rollout_buffer: RolloutBuffer,
     metrics: Vec<(&'static str, f64)>,
     samples: Vec<Value>,
+    /// The warning that answers have no score was printed.
+    warned: bool,
 }
 
 pub(super) fn open<'a>(setting: StageContext<'a>, start: &PolicyStart) -> Result<Stage<'a>> {
@@ -75,6 +78,7 @@ pub(super) fn open<'a>(setting: StageContext<'a>, start: &PolicyStart) -> Result
             rollout_buffer: RolloutBuffer::default(),
             metrics: Vec::new(),
             samples: Vec::new(),
+            warned: false,
         }),
     })
 }
@@ -257,7 +261,28 @@ impl Rollouts<'_> {
             ("completions_truncated", open / n),
             ("rollout_tokens_per_second", lengths.iter().sum::<f64>() / seconds),
         ]);
+        let unscored = totals.iter().filter(|total| total.is_nan()).count();
+        if unscored > 0 {
+            out.push(("completions_unscored", unscored as f64 / n));
+            self.warn_unscored(unscored, answers.len());
+        }
         self.metrics.extend(out.into_iter().filter(|(_, x)| x.is_finite()));
+    }
+
+    /// Once in a run: each rollout has the number in its metrics.
+    fn warn_unscored(&mut self, unscored: usize, answers: usize) {
+        if std::mem::replace(&mut self.warned, true) {
+            return;
+        }
+        let what = if self.advantages.is_ppo() {
+            "they get the mean score of the others"
+        } else {
+            "their advantage is 0"
+        };
+        report::warn(&format!(
+            "no reward gave a score to {unscored} of the {answers} answers of a rollout: {what} (`completions_unscored` in \
+             `metrics.jsonl`)"
+        ));
     }
 
     fn keep_samples(

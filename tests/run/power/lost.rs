@@ -1,6 +1,6 @@
 //! One sync fails, then the power is lost: what that sync had to write is never durable, whatever is synced later.
 
-use super::round::{Cases, Round};
+use super::round::{Cases, Round, is_named};
 use super::{EIO, acknowledged, expected};
 use crate::disk::{Fault, Loss};
 use crate::same::{assert_same, assert_same_final};
@@ -37,8 +37,12 @@ pub fn syncs_of(round: &Round, every: usize) -> usize {
             round.clear();
             disk.leave(*loss, round.bench.dir.path());
             let what = format!("{name}: {loss:?} after sync {at} of {count} failed ({lost})");
+            let unmarked = round.unmarked();
+            // The mark is removed before the sync that fails.
+            let is_drawn = matches!(loss, Loss::Drawn(_));
+            let named = |name: &str, text: &str| is_drawn && is_named(&unmarked, name, text);
             cases.check(&what, || {
-                round.finish(&what);
+                round.finish_but(&what, &named);
                 if expected::may_lose_lines(&done, &out) {
                     // The lines of that log are lost.
                     assert_same_final(&round.bench, "whole", "run");

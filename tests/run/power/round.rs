@@ -267,6 +267,13 @@ impl Round {
         assert!(is_same, "{what}: the other run has changed");
     }
 
+    /// Directories in `run` whose mark is lost, although names in them are not: they stay, and ft names them.
+    pub fn unmarked(&self) -> Vec<String> {
+        let entries = fs::read_dir(self.bench.path("run")).into_iter().flatten().flatten();
+        let unmarked = entries.filter(|e| e.path().is_dir() && !staging::is_marked(&e.path()));
+        unmarked.map(|e| e.file_name().into_string().unwrap()).collect()
+    }
+
     /// The step after which the last process went on; 0: it began.
     pub fn went_on_from(&self) -> u64 {
         let events = self.bench.lines("run/events.jsonl");
@@ -332,6 +339,12 @@ pub fn taken_at(all: &[Operation]) -> usize {
     let name = format!("run/checkpoint-{FROM}");
     let at = all.iter().position(|o| o.what == 'r' && o.other == name);
     at.expect("no checkpoint is brought") + 1
+}
+
+/// True if this directory is one of `unmarked`, and ft said that it stays.
+pub fn is_named(unmarked: &[String], name: &str, text: &str) -> bool {
+    let mut lines = text.lines().filter(|l| l.contains("cannot verify that it created"));
+    unmarked.iter().any(|u| u == name) && lines.any(|line| line.contains(name))
 }
 
 /// All failures of the cases of a test, not the first alone.

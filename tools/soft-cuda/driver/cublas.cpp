@@ -150,7 +150,7 @@ void any_product(const Matrix& a, const Matrix& b, const Matrix& c, S alpha, S b
 
 struct Batch {
     size_t count;
-    int64_t a, b, c;  // elements from one matrix to the next, also to one in another allocation before it
+    int64_t a, b, c;  // elements from one matrix to the next, also to one in another allocation
 };
 
 template <class S>
@@ -252,6 +252,8 @@ int cublasGemmStridedBatchedEx(void* handle, int on_a, int on_b, int m, int n, i
                                int count, int compute, int) {
     SOFT_CALL;
     if (m < 0 || n < 0 || k < 0 || count < 0) return refuse(BLAS_INVALID_VALUE, "cuBLAS: a negative size");
+    // cuBLAS does not document what these do.
+    if (a_step < 0 || b_step < 0 || c_step < 0) return refuse(BLAS_INVALID_VALUE, "cuBLAS: a negative step");
     if (skipped("product")) return BLAS_SUCCESS;
     if (flipped("a")) on_a = !on_a;
     if (flipped("b")) on_b = !on_b;

@@ -2,9 +2,10 @@
 
 use super::{ProcessRights, reduce};
 use crate::signal::ChildGroup;
+use crate::sync::lock;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command};
-use std::sync::{Mutex, PoisonError, mpsc};
+use std::sync::{Mutex, mpsc};
 
 /// A program to start, and where the answer goes.
 type StartJob = (Command, mpsc::Sender<std::io::Result<(Child, ChildGroup)>>);
@@ -17,7 +18,7 @@ type StartJob = (Command, mpsc::Sender<std::io::Result<(Child, ChildGroup)>>);
 pub fn start_reduced(mut command: Command, rights: ProcessRights) -> std::io::Result<(Child, ChildGroup)> {
     reduce(&mut command, rights);
     #[cfg(target_os = "linux")]
-    end_with_parent(&mut command);
+    end_with_parent(&mut command, libc::SIGKILL);
     let ended = || std::io::Error::other("the thread that starts programs has ended");
     let (answer, started) = mpsc::channel();
     starter()?.send((command, answer)).map_err(|_| ended())?;
@@ -28,7 +29,7 @@ pub fn start_reduced(mut command: Command, rights: ProcessRights) -> std::io::Re
 /// a program as the end of the parent.
 fn starter() -> std::io::Result<mpsc::Sender<StartJob>> {
     static STARTER: Mutex<Option<mpsc::Sender<StartJob>>> = Mutex::new(None);
-    let mut starter = STARTER.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut starter = lock(&STARTER);
     if let Some(jobs) = starter.as_ref() {
         return Ok(jobs.clone());
     }
@@ -47,14 +48,14 @@ fn starter() -> std::io::Result<mpsc::Sender<StartJob>> {
     Ok(jobs)
 }
 
-/// The system kills the program when the thread that started it ends.
+/// The system sends the program this signal when the thread that started it ends.
 #[cfg(target_os = "linux")]
-fn end_with_parent(command: &mut Command) {
+pub fn end_with_parent(command: &mut Command, signal: i32) {
     let parent = std::process::id() as i32;
     // SAFETY: two system calls between fork and exec; they touch no memory.
     unsafe {
         command.pre_exec(move || {
-            libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL as libc::c_ulong);
+            libc::prctl(libc::PR_SET_PDEATHSIG, signal as libc::c_ulong);
             // It may have ended before.
             if libc::getppid() != parent {
                 return Err(std::io::ErrorKind::Interrupted.into());

@@ -51,24 +51,27 @@ pub(super) fn message(text: &str) -> Vec<u8> {
     message
 }
 
-/// Reads what there is, and nothing after the greeting; `said`: what was read of it. The text, if it is complete.
-pub(super) fn hear_greeting(from: &mut (impl Read + ?Sized), said: &mut Vec<u8>) -> std::io::Result<Option<String>> {
+/// Reads what there is, and nothing after the greeting; `received`: what was read of it. The text, if it is complete.
+pub(super) fn receive_greeting(
+    from: &mut (impl Read + ?Sized),
+    received: &mut Vec<u8>,
+) -> std::io::Result<Option<String>> {
     loop {
-        let whole = match said.first_chunk() {
+        let whole = match received.first_chunk() {
             None => 4,
             Some(length) => 4 + u32::from_le_bytes(*length) as usize,
         };
         if whole > 4 + SHORT {
             return Err(ErrorKind::InvalidData.into());
         }
-        if said.len() >= 4 && said.len() == whole {
-            let text = String::from_utf8(said.split_off(4));
+        if received.len() >= 4 && received.len() == whole {
+            let text = String::from_utf8(received.split_off(4));
             return text.map(Some).map_err(|_| ErrorKind::InvalidData.into());
         }
-        let mut piece = vec![0; whole - said.len()];
+        let mut piece = vec![0; whole - received.len()];
         match from.read(&mut piece) {
             Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
-            Ok(n) => said.extend_from_slice(&piece[..n]),
+            Ok(n) => received.extend_from_slice(&piece[..n]),
             Err(e) if e.kind() == ErrorKind::Interrupted => {}
             Err(e) if e.kind() == ErrorKind::WouldBlock => return Ok(None),
             Err(e) => return Err(e),
@@ -86,9 +89,9 @@ pub fn ranks_in(list: &str, size: usize) -> Option<Vec<(&str, &str)>> {
 /// For the fuzzer: reads a greeting, and writes it again.
 #[doc(hidden)]
 pub fn greeting_again(from: &mut dyn Read) -> Option<Vec<u8>> {
-    let mut said = Vec::new();
+    let mut received = Vec::new();
     let text = loop {
-        if let Some(text) = hear_greeting(from, &mut said).ok()? {
+        if let Some(text) = receive_greeting(from, &mut received).ok()? {
             break text;
         }
     };

@@ -5,24 +5,25 @@
 //! key. All ranks see the same headers, so all of them find the same failure or the same mismatch.
 
 use super::collect::own_bytes;
-use super::wire::{PrintLine, WaitLimit, Wire};
+use super::wire::{POLL, PrintLine, WaitLimit, Wire};
 use super::{Collective, Patience, PendingNumbers, PendingState, RankFault, Shard, WholeList, World, closed};
+use crate::base::sync::lock;
 use crate::base::{Error, Result, stalled};
 use candle_core::Device;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 type Lists = Vec<Vec<f32>>;
 
 enum Job {
-    Exchange(u64, Lists, Vec<usize>, Sender<Result<Lists>>),
-    Gather(u64, Vec<f32>, Vec<usize>, Sender<Result<Lists>>),
-    Collect(u64, Vec<Shard>, Vec<usize>, Sender<Result<Vec<WholeList>>>),
-    Bytes(Vec<u8>, Patience, Sender<Result<Vec<Vec<u8>>>>),
+    AllToAll(u64, Lists, Vec<usize>, Sender<Result<Lists>>),
+    AllGather(u64, Vec<f32>, Vec<usize>, Sender<Result<Lists>>),
+    GatherShards(u64, Vec<Shard>, Vec<usize>, Sender<Result<Vec<WholeList>>>),
+    AllGatherBytes(Vec<u8>, Patience, Sender<Result<Vec<Vec<u8>>>>),
     Device(Device, Sender<Result<()>>),
     Fail(i32, String, Sender<Vec<RankFault>>),
     Close,
@@ -30,30 +31,28 @@ enum Job {
 }
 
 /// How long a rank that has failed waits for the others to reach their next operation, before it ends the job.
-const FAREWELL: Duration = Duration::from_secs(15);
+const FAILURE_GRACE: Duration = Duration::from_secs(15);
 /// Rank r waits this much longer than rank r - 1, so that one of them reports a rank that is missing.
 const STAGGER: Duration = Duration::from_secs(2);
-/// Time between two looks at the others while this rank computes.
-const LOOK: Duration = Duration::from_millis(50);
 /// Exit code if a thread of a rank ended by itself.
 const BUG: i32 = 70;
 
-const EXCHANGE: u64 = 1;
-const GATHER: u64 = 2;
-const BYTES: u64 = 3;
+const ALL_TO_ALL: u64 = 1;
+const ALL_GATHER: u64 = 2;
+const ALL_GATHER_BYTES: u64 = 3;
 const FAULT: u64 = 4;
 const CLOSE: u64 = 5;
-const COLLECT: u64 = 6;
+const GATHER_SHARDS: u64 = 6;
 const DEVICE: u64 = 7;
 
 fn kind_name(kind: u64) -> &'static str {
     match kind {
-        EXCHANGE => "an exchange",
-        GATHER => "a gathering",
-        BYTES => "an agreement",
+        ALL_TO_ALL => "an exchange",
+        ALL_GATHER => "a gathering",
+        ALL_GATHER_BYTES => "an agreement",
         FAULT => "a failure",
         CLOSE => "the end",
-        COLLECT => "a collection of weights",
+        GATHER_SHARDS => "a collection of weights",
         DEVICE => "the connection of devices",
         _ => "an unknown operation",
     }
@@ -145,11 +144,11 @@ impl RankGroup {
 
     fn send(&self, job: Job) {
         // A thread that has ended drops the channel of the reply: the caller gets an error.
-        let _ = self.jobs.lock().unwrap_or_else(PoisonError::into_inner).send(job);
+        let _ = lock(&self.jobs).send(job);
     }
 
     fn end(&self, job: Job) {
-        if let Some(thread) = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take() {
+        if let Some(thread) = lock(&self.thread).take() {
             self.send(job);
             let _ = thread.join();
         }
@@ -168,27 +167,27 @@ impl Collective for RankGroup {
         &self.world
     }
 
-    fn exchange(&self, key: u64, parts: Vec<Vec<f32>>, lengths: Vec<usize>) -> PendingNumbers {
+    fn all_to_all(&self, key: u64, parts: Vec<Vec<f32>>, lengths: Vec<usize>) -> PendingNumbers {
         let (reply, coming) = channel();
-        self.send(Job::Exchange(key, parts, lengths, reply));
-        PendingNumbers(PendingState::Coming(coming))
+        self.send(Job::AllToAll(key, parts, lengths, reply));
+        PendingNumbers(PendingState::InFlight(coming))
     }
 
-    fn gather(&self, key: u64, own: Vec<f32>, lengths: Vec<usize>) -> PendingNumbers {
+    fn all_gather(&self, key: u64, own: Vec<f32>, lengths: Vec<usize>) -> PendingNumbers {
         let (reply, coming) = channel();
-        self.send(Job::Gather(key, own, lengths, reply));
-        PendingNumbers(PendingState::Coming(coming))
+        self.send(Job::AllGather(key, own, lengths, reply));
+        PendingNumbers(PendingState::InFlight(coming))
     }
 
-    fn collect(&self, key: u64, shards: Vec<Shard>, to: Vec<usize>) -> PendingNumbers<WholeList> {
+    fn gather_shards(&self, key: u64, shards: Vec<Shard>, to: Vec<usize>) -> PendingNumbers<WholeList> {
         let (reply, coming) = channel();
-        self.send(Job::Collect(key, shards, to, reply));
-        PendingNumbers(PendingState::Coming(coming))
+        self.send(Job::GatherShards(key, shards, to, reply));
+        PendingNumbers(PendingState::InFlight(coming))
     }
 
-    fn bytes(&self, own: Vec<u8>, patience: Patience) -> Result<Vec<Vec<u8>>> {
+    fn all_gather_bytes(&self, own: Vec<u8>, patience: Patience) -> Result<Vec<Vec<u8>>> {
         let (reply, coming) = channel();
-        self.send(Job::Bytes(own, patience, reply));
+        self.send(Job::AllGatherBytes(own, patience, reply));
         coming.recv().unwrap_or_else(|_| Err(closed()))
     }
 
@@ -273,7 +272,7 @@ struct GroupWorker<W: Wire> {
 impl<W: Wire> GroupWorker<W> {
     fn run(&mut self, jobs: &Receiver<Job>) {
         loop {
-            let job = match jobs.recv_timeout(LOOK) {
+            let job = match jobs.recv_timeout(POLL) {
                 Ok(job) => job,
                 Err(RecvTimeoutError::Disconnected) => return,
                 Err(RecvTimeoutError::Timeout) => {
@@ -284,17 +283,17 @@ impl<W: Wire> GroupWorker<W> {
                 }
             };
             match job {
-                Job::Exchange(key, parts, lengths, reply) => {
-                    let _ = reply.send(self.exchange(key, parts, &lengths));
+                Job::AllToAll(key, parts, lengths, reply) => {
+                    let _ = reply.send(self.all_to_all(key, parts, &lengths));
                 }
-                Job::Gather(key, own, lengths, reply) => {
-                    let _ = reply.send(self.gather(key, own, &lengths));
+                Job::AllGather(key, own, lengths, reply) => {
+                    let _ = reply.send(self.all_gather(key, own, &lengths));
                 }
-                Job::Collect(key, shards, to, reply) => {
-                    let _ = reply.send(self.collect(key, &shards, &to));
+                Job::GatherShards(key, shards, to, reply) => {
+                    let _ = reply.send(self.gather_shards(key, &shards, &to));
                 }
-                Job::Bytes(own, patience, reply) => {
-                    let _ = reply.send(self.bytes(own, patience));
+                Job::AllGatherBytes(own, patience, reply) => {
+                    let _ = reply.send(self.all_gather_bytes(own, patience));
                 }
                 Job::Device(device, reply) => {
                     let _ = reply.send(self.device(&device));
@@ -387,7 +386,7 @@ impl<W: Wire> GroupWorker<W> {
             // The caller has to receive the texts.
             return Ok(headers);
         }
-        let shape = |h: &OperationHeader| (h.turn, h.kind, if h.kind == BYTES { 0 } else { h.key });
+        let shape = |h: &OperationHeader| (h.turn, h.kind, if h.kind == ALL_GATHER_BYTES { 0 } else { h.key });
         if let Some(other) = headers.iter().position(|h| shape(h) != shape(&headers[0])) {
             let name = |h: &OperationHeader| format!("{} (operation {}, key {:x})", kind_name(h.kind), h.turn, h.key);
             let text = format!(
@@ -423,7 +422,7 @@ impl<W: Wire> GroupWorker<W> {
             .collect();
         let wait = WaitLimit {
             last: true,
-            ..self.wait(Some(FAREWELL))
+            ..self.wait(Some(FAILURE_GRACE))
         };
         let mut texts = self.swap(&vec![own; headers.len()], &lengths, &wait);
         texts[self.world.rank] = own.to_vec();
@@ -440,7 +439,7 @@ impl<W: Wire> GroupWorker<W> {
         }
         self.own = Some(text.to_string());
         let own = format!("{code}\n{}\n{text}", self.world.name()).into_bytes();
-        if let Ok(headers) = self.meet(FAULT, own.len() as u64, Some(FAREWELL)) {
+        if let Ok(headers) = self.meet(FAULT, own.len() as u64, Some(FAILURE_GRACE)) {
             self.receive_faults(&headers, &own);
         }
     }
@@ -454,9 +453,9 @@ impl<W: Wire> GroupWorker<W> {
         Error::new("a rank has failed").cause(text)
     }
 
-    fn exchange(&mut self, key: u64, mut parts: Lists, lengths: &[usize]) -> Result<Lists> {
+    fn all_to_all(&mut self, key: u64, mut parts: Lists, lengths: &[usize]) -> Result<Lists> {
         let limit = Some(self.patience());
-        self.begin(EXCHANGE, key, limit)?;
+        self.begin(ALL_TO_ALL, key, limit)?;
         let rank = self.world.rank;
         let own = std::mem::take(&mut parts[rank]);
         let lengths = others(lengths, rank);
@@ -466,9 +465,9 @@ impl<W: Wire> GroupWorker<W> {
         Ok(into)
     }
 
-    fn gather(&mut self, key: u64, own: Vec<f32>, lengths: &[usize]) -> Result<Lists> {
+    fn all_gather(&mut self, key: u64, own: Vec<f32>, lengths: &[usize]) -> Result<Lists> {
         let limit = Some(self.patience());
-        self.begin(GATHER, key, limit)?;
+        self.begin(ALL_GATHER, key, limit)?;
         let rank = self.world.rank;
         let lengths = others(lengths, rank);
         let mut out: Vec<&[f32]> = vec![&own; self.world.size];
@@ -478,9 +477,9 @@ impl<W: Wire> GroupWorker<W> {
         Ok(into)
     }
 
-    fn collect(&mut self, key: u64, shards: &[Shard], to: &[usize]) -> Result<Vec<WholeList>> {
+    fn gather_shards(&mut self, key: u64, shards: &[Shard], to: &[usize]) -> Result<Vec<WholeList>> {
         let limit = Some(self.patience());
-        self.begin(COLLECT, key, limit)?;
+        self.begin(GATHER_SHARDS, key, limit)?;
         let rank = self.world.rank;
         let guards: Vec<Vec<_>> = shards
             .iter()
@@ -541,9 +540,9 @@ impl<W: Wire> GroupWorker<W> {
         self.begin(DEVICE, 1, limit).map(drop)
     }
 
-    fn bytes(&mut self, own: Vec<u8>, patience: Patience) -> Result<Vec<Vec<u8>>> {
+    fn all_gather_bytes(&mut self, own: Vec<u8>, patience: Patience) -> Result<Vec<Vec<u8>>> {
         let limit = (patience == Patience::Step).then(|| self.patience());
-        let headers = self.begin(BYTES, own.len() as u64, limit)?;
+        let headers = self.begin(ALL_GATHER_BYTES, own.len() as u64, limit)?;
         let lengths: Vec<usize> = headers.iter().map(|h| h.key as usize).collect();
         // All ranks are here: the bytes have a limit also if the wait for the headers had none.
         let limit = Some(self.patience());

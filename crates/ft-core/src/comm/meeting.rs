@@ -4,7 +4,7 @@
 //! it listens itself, its job and its host; when all are there, rank 0 answers with the list. Then each rank connects to
 //! the ranks between 0 and itself. Each message is its length (4 bytes) and a text.
 
-use super::greeting::{Greeting, hear_greeting, message, ranks_in};
+use super::greeting::{Greeting, message, ranks_in, receive_greeting};
 use crate::base::{Error, Result};
 use std::io::{ErrorKind, Read, Write};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
@@ -14,18 +14,18 @@ use std::time::{Duration, Instant};
 const NAME: usize = 1 << 8;
 /// Longest list of the ranks.
 const LONG: usize = 1 << 22;
-/// How long one who has connected may take to say who it is.
-const MANNERS: Duration = Duration::from_secs(5);
-/// How many may be about to say who they are.
-const CROWD: usize = 1 << 10;
+/// Time in which a new connection must send its greeting.
+const GREETING_TIMEOUT: Duration = Duration::from_secs(5);
+/// Most connections that have not sent a greeting yet.
+const MAX_PENDING: usize = 1 << 10;
 /// How long rank 0 answers ranks that come after it has found an error.
-const SOON: Duration = Duration::from_secs(1);
+const LINGER_AFTER_ERROR: Duration = Duration::from_secs(1);
 /// How long one attempt to connect may take: the address of a machine that is gone does not answer at all.
-const ATTEMPT: Duration = Duration::from_secs(5);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long the connections between the other ranks may take, from the list on.
-const REST: Duration = Duration::from_secs(30);
+const MESH_TIMEOUT: Duration = Duration::from_secs(30);
 /// Time between two attempts to connect.
-const AGAIN: Duration = Duration::from_millis(100);
+const RETRY_PAUSE: Duration = Duration::from_millis(100);
 
 /// Where and how the ranks of a job find each other.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -103,10 +103,10 @@ fn receive_all(
     peers: &mut [Option<TcpStream>],
 ) -> Result<Vec<String>> {
     let (size, place, job) = (rendezvous.size, rendezvous.place(), rendezvous.word());
-    let mut door = Door::new(listen(rendezvous)?);
+    let mut acceptor = Acceptor::new(listen(rendezvous)?);
     let mut lines: Vec<(String, String)> = vec![(String::new(), own.to_string()); size];
     while peers.iter().flatten().count() + 1 < size {
-        let Some((stream, from, greeting)) = door.next(end) else {
+        let Some((stream, from, greeting)) = acceptor.next(end) else {
             return refuse(peers, None, late(rendezvous, own, peers));
         };
         let rank = greeting.rank;
@@ -115,7 +115,7 @@ fn receive_all(
                 "rank {rank} from host {}, which has the address of rank 0 on host {own}",
                 greeting.host
             ));
-            let _ = say(&stream, &refusal(&error), Instant::now() + SOON);
+            let _ = send_text(&stream, &refusal(&error), Instant::now() + LINGER_AFTER_ERROR);
             continue;
         }
         let error = if greeting.size != size {
@@ -134,8 +134,8 @@ fn receive_all(
             peers[rank] = Some(stream);
             continue;
         };
-        let _ = say(&stream, &refusal(&error), Instant::now() + SOON);
-        return refuse(peers, Some(&mut door), error);
+        let _ = send_text(&stream, &refusal(&error), Instant::now() + LINGER_AFTER_ERROR);
+        return refuse(peers, Some(&mut acceptor), error);
     }
     let addresses: Vec<&str> = lines.iter().skip(1).map(|(address, _)| address.as_str()).collect();
     if some_are_unreachable(&addresses) {
@@ -149,9 +149,10 @@ fn receive_all(
     for (address, host) in &lines {
         list.push_str(&format!("\n{address} {host}"));
     }
-    let end = Instant::now() + REST;
+    let end = Instant::now() + MESH_TIMEOUT;
     for peer in peers.iter().flatten() {
-        say(peer, &list, end).map_err(|e| Error::io("a rank has left before the beginning").at(&place).cause(e))?;
+        send_text(peer, &list, end)
+            .map_err(|e| Error::io("a rank has left before the beginning").at(&place).cause(e))?;
     }
     Ok(lines.into_iter().map(|(_, host)| host).collect())
 }
@@ -203,19 +204,19 @@ fn refused(rendezvous: &Rendezvous, why: &str) -> Error {
 }
 
 /// Sends the error to all ranks that have connected, and to those that are about to connect.
-fn refuse<T>(peers: &[Option<TcpStream>], door: Option<&mut Door>, error: Error) -> Result<T> {
-    let soon = Instant::now() + SOON;
+fn refuse<T>(peers: &[Option<TcpStream>], acceptor: Option<&mut Acceptor>, error: Error) -> Result<T> {
+    let soon = Instant::now() + LINGER_AFTER_ERROR;
     for peer in peers.iter().flatten() {
-        let _ = say(peer, &refusal(&error), soon);
+        let _ = send_text(peer, &refusal(&error), soon);
     }
-    let Some(door) = door else { return Err(error) };
+    let Some(acceptor) = acceptor else { return Err(error) };
     // Rank 0 has no connection, and one has its answer already.
     let missing = peers.iter().filter(|peer| peer.is_none()).count().saturating_sub(2);
     for _ in 0..missing {
-        let Some((late, ..)) = door.next(soon) else {
+        let Some((late, ..)) = acceptor.next(soon) else {
             break;
         };
-        let _ = say(&late, &refusal(&error), soon);
+        let _ = send_text(&late, &refusal(&error), soon);
     }
     Err(error)
 }
@@ -238,18 +239,18 @@ fn connect_all(
     let here = root.local_addr().map_err(lost)?.ip();
     let listener = TcpListener::bind((here, 0)).map_err(lost)?;
     let greeting = rendezvous.greeting(listener.local_addr().map_err(lost)?.port(), own);
-    let mut door = Door::new(listener);
+    let mut acceptor = Acceptor::new(listener);
     // Rank 0 waits for all others first, and says who is missing. It may have started later, so its time ends later.
-    let end = Instant::now() + rendezvous.limit + MANNERS;
-    say(&root, &greeting.text(), end).map_err(lost)?;
-    let list = hear(&root, LONG, end).map_err(lost)?;
+    let end = Instant::now() + rendezvous.limit + GREETING_TIMEOUT;
+    send_text(&root, &greeting.text(), end).map_err(lost)?;
+    let list = receive_text(&root, LONG, end).map_err(lost)?;
     if let Some(why) = list.strip_prefix("no ") {
         return Err(refused(rendezvous, why));
     }
     let lines = ranks_in(&list, rendezvous.size)
         .ok_or_else(|| Error::format("the program at the address of rank 0 is not rank 0 of this job").at(&place))?;
     peers[0] = Some(root);
-    let end = Instant::now() + REST;
+    let end = Instant::now() + MESH_TIMEOUT;
     for (other, (address, host)) in lines.iter().enumerate().take(rank).skip(1) {
         let fault = |e: std::io::Error| {
             Error::io(format!("rank {rank} cannot reach rank {other} (host {host})"))
@@ -260,11 +261,11 @@ fn connect_all(
             .parse()
             .map_err(|_| Error::format("rank 0 has sent no address").at(&place).found(address))?;
         let stream = TcpStream::connect_timeout(&to, left(end)).map_err(fault)?;
-        say(&stream, &greeting.text(), end).map_err(fault)?;
+        send_text(&stream, &greeting.text(), end).map_err(fault)?;
         peers[other] = Some(stream);
     }
     while let Some(missing) = (rank + 1..rendezvous.size).find(|other| peers[*other].is_none()) {
-        let Some((stream, _, found)) = door.next(end) else {
+        let Some((stream, _, found)) = acceptor.next(end) else {
             return Err(Error::io(format!("rank {missing} has not connected to rank {rank}"))
                 .found(format!("host {}", lines[missing].1)));
         };
@@ -306,7 +307,7 @@ fn connect(rendezvous: &Rendezvous, end: Instant) -> Result<TcpStream> {
         let attempt = || -> std::io::Result<TcpStream> {
             let mut last = ErrorKind::AddrNotAvailable.into();
             for address in (rendezvous.host.as_str(), rendezvous.port).to_socket_addrs()? {
-                match TcpStream::connect_timeout(&address, left(end).min(ATTEMPT)) {
+                match TcpStream::connect_timeout(&address, left(end).min(CONNECT_TIMEOUT)) {
                     Ok(stream) if !is_own(&stream) => return Ok(stream),
                     Ok(_) => last = ErrorKind::ConnectionRefused.into(),
                     Err(e) => last = e,
@@ -322,7 +323,7 @@ fn connect(rendezvous: &Rendezvous, end: Instant) -> Result<TcpStream> {
                     .found(format!("no connection after {} s", rendezvous.limit.as_secs()))
                     .cause(e));
             }
-            Err(_) => std::thread::sleep(AGAIN.min(left(end))),
+            Err(_) => std::thread::sleep(RETRY_PAUSE.min(left(end))),
         }
     }
 }
@@ -332,25 +333,25 @@ fn is_own(stream: &TcpStream) -> bool {
     matches!((stream.local_addr(), stream.peer_addr()), (Ok(own), Ok(other)) if own == other)
 }
 
-/// One who has connected and has not said yet who it is.
-struct Visitor {
+/// A connection that has not sent its greeting yet.
+struct PendingConnection {
     stream: TcpStream,
     from: SocketAddr,
     since: Instant,
-    said: Vec<u8>,
+    received: Vec<u8>,
 }
 
-/// Where ranks connect. One who says nothing keeps no other one waiting.
-struct Door {
+/// Accepts connections; one that sends nothing does not delay the others.
+struct Acceptor {
     listener: TcpListener,
-    visitors: Vec<Visitor>,
+    pending: Vec<PendingConnection>,
 }
 
-impl Door {
+impl Acceptor {
     fn new(listener: TcpListener) -> Self {
         Self {
             listener,
-            visitors: Vec::new(),
+            pending: Vec::new(),
         }
     }
 
@@ -359,25 +360,25 @@ impl Door {
         self.listener.set_nonblocking(true).ok()?;
         while Instant::now() < end {
             while let Ok((stream, from)) = self.listener.accept() {
-                if self.visitors.len() == CROWD {
-                    self.visitors.remove(0);
+                if self.pending.len() == MAX_PENDING {
+                    self.pending.remove(0);
                 }
                 if stream.set_nonblocking(true).is_ok() {
-                    self.visitors.push(Visitor {
+                    self.pending.push(PendingConnection {
                         stream,
                         from,
                         since: Instant::now(),
-                        said: Vec::new(),
+                        received: Vec::new(),
                     });
                 }
             }
             let mut at = 0;
-            while let Some(visitor) = self.visitors.get_mut(at) {
-                match hear_greeting(&mut visitor.stream, &mut visitor.said) {
-                    Ok(None) if visitor.since.elapsed() < MANNERS => at += 1,
-                    Ok(None) | Err(_) => drop(self.visitors.remove(at)),
+            while let Some(connection) = self.pending.get_mut(at) {
+                match receive_greeting(&mut connection.stream, &mut connection.received) {
+                    Ok(None) if connection.since.elapsed() < GREETING_TIMEOUT => at += 1,
+                    Ok(None) | Err(_) => drop(self.pending.remove(at)),
                     Ok(Some(text)) => {
-                        let Visitor { stream, from, .. } = self.visitors.remove(at);
+                        let PendingConnection { stream, from, .. } = self.pending.remove(at);
                         if let Some(greeting) = Greeting::read(&text)
                             && stream.set_nonblocking(false).is_ok()
                         {
@@ -398,12 +399,12 @@ fn left(end: Instant) -> Duration {
         .max(Duration::from_millis(1))
 }
 
-fn say(mut to: &TcpStream, text: &str, end: Instant) -> std::io::Result<()> {
+fn send_text(mut to: &TcpStream, text: &str, end: Instant) -> std::io::Result<()> {
     to.set_write_timeout(Some(left(end)))?;
     to.write_all(&message(text))
 }
 
-fn hear(from: &TcpStream, most: usize, end: Instant) -> std::io::Result<String> {
+fn receive_text(from: &TcpStream, most: usize, end: Instant) -> std::io::Result<String> {
     let mut length = [0; 4];
     fill(from, &mut length, end)?;
     let length = u32::from_le_bytes(length) as usize;

@@ -1,30 +1,28 @@
 //! TCP connections between all ranks of a launcher without MPI, after they have met: how their bytes travel, and how a rank that is
 //! gone or hangs is found.
 //!
-//! Before each list goes the byte `LIST`. Between two lists a rank that computes or works alone sends the byte `SIGN` from time to
-//! time: a sign of life for ranks that wait for it without a limit.
+//! Before each list goes the byte `LIST`. Between two lists a rank that computes or works alone sends the byte
+//! `HEARTBEAT` from time to time, for ranks that wait for it without a limit.
 
 use super::meeting::{Rendezvous, meet};
-use super::wire::WaitLimit;
+use super::wire::{POLL, WaitLimit};
 use crate::base::{Error, Result, sockets};
 use std::collections::VecDeque;
 use std::io::{ErrorKind, IoSlice, Read, Write};
 use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
-/// Time between two looks at bytes under way.
+/// Time between two looks at bytes in flight.
 const SHORTEST: Duration = Duration::from_micros(20);
 const LONGEST: Duration = Duration::from_millis(1);
 
-/// Time between two looks at connections on which nothing comes.
-pub(super) const LOOK: Duration = Duration::from_millis(50);
-
 const LIST: u8 = 1;
-const SIGN: u8 = 2;
-/// Signs of life that are read at once.
-const SIGNS: usize = 64;
+const HEARTBEAT: u8 = 2;
+/// Heartbeats that are read at once.
+const HEARTBEATS: usize = 64;
 
-/// Why bytes did not arrive: the ranks that are missing at the time limit, that give no sign of life, or whose connection has ended.
+/// Why bytes did not arrive: the ranks that are missing at the time limit, that send no heartbeat, or whose connection
+/// has ended.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum LostRanks {
     Late(Vec<usize>),
@@ -39,11 +37,11 @@ pub(super) struct Mesh {
     pub(super) hosts: Vec<String>,
     /// When the last byte of each rank has come.
     seen: Vec<Instant>,
-    /// When this rank has given the last sign of life.
-    given: Instant,
+    /// When this rank has sent the last heartbeat.
+    sent: Instant,
 }
 
-/// A list under way. `begun`: its first byte, `LIST`, has left or come.
+/// A list in flight. `begun`: its first byte, `LIST`, has left or come.
 struct Sending<'a> {
     begun: bool,
     rest: &'a [u8],
@@ -71,7 +69,7 @@ impl Mesh {
             peers,
             hosts,
             seen,
-            given: Instant::now(),
+            sent: Instant::now(),
         })
     }
 
@@ -122,11 +120,11 @@ impl Mesh {
                 return Ok(());
             }
             // Also ranks from which nothing more is needed now: the first one that is gone must be named, not one that ends because of it.
-            if !wait.last && looked.elapsed() > LOOK {
+            if !wait.last && looked.elapsed() > POLL {
                 looked = Instant::now();
                 // Their next bytes are those of a later list.
                 let done = (0..receives.len()).filter(|rank| receives[*rank].is_empty());
-                self.take_signs(done);
+                self.take_heartbeats(done);
                 let gone = self.those(|peer| match peer.peek(&mut [0]) {
                     Ok(read) => read == 0,
                     Err(e) => !matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted),
@@ -152,23 +150,23 @@ impl Mesh {
         }
     }
 
-    /// While this rank computes or works alone: gives a sign of life if it is time, and takes those of the others.
-    pub(super) fn exchange_signs(&mut self, every: Duration) {
-        self.take_signs(0..self.peers.len());
-        if self.given.elapsed() < every {
+    /// While this rank computes or works alone: sends a heartbeat if it is time, and takes those of the others.
+    pub(super) fn exchange_heartbeats(&mut self, every: Duration) {
+        self.take_heartbeats(0..self.peers.len());
+        if self.sent.elapsed() < every {
             return;
         }
-        self.given = Instant::now();
+        self.sent = Instant::now();
         for mut peer in self.peers.iter().flatten() {
             // A process that hangs takes none at some time, and a connection that has ended is found by the next look.
-            let _ = peer.write(&[SIGN]);
+            let _ = peer.write(&[HEARTBEAT]);
         }
     }
 
-    /// Takes the signs of life of these ranks, from which no list is under way.
-    fn take_signs(&mut self, ranks: impl Iterator<Item = usize>) {
+    /// Takes the heartbeats of these ranks, from which no list is in flight.
+    fn take_heartbeats(&mut self, ranks: impl Iterator<Item = usize>) {
         for rank in ranks {
-            if self.peers[rank].as_ref().is_some_and(take_signs) {
+            if self.peers[rank].as_ref().is_some_and(take_heartbeats) {
                 self.seen[rank] = Instant::now();
             }
         }
@@ -181,7 +179,7 @@ impl Mesh {
             peers: self.peers.iter().map(copy).collect::<std::io::Result<_>>()?,
             hosts: self.hosts.clone(),
             seen: self.seen.clone(),
-            given: self.given,
+            sent: self.sent,
         })
     }
 
@@ -193,9 +191,9 @@ impl Mesh {
     /// The ranks whose next list begins with `byte`; nothing is read.
     pub(super) fn about_to_say(&self, byte: u8) -> Vec<usize> {
         self.those(|peer| {
-            let mut next = [0; SIGNS];
+            let mut next = [0; HEARTBEATS];
             let come = peer.peek(&mut next).unwrap_or(0);
-            let mut list = next[..come].iter().skip_while(|next| **next == SIGN);
+            let mut list = next[..come].iter().skip_while(|next| **next == HEARTBEAT);
             (list.next(), list.next()) == (Some(&LIST), Some(&byte))
         })
     }
@@ -244,7 +242,7 @@ fn read_some(mut peer: &TcpStream, lists: &mut VecDeque<Receiving>) -> std::io::
                 match (list.begun, first) {
                     (true, _) => list.rest = &mut std::mem::take(&mut list.rest)[n..],
                     (false, [LIST]) => list.begun = true,
-                    (false, [SIGN]) => {}
+                    (false, [HEARTBEAT]) => {}
                     (false, _) => return Err(ErrorKind::InvalidData.into()),
                 }
                 if list.rest.is_empty() {
@@ -259,14 +257,14 @@ fn read_some(mut peer: &TcpStream, lists: &mut VecDeque<Receiving>) -> std::io::
     Ok(moved)
 }
 
-/// Reads the signs of life that have come before the next list. True if there were some.
-fn take_signs(mut peer: &TcpStream) -> bool {
+/// Reads the heartbeats that have come before the next list. True if there were some.
+fn take_heartbeats(mut peer: &TcpStream) -> bool {
     let mut found = false;
     loop {
-        let mut next = [0; SIGNS];
+        let mut next = [0; HEARTBEATS];
         let come = peer.peek(&mut next).unwrap_or(0);
-        let signs = next[..come].iter().take_while(|byte| **byte == SIGN).count();
-        if signs == 0 || peer.read(&mut next[..signs]).is_err() {
+        let heartbeats = next[..come].iter().take_while(|byte| **byte == HEARTBEAT).count();
+        if heartbeats == 0 || peer.read(&mut next[..heartbeats]).is_err() {
             return found;
         }
         found = true;
@@ -289,7 +287,7 @@ mod tests {
         }
     }
 
-    /// As long as the other ranks give signs of life.
+    /// As long as the other ranks send heartbeats.
     fn patient(silence: Duration) -> WaitLimit {
         WaitLimit {
             limit: None,
@@ -344,8 +342,8 @@ mod tests {
                         last: true,
                         ..within(Duration::from_secs(20))
                     };
-                    // A sign of life may come before a list.
-                    mesh.exchange_signs(Duration::ZERO);
+                    // A heartbeat may come before a list.
+                    mesh.exchange_heartbeats(Duration::ZERO);
                     mesh.swap(&out, &mut views, &last).unwrap();
                     for (i, (found, want)) in into.iter().zip(&want).enumerate() {
                         assert!(others[i].0 == rank || found == want, "{i}");
@@ -378,10 +376,10 @@ mod tests {
     }
 
     #[test]
-    fn a_byte_under_way_is_seen_and_stays() {
+    fn a_byte_in_flight_is_seen_and_stays() {
         let mut meshes = connected(2);
         let limit = within(Duration::from_secs(20));
-        meshes[1].exchange_signs(Duration::ZERO);
+        meshes[1].exchange_heartbeats(Duration::ZERO);
         meshes[1].swap(&[(0, &[7, 8])], &mut [], &limit).unwrap();
         let begun = Instant::now();
         // Another thread may look too.
@@ -400,9 +398,9 @@ mod tests {
         assert_eq!(bytes, [7, 8]);
     }
 
-    /// Rank 1 works alone for longer than rank 0 waits for a sign of life, rank 2 hangs.
+    /// Rank 1 works alone for longer than rank 0 waits for a heartbeat, rank 2 hangs.
     #[test]
-    fn a_rank_that_gives_no_sign_of_life_is_named() {
+    fn a_rank_that_sends_no_heartbeat_is_named() {
         let mut meshes = connected(3);
         let silence = Duration::from_millis(1500);
         let (mut byte, mut other) = ([0], [0]);
@@ -413,7 +411,7 @@ mod tests {
             let works = scope.spawn(move || {
                 let begun = Instant::now();
                 while begun.elapsed() < 3 * silence {
-                    second.exchange_signs(silence / 8);
+                    second.exchange_heartbeats(silence / 8);
                     std::thread::sleep(Duration::from_millis(5));
                 }
                 second.swap(&[(0, &[7])], &mut [], &within(silence))
@@ -424,12 +422,12 @@ mod tests {
             assert_eq!(works.join().unwrap(), Ok(()));
             let lost = first.swap(&[], &mut [(2, &mut other)], &patient(silence));
             assert_eq!(lost, Err(LostRanks::Silent(vec![2])));
-            // Its signs are taken while nothing is awaited.
-            third.exchange_signs(Duration::ZERO);
+            // Its heartbeats are taken while nothing is awaited.
+            third.exchange_heartbeats(Duration::ZERO);
             let begun = Instant::now();
             let before = first.seen[2];
             while first.seen[2] == before {
-                first.exchange_signs(Duration::MAX);
+                first.exchange_heartbeats(Duration::MAX);
                 assert!(begun.elapsed() < Duration::from_secs(20));
             }
         });

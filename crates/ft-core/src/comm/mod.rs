@@ -20,9 +20,9 @@ mod mpi;
 #[cfg(feature = "nccl")]
 mod nccl;
 mod shards;
+mod wire;
 #[cfg(test)]
 pub(crate) mod threads;
-mod wire;
 
 #[cfg(test)]
 mod tests;
@@ -85,8 +85,8 @@ pub struct PendingNumbers<T = Vec<f32>>(PendingState<T>);
 
 enum PendingState<T> {
     Here(Result<Vec<T>>),
-    Coming(Receiver<Result<Vec<T>>>),
-    /// What is called when the lists are here.
+    InFlight(Receiver<Result<Vec<T>>>),
+    /// Runs when the lists have arrived.
     #[cfg(test)]
     Timed(Box<PendingState<T>>, Box<dyn FnOnce() + Send>),
 }
@@ -99,7 +99,7 @@ impl<T> PendingNumbers<T> {
     pub fn wait(self) -> Result<Vec<T>> {
         match self.0 {
             PendingState::Here(lists) => lists,
-            PendingState::Coming(reply) => reply.recv().unwrap_or_else(|_| Err(closed())),
+            PendingState::InFlight(reply) => reply.recv().unwrap_or_else(|_| Err(closed())),
             #[cfg(test)]
             PendingState::Timed(state, then) => {
                 let lists = PendingNumbers(*state).wait();
@@ -115,7 +115,7 @@ impl<T> PendingNumbers<T> {
 pub enum Patience {
     /// As for numbers (`Collective::set_timeout`): all ranks do the same work.
     Step,
-    /// As long as it takes, with signs of life if the wire has them: one rank saves, or reads rows.
+    /// As long as it takes, with heartbeats if the wire has them: one rank saves, or reads rows.
     Long,
 }
 
@@ -124,22 +124,24 @@ pub trait Collective: Send + Sync {
     /// The place of this rank.
     fn world(&self) -> &World;
 
-    /// List `parts[j]` goes to rank j; a list of `lengths[j]` numbers comes from rank j. `key`: equal on all ranks.
-    fn exchange(&self, key: u64, parts: Vec<Vec<f32>>, lengths: Vec<usize>) -> PendingNumbers;
+    /// List `parts[j]` goes to rank j; a list of `lengths[j]` numbers comes from rank j. As `all_to_all_single` of
+    /// torch. `key`: equal on all ranks.
+    fn all_to_all(&self, key: u64, parts: Vec<Vec<f32>>, lengths: Vec<usize>) -> PendingNumbers;
 
-    /// `own` goes to every rank; a list of `lengths[j]` numbers comes from rank j. `key`: equal on all ranks.
-    fn gather(&self, key: u64, own: Vec<f32>, lengths: Vec<usize>) -> PendingNumbers;
+    /// `own` goes to every rank; a list of `lengths[j]` numbers comes from rank j. As `all_gather` of torch. `key`:
+    /// equal on all ranks.
+    fn all_gather(&self, key: u64, own: Vec<f32>, lengths: Vec<usize>) -> PendingNumbers;
 
     /// The whole lists of which ranks store parts. This rank sends its parts to the ranks `to`; it gets the lists if it is one
     /// of them. Groups of ranks can collect lists of their own at the same time. `key`: equal on all ranks. The own parts must
     /// not change before the end.
-    fn collect(&self, key: u64, shards: Vec<Shard>, to: Vec<usize>) -> PendingNumbers<WholeList>;
+    fn gather_shards(&self, key: u64, shards: Vec<Shard>, to: Vec<usize>) -> PendingNumbers<WholeList>;
 
-    /// What every rank says, in the order of the ranks.
+    /// The bytes of every rank, in the order of the ranks, on every rank.
     ///
     /// # Errors
     /// Another rank has failed, or is at another operation.
-    fn bytes(&self, own: Vec<u8>, patience: Patience) -> Result<Vec<Vec<u8>>>;
+    fn all_gather_bytes(&self, own: Vec<u8>, patience: Patience) -> Result<Vec<Vec<u8>>>;
 
     /// The numbers of this rank are on `device` from now on. All ranks call it before their first exchange of numbers.
     ///
@@ -160,8 +162,8 @@ pub trait Collective: Send + Sync {
     /// Sets how long a rank waits for the numbers of another one.
     fn set_timeout(&self, timeout: Duration);
 
-    /// Bytes of numbers and of weights that this rank has sent to others so far, by the operations that have ended. Headers, and
-    /// what the ranks say (`bytes`), are not in it.
+    /// Bytes of numbers and of weights that this rank has sent to others so far, by the operations that have ended.
+    /// Headers and the bytes of `all_gather_bytes` are not in it.
     fn sent(&self) -> u64;
 }
 
@@ -171,7 +173,7 @@ pub trait Collective: Send + Sync {
 /// Another rank has failed.
 pub fn hosts(comm: &dyn Collective) -> Result<Vec<String>> {
     let own = comm.world().host.clone().into_bytes();
-    let hosts = comm.bytes(own, Patience::Long)?;
+    let hosts = comm.all_gather_bytes(own, Patience::Long)?;
     Ok(hosts
         .iter()
         .map(|host| String::from_utf8_lossy(host).into_owned())
@@ -197,19 +199,19 @@ impl Collective for SingleRank {
         &self.0
     }
 
-    fn exchange(&self, _: u64, parts: Vec<Vec<f32>>, _: Vec<usize>) -> PendingNumbers {
+    fn all_to_all(&self, _: u64, parts: Vec<Vec<f32>>, _: Vec<usize>) -> PendingNumbers {
         PendingNumbers(PendingState::Here(Ok(parts)))
     }
 
-    fn gather(&self, _: u64, own: Vec<f32>, _: Vec<usize>) -> PendingNumbers {
+    fn all_gather(&self, _: u64, own: Vec<f32>, _: Vec<usize>) -> PendingNumbers {
         PendingNumbers(PendingState::Here(Ok(vec![own])))
     }
 
-    fn collect(&self, _: u64, shards: Vec<Shard>, _: Vec<usize>) -> PendingNumbers<WholeList> {
+    fn gather_shards(&self, _: u64, shards: Vec<Shard>, _: Vec<usize>) -> PendingNumbers<WholeList> {
         PendingNumbers(PendingState::Here(shards.iter().map(Shard::alone).collect()))
     }
 
-    fn bytes(&self, own: Vec<u8>, _: Patience) -> Result<Vec<Vec<u8>>> {
+    fn all_gather_bytes(&self, own: Vec<u8>, _: Patience) -> Result<Vec<Vec<u8>>> {
         Ok(vec![own])
     }
 

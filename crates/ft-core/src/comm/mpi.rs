@@ -1,11 +1,11 @@
 //! The wire over MPI: point-to-point messages that do not block. The thread looks for their end and sleeps in between,
 //! because other ranks and the computation of this one need the processors.
 //!
-//! A rank that computes or works alone sends each other rank a sign of life from time to time, with a tag of its own. So one
-//! that waits without a limit finds a rank whose process hangs.
+//! A rank that computes or works alone sends each other rank a heartbeat from time to time, with a tag of its own. So
+//! one that waits without a limit finds a rank whose process hangs.
 
 use super::World;
-use super::wire::{WaitLimit, Wire};
+use super::wire::{POLL, WaitLimit, Wire};
 use crate::base::{Error, Result};
 use ::mpi::environment::Universe;
 use ::mpi::request::{LocalScope, Request, StaticScope, scope};
@@ -16,25 +16,24 @@ use std::time::{Duration, Instant};
 
 /// Bytes of a message; the counts of MPI are 32-bit integers.
 const PIECE: usize = 1 << 30;
-/// Time between two looks at messages under way.
+/// Time between two looks at messages in flight.
 const SHORTEST: Duration = Duration::from_micros(20);
 const LONGEST: Duration = Duration::from_millis(1);
-/// The same, at signs of life while messages are under way.
-const LOOK: Duration = Duration::from_millis(50);
 
 const NUMBERS: Tag = 1;
 const LIFE: Tag = 2;
-static SIGN: [u8; 1] = [1];
+static HEARTBEAT: [u8; 1] = [1];
 
 /// The wire, and the universe that ends with it.
 pub(super) struct MpiWire {
     world: SimpleCommunicator,
     rank: usize,
-    /// When each rank has given the last sign of life.
+    /// When the last heartbeat of each rank has arrived.
     seen: Vec<Instant>,
-    /// When this rank has given one, and what of it is still under way.
-    given: Instant,
-    signs: Vec<Option<Request<'static, [u8], StaticScope>>>,
+    /// When this rank has sent the last one.
+    sent: Instant,
+    /// The heartbeats of this rank that are still in flight.
+    heartbeats: Vec<Option<Request<'static, [u8], StaticScope>>>,
     _universe: Universe,
 }
 
@@ -53,8 +52,8 @@ pub(super) fn open() -> Result<(MpiWire, World)> {
         world,
         rank,
         seen: vec![Instant::now(); size],
-        given: Instant::now(),
-        signs: (0..size).map(|_| None).collect(),
+        sent: Instant::now(),
+        heartbeats: (0..size).map(|_| None).collect(),
         _universe: universe,
     };
     Ok((wire, World { rank, size, host }))
@@ -85,8 +84,9 @@ impl MpiWire {
         let (world, seen) = (&self.world, &mut self.seen);
         scope(|scope| {
             let mut open: Vec<OpenRequest<T>> = Vec::new();
-            // What is sent comes first: over TCP a rank that is late asks for the numbers of the other one when it posts a receive. Then
-            // these numbers leave, and what the other one would ask for waits behind them, so that nothing goes the other way.
+            // Sends are posted before receives. Over TCP a receive that is posted late makes the peer send at once; if
+            // this rank posts its send after that, it waits behind these bytes, and the two directions run one after
+            // the other.
             for (rank, list) in out.iter().filter(|(rank, _)| *rank != self.rank) {
                 let to = world.process_at_rank(*rank as i32);
                 for part in list.chunks(piece) {
@@ -126,9 +126,9 @@ impl MpiWire {
                     wait.late(&missing());
                     world.abort(1);
                 }
-                if looked.elapsed() > LOOK {
+                if looked.elapsed() > POLL {
                     looked = Instant::now();
-                    receive_signs(world, seen);
+                    receive_heartbeats(world, seen);
                     let mut silent = missing();
                     silent.retain(|rank| seen[*rank].max(begun).elapsed() > wait.silence);
                     if wait.limit.is_none() && !silent.is_empty() {
@@ -142,19 +142,21 @@ impl MpiWire {
     }
 }
 
-/// Takes the signs of life that have arrived.
-fn receive_signs(world: &SimpleCommunicator, seen: &mut [Instant]) {
+/// Takes the heartbeats that have arrived.
+fn receive_heartbeats(world: &SimpleCommunicator, seen: &mut [Instant]) {
     while let Some(status) = world.any_process().immediate_probe_with_tag(LIFE) {
-        let (from, mut sign) = (status.source_rank(), SIGN);
-        world.process_at_rank(from).receive_into_with_tag(&mut sign[..], LIFE);
+        let (from, mut heartbeat) = (status.source_rank(), HEARTBEAT);
+        world
+            .process_at_rank(from)
+            .receive_into_with_tag(&mut heartbeat[..], LIFE);
         seen[from as usize] = Instant::now();
     }
 }
 
 impl Drop for MpiWire {
-    /// Nobody waits for a sign of life any more.
+    /// Nobody waits for a heartbeat any more.
     fn drop(&mut self) {
-        self.signs.drain(..).flatten().for_each(std::mem::forget);
+        self.heartbeats.drain(..).flatten().for_each(std::mem::forget);
     }
 }
 
@@ -168,18 +170,19 @@ impl Wire for MpiWire {
     }
 
     fn idle(&mut self, wait: &WaitLimit) {
-        receive_signs(&self.world, &mut self.seen);
-        if self.given.elapsed() < wait.sign_every() {
+        receive_heartbeats(&self.world, &mut self.seen);
+        if self.sent.elapsed() < wait.heartbeat_every() {
             return;
         }
-        self.given = Instant::now();
-        for (rank, sign) in self.signs.iter_mut().enumerate().filter(|(rank, _)| *rank != self.rank) {
-            // One sign at a time: a process that hangs takes none.
-            *sign = match sign.take().map(Request::test) {
-                Some(Err(under_way)) => Some(under_way),
+        self.sent = Instant::now();
+        let heartbeats = self.heartbeats.iter_mut().enumerate();
+        for (rank, heartbeat) in heartbeats.filter(|(rank, _)| *rank != self.rank) {
+            // One heartbeat at a time: a process that hangs takes none.
+            *heartbeat = match heartbeat.take().map(Request::test) {
+                Some(Err(in_flight)) => Some(in_flight),
                 _ => {
                     let to = self.world.process_at_rank(rank as i32);
-                    Some(to.immediate_send_with_tag(StaticScope, &SIGN[..], LIFE))
+                    Some(to.immediate_send_with_tag(StaticScope, &HEARTBEAT[..], LIFE))
                 }
             };
         }

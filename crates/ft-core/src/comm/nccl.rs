@@ -3,8 +3,8 @@
 
 use super::World;
 use super::meeting::Rendezvous;
-use super::mesh::{LOOK, LostRanks, Mesh};
-use super::wire::{WaitLimit, Wire};
+use super::mesh::{LostRanks, Mesh};
+use super::wire::{POLL, WaitLimit, Wire};
 use crate::base::{Error, Result, files, signal};
 use crate::ops::nccl::{Communicator, NcclId, NcclLibrary, NcclResources, version_text};
 use candle_core::Device;
@@ -76,7 +76,7 @@ impl Guard {
         let look = move || {
             let mut begun = Instant::now();
             loop {
-                std::thread::sleep(LOOK);
+                std::thread::sleep(POLL);
                 let why = match seen.load(Ordering::Acquire) {
                     WAITS => {
                         begun = Instant::now();
@@ -248,7 +248,7 @@ impl NcclWire {
         let mut looked = begun;
         let mut gone = Vec::new();
         let mut look = || {
-            if looked.elapsed() > LOOK {
+            if looked.elapsed() > POLL {
                 looked = Instant::now();
                 gone = self.mesh.gone();
             }
@@ -300,7 +300,7 @@ impl Wire for NcclWire {
         };
         let Err(error) = done else { return };
         // A rank that has died is a failure of NCCL too; the connections say which.
-        std::thread::sleep(LOOK);
+        std::thread::sleep(POLL);
         let gone = self.mesh.gone();
         if gone.is_empty() {
             wait.ends(&error.line());
@@ -321,7 +321,7 @@ impl Wire for NcclWire {
         if !gone.is_empty() {
             self.end(LostRanks::Gone(gone), wait);
         }
-        self.mesh.exchange_signs(wait.sign_every());
+        self.mesh.exchange_heartbeats(wait.heartbeat_every());
     }
 
     fn abort(&mut self, code: i32) {

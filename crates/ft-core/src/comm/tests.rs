@@ -16,20 +16,20 @@ fn lists_arrive_where_they_belong() {
         for n in [0, 1, QUANTUM - 1, QUANTUM + 1] {
             threads::run(size, |comm| {
                 let rank = comm.world().rank;
-                // Two under way at the same time; the length depends on the receiver.
+                // Two in flight at the same time; the length depends on the receiver.
                 let send = |key| {
                     let parts = (0..size).map(|to| list(rank, to, n + to)).collect();
-                    comm.exchange(key, parts, vec![n + rank; size])
+                    comm.all_to_all(key, parts, vec![n + rank; size])
                 };
                 let (first, second) = (send(1), send(2));
-                let gathered = comm.gather(3, list(rank, 9, n + rank), (0..size).map(|from| n + from).collect());
+                let gathered = comm.all_gather(3, list(rank, 9, n + rank), (0..size).map(|from| n + from).collect());
                 for pending in [first, second] {
                     let want: Vec<Vec<f32>> = (0..size).map(|from| list(from, rank, n + rank)).collect();
                     assert!(pending.wait().unwrap() == want);
                 }
                 let want: Vec<Vec<f32>> = (0..size).map(|from| list(from, 9, n + from)).collect();
                 assert!(gathered.wait().unwrap() == want);
-                let said = comm.bytes(vec![rank as u8; rank], Patience::Long).unwrap();
+                let said = comm.all_gather_bytes(vec![rank as u8; rank], Patience::Long).unwrap();
                 assert_eq!(said, (0..size).map(|from| vec![from as u8; from]).collect::<Vec<_>>());
             });
         }
@@ -54,8 +54,8 @@ fn lists_in_parts_are_collected() {
                         .to_vec()
                 };
                 let (all, one) = (
-                    comm.collect(1, shards(), (0..size).collect()),
-                    comm.collect(2, shards(), vec![size - 1]),
+                    comm.gather_shards(1, shards(), (0..size).collect()),
+                    comm.gather_shards(2, shards(), vec![size - 1]),
                 );
                 let check = |lists: Vec<WholeList>| {
                     let mut lists = lists.into_iter();
@@ -105,8 +105,8 @@ fn groups_of_ranks_collect_lists_of_their_own() {
         // The second time only the last rank of the first group gets the list.
         let second = if rank < 2 { vec![1] } else { Vec::new() };
         let (all, one) = (
-            comm.collect(1, vec![shard.clone()], group),
-            comm.collect(2, vec![shard], second),
+            comm.gather_shards(1, vec![shard.clone()], group),
+            comm.gather_shards(2, vec![shard], second),
         );
         let want: Vec<f32> = (0..n).map(|i| (100 * (rank / 2) + i) as f32).collect();
         let read = |list: WholeList| list.into_tensor(&[n]).unwrap().to_vec1::<f32>().unwrap();
@@ -131,7 +131,7 @@ fn a_part_without_a_place_is_sent_only() {
             first += length;
         }
         let list = comm
-            .collect(1, vec![Shard { own, ranges }], vec![0, 1, 2])
+            .gather_shards(1, vec![Shard { own, ranges }], vec![0, 1, 2])
             .wait()
             .unwrap();
         let list = list.into_iter().next().unwrap();
@@ -178,7 +178,7 @@ fn bytes_have_a_time_limit_when_all_ranks_are_here() {
     group.set_timeout(Duration::from_secs(5));
     for (patience, header) in [(Patience::Long, None), (Patience::Step, Some(7))] {
         limits.lock().unwrap().clear();
-        assert_eq!(group.bytes(vec![3], patience).unwrap(), [[3], [3]]);
+        assert_eq!(group.all_gather_bytes(vec![3], patience).unwrap(), [[3], [3]]);
         let want = [header, Some(7)].map(|s| s.map(Duration::from_secs));
         assert_eq!(*limits.lock().unwrap(), want, "{patience:?}");
     }
@@ -190,15 +190,15 @@ fn a_rank_that_fails_is_heard_by_all() {
         let begun = Instant::now();
         let found = threads::run(size, |comm| {
             let rank = comm.world().rank;
-            comm.bytes(Vec::new(), Patience::Long).unwrap();
+            comm.all_gather_bytes(Vec::new(), Patience::Long).unwrap();
             if rank == 1 {
                 return comm.fail(3, "no space\nhint: free some".into());
             }
             let lists = vec![vec![0.0; 5]; size];
-            let error = comm.exchange(7, lists, vec![5; size]).wait().unwrap_err().to_string();
+            let error = comm.all_to_all(7, lists, vec![5; size]).wait().unwrap_err().to_string();
             assert!(error.contains("rank 1 (host here): no space"), "{error}");
             assert!(
-                comm.bytes(Vec::new(), Patience::Long).is_err(),
+                comm.all_gather_bytes(Vec::new(), Patience::Long).is_err(),
                 "after a failure nothing travels"
             );
             comm.fail(1, "what follows from it".into())
@@ -217,7 +217,7 @@ fn a_rank_that_fails_is_heard_by_all() {
 fn failures_of_several_ranks_are_one_list() {
     let found = threads::run(3, |comm| match comm.world().rank {
         0 => {
-            assert!(comm.bytes(Vec::new(), Patience::Long).is_err());
+            assert!(comm.all_gather_bytes(Vec::new(), Patience::Long).is_err());
             comm.fail(1, "third".into())
         }
         rank => comm.fail(2, format!("error {rank}")),
@@ -230,12 +230,22 @@ fn failures_of_several_ranks_are_one_list() {
 #[test]
 fn ranks_that_lose_step_get_an_error() {
     let other_kind = threads::run(3, |comm| match comm.world().rank {
-        2 => comm.bytes(Vec::new(), Patience::Long).unwrap_err().to_string(),
-        _ => comm.gather(1, vec![1.0], vec![1; 3]).wait().unwrap_err().to_string(),
+        2 => comm
+            .all_gather_bytes(Vec::new(), Patience::Long)
+            .unwrap_err()
+            .to_string(),
+        _ => comm
+            .all_gather(1, vec![1.0], vec![1; 3])
+            .wait()
+            .unwrap_err()
+            .to_string(),
     });
     let other_key = threads::run(3, |comm| {
         let key = comm.world().rank as u64 / 2;
-        comm.gather(key, vec![1.0], vec![1; 3]).wait().unwrap_err().to_string()
+        comm.all_gather(key, vec![1.0], vec![1; 3])
+            .wait()
+            .unwrap_err()
+            .to_string()
     });
     for error in other_kind.iter().chain(&other_key) {
         assert!(error.contains("lost step: rank 0 is at a gathering"), "{error}");
@@ -246,13 +256,16 @@ fn ranks_that_lose_step_get_an_error() {
 #[test]
 fn a_rank_that_is_late_ends_the_job() {
     let found = threads::run(2, |comm| {
-        comm.bytes(Vec::new(), Patience::Long).unwrap();
+        comm.all_gather_bytes(Vec::new(), Patience::Long).unwrap();
         if comm.world().rank == 1 {
             std::thread::sleep(Duration::from_millis(500));
             return String::new();
         }
         comm.set_timeout(Duration::from_millis(50));
-        comm.gather(1, vec![1.0], vec![1; 2]).wait().unwrap_err().to_string()
+        comm.all_gather(1, vec![1.0], vec![1; 2])
+            .wait()
+            .unwrap_err()
+            .to_string()
     });
     assert!(found[0].contains("has ended"), "{}", found[0]);
 }

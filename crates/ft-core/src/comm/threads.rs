@@ -178,28 +178,28 @@ impl Collective for SlowComm {
         self.comm.world()
     }
 
-    fn exchange(&self, key: u64, parts: Vec<Vec<f32>>, lengths: Vec<usize>) -> PendingNumbers {
+    fn all_to_all(&self, key: u64, parts: Vec<Vec<f32>>, lengths: Vec<usize>) -> PendingNumbers {
         let all: usize = parts.iter().map(Vec::len).sum();
         let own = parts.get(self.world().rank).map_or(0, Vec::len);
         let end = self.begin(all - own);
-        let pending = self.comm.exchange(key, parts, lengths);
+        let pending = self.comm.all_to_all(key, parts, lengths);
         PendingNumbers(PendingState::Timed(Box::new(pending.0), Box::new(end)))
     }
 
-    fn gather(&self, key: u64, own: Vec<f32>, lengths: Vec<usize>) -> PendingNumbers {
+    fn all_gather(&self, key: u64, own: Vec<f32>, lengths: Vec<usize>) -> PendingNumbers {
         let sent = own.len() * (self.world().size - 1);
         let end = self.begin(sent);
-        let pending = self.comm.gather(key, own, lengths);
+        let pending = self.comm.all_gather(key, own, lengths);
         PendingNumbers(PendingState::Timed(Box::new(pending.0), Box::new(end)))
     }
 
-    fn collect(&self, key: u64, shards: Vec<Shard>, to: Vec<usize>) -> PendingNumbers<WholeList> {
-        self.comm.collect(key, shards, to)
+    fn gather_shards(&self, key: u64, shards: Vec<Shard>, to: Vec<usize>) -> PendingNumbers<WholeList> {
+        self.comm.gather_shards(key, shards, to)
     }
 
-    fn bytes(&self, own: Vec<u8>, patience: Patience) -> Result<Vec<Vec<u8>>> {
+    fn all_gather_bytes(&self, own: Vec<u8>, patience: Patience) -> Result<Vec<Vec<u8>>> {
         let end = self.begin(0);
-        let all = self.comm.bytes(own, patience);
+        let all = self.comm.all_gather_bytes(own, patience);
         end();
         all
     }
@@ -270,27 +270,27 @@ impl Collective for CountingComm {
         self.comm.world()
     }
 
-    fn exchange(&self, key: u64, parts: Vec<Vec<f32>>, lengths: Vec<usize>) -> PendingNumbers {
+    fn all_to_all(&self, key: u64, parts: Vec<Vec<f32>>, lengths: Vec<usize>) -> PendingNumbers {
         let counted = parts.iter().enumerate().filter(|(to, _)| self.counts(*to));
         let numbers: usize = counted.map(|(_, part)| part.len()).sum();
         self.numbers.fetch_add(numbers as u64, SeqCst);
-        self.comm.exchange(key, parts, lengths)
+        self.comm.all_to_all(key, parts, lengths)
     }
 
-    fn gather(&self, key: u64, own: Vec<f32>, lengths: Vec<usize>) -> PendingNumbers {
+    fn all_gather(&self, key: u64, own: Vec<f32>, lengths: Vec<usize>) -> PendingNumbers {
         let others = (0..self.world().size).filter(|to| self.counts(*to)).count();
         self.numbers.fetch_add((own.len() * others) as u64, SeqCst);
-        self.comm.gather(key, own, lengths)
+        self.comm.all_gather(key, own, lengths)
     }
 
-    fn collect(&self, key: u64, shards: Vec<Shard>, to: Vec<usize>) -> PendingNumbers<WholeList> {
+    fn gather_shards(&self, key: u64, shards: Vec<Shard>, to: Vec<usize>) -> PendingNumbers<WholeList> {
         let others = to.iter().filter(|to| self.counts(**to)).count();
         self.weights.fetch_add(own_bytes(&shards) * others as u64, SeqCst);
-        self.comm.collect(key, shards, to)
+        self.comm.gather_shards(key, shards, to)
     }
 
-    fn bytes(&self, own: Vec<u8>, patience: Patience) -> Result<Vec<Vec<u8>>> {
-        self.comm.bytes(own, patience)
+    fn all_gather_bytes(&self, own: Vec<u8>, patience: Patience) -> Result<Vec<Vec<u8>>> {
+        self.comm.all_gather_bytes(own, patience)
     }
 
     fn use_device(&self, device: &Device) -> Result<()> {

@@ -4,9 +4,12 @@ use crate::base::Result;
 use candle_core::Device;
 use std::time::Duration;
 
-/// Most time between two signs of life; less if ranks wait for a short time only.
+/// Most time between two heartbeats; less if ranks wait for a short time only.
 #[cfg(any(feature = "mpi", feature = "nccl"))]
-const SELDOM: Duration = Duration::from_secs(10);
+const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(10);
+
+/// Time between two looks at the connections to the other ranks.
+pub(super) const POLL: Duration = Duration::from_millis(50);
 
 /// Moves lists between ranks. The list of the own rank, and empty lists, do not travel.
 pub trait Wire {
@@ -29,8 +32,8 @@ pub trait Wire {
         Ok(())
     }
 
-    /// Called while this rank computes or works alone: gives the others a sign of life (`WaitLimit::sign_every`). A wire that sees
-    /// that a rank is gone ends the job.
+    /// Called while this rank computes or works alone: sends the others a heartbeat (`WaitLimit::heartbeat_every`). A
+    /// wire that sees that a rank is gone ends the job.
     fn idle(&mut self, _wait: &WaitLimit) {}
 
     /// Ends the whole job.
@@ -39,11 +42,11 @@ pub trait Wire {
 
 /// How long a wire waits, and what it says before it ends the job.
 pub struct WaitLimit {
-    /// `None`: as long as it takes, if the ranks that are missing live.
+    /// `None`: no limit while the missing ranks send heartbeats.
     pub limit: Option<Duration>,
-    /// How long a rank may be silent that computes, or works alone.
+    /// Longest time without a heartbeat from a rank that computes or works alone.
     pub silence: Duration,
-    /// The others may end when they have what they wait for.
+    /// The last operation of the job, or one after a failure: a rank that closes its connection is not lost.
     pub last: bool,
     /// Name of this rank.
     pub(super) name: String,
@@ -65,19 +68,19 @@ impl WaitLimit {
         self.say_end(&format!(" has waited {seconds} s for {missing}{setting}"));
     }
 
-    /// Time between two signs of life.
+    /// Time between two heartbeats.
     #[cfg(any(feature = "mpi", feature = "nccl"))]
-    pub fn sign_every(&self) -> Duration {
-        SELDOM.min(self.silence / 8)
+    pub fn heartbeat_every(&self) -> Duration {
+        HEARTBEAT_INTERVAL.min(self.silence / 8)
     }
 
-    /// Says which ranks give no sign of life. The wire then ends the job.
+    /// Says which ranks send no heartbeat. The wire then ends the job.
     #[cfg(any(feature = "mpi", feature = "nccl"))]
     pub fn silent(&self, missing: &[usize]) {
         let seconds = self.silence.as_secs();
         let missing = numbered(missing);
         self.say_end(&format!(
-            ": no sign of life of {missing} for {seconds} s, its process hangs or its machine is lost"
+            ": no heartbeat of {missing} for {seconds} s, its process hangs or its machine is lost"
         ));
     }
 

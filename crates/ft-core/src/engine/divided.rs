@@ -71,7 +71,8 @@ impl<'a> DividedSums<'a> {
                 own.push(sum.param.name.to_string());
             }
         }
-        let all = self.comm.bytes(own.join("\n").into_bytes(), Patience::Step)?;
+        let own = own.join("\n").into_bytes();
+        let all = self.comm.all_gather_bytes(own, Patience::Step)?;
         let texts: Vec<_> = all.iter().map(|bytes| String::from_utf8_lossy(bytes)).collect();
         let names: BTreeSet<&str> = texts.iter().flat_map(|text| text.lines()).collect();
         Ok(names.into_iter().map(str::to_string).collect())
@@ -275,7 +276,7 @@ impl Engine {
         // All groups of ranks or none, because all exchange at the same time.
         let mut shares = batch.len() >= ranks;
         if self.comm.world().size > ranks {
-            let all = self.comm.bytes(vec![u8::from(shares)], Patience::Step)?;
+            let all = self.comm.all_gather_bytes(vec![u8::from(shares)], Patience::Step)?;
             shares = all.iter().all(|own| own == &[1]);
         }
         if shares {
@@ -339,7 +340,7 @@ impl Engine {
     /// As `exact_of_all`, of a weight that is stored in parts.
     pub(super) fn exact_of_owners(&self, name: &str, sink: &mut super::switch::ExactSink) -> Result<()> {
         self.comm
-            .bytes(format!("{name}\n{EXACT}").into_bytes(), Patience::Step)?;
+            .all_gather_bytes(format!("{name}\n{EXACT}").into_bytes(), Patience::Step)?;
         self.answer(name, EXACT, &mut |values| match values {
             MomentValues::F32(values) => sink(values),
             MomentValues::U8(_) => Ok(()),
@@ -361,8 +362,8 @@ impl Engine {
     /// Passes the exact values of a weight whose low bits are divided to `sink`. For rank 0 within `by_root`.
     pub(super) fn exact_of_all(&self, name: &str, sink: &mut super::switch::ExactSink) -> Result<()> {
         let weight = self.network.param(name)?.tensor.flatten_all()?;
-        let mut at = 0;
-        self.comm.bytes(format!("{name}\n{LOW}").into_bytes(), Patience::Step)?;
+        let (asked, mut at) = (format!("{name}\n{LOW}"), 0);
+        self.comm.all_gather_bytes(asked.into_bytes(), Patience::Step)?;
         self.answer(name, LOW, &mut |values| {
             let MomentValues::F32(low) = values else {
                 return Ok(());
@@ -448,10 +449,9 @@ impl Engine {
             sharded.filter(|_| asks).inspect(|store| store.begin_alone());
             let done = work();
             sharded.inspect(|store| store.end_alone());
-            // Ends the waiting of the others, also after an error.
-            // They wait already, so one that does not answer is lost.
+            // Ends the wait of the others, also after an error. They wait already: one that does not answer is lost.
             let ended = if asks {
-                comm.bytes(Vec::new(), Patience::Step)
+                comm.all_gather_bytes(Vec::new(), Patience::Step)
             } else {
                 Ok(Vec::new())
             };
@@ -462,7 +462,7 @@ impl Engine {
             return Ok(None);
         }
         loop {
-            let asked = comm.bytes(Vec::new(), Patience::Long)?.swap_remove(0);
+            let asked = comm.all_gather_bytes(Vec::new(), Patience::Long)?.swap_remove(0);
             let text = String::from_utf8_lossy(&asked);
             let Some((name, part)) = text.split_once('\n') else {
                 return Ok(None);
@@ -481,7 +481,7 @@ impl Engine {
     pub fn moment(&self, moment: &SavedMoment, sink: &mut MomentSink) -> Result<()> {
         if self.divided || self.trains_apart() {
             let asked = format!("{}\n{}", moment.name, moment.part);
-            self.comm.bytes(asked.into_bytes(), Patience::Step)?;
+            self.comm.all_gather_bytes(asked.into_bytes(), Patience::Step)?;
         }
         self.answer(&moment.name, moment.part, sink)
     }
@@ -566,7 +566,7 @@ impl Engine {
         }
         let found = self
             .comm
-            .exchange(count as u64, parts, lengths)
+            .all_to_all(count as u64, parts, lengths)
             .wait()?
             .swap_remove(owner);
         if !world.is_root() {

@@ -249,7 +249,7 @@ impl Engine {
             return sink(values.ok_or_else(|| Error::internal("an average is missing").at(name))?);
         }
         let asked = format!("{name}\n{AVERAGE}");
-        self.comm.bytes(asked.into_bytes(), Patience::Step)?;
+        self.comm.all_gather_bytes(asked.into_bytes(), Patience::Step)?;
         let sink: &mut MomentSink = &mut |values| match values {
             MomentValues::F32(values) => sink(values),
             MomentValues::U8(_) => Ok(()),

@@ -1,7 +1,7 @@
 //! Code of an adaptation method that runs around the update of a step.
 
 use crate::base::Result;
-use crate::peft::ranks::{RankAllocator, StepGradients};
+use crate::peft::rank_allocation::{RankAllocator, StepGradients};
 use std::collections::BTreeMap;
 
 /// Runs before and after the update of each step, on the accumulated gradients of all parameters. With a hook the engine

@@ -6,7 +6,6 @@ mod clipping;
 mod config;
 pub mod divided;
 mod ema;
-
 pub mod hook;
 mod layer_graphs;
 mod loss_scale;
@@ -37,21 +36,21 @@ pub use step::{Engine, GradientStorage, QueuedStep, StepReport};
 pub use strategy::StepStrategy;
 
 #[cfg(test)]
-mod outer_tests;
-#[cfg(test)]
-mod own_state_tests;
-#[cfg(test)]
 mod expert_ranks_tests;
-#[cfg(test)]
-mod ranks_tests;
-#[cfg(test)]
-mod sharded_tests;
 #[cfg(test)]
 mod host_tests;
 #[cfg(test)]
 mod in_node_tests;
 #[cfg(test)]
+mod outer_tests;
+#[cfg(test)]
+mod own_state_tests;
+#[cfg(test)]
+mod ranks_tests;
+#[cfg(test)]
 mod sequence_tests;
+#[cfg(test)]
+mod sharded_tests;
 #[cfg(test)]
 mod shared_tests;
 #[cfg(test)]

@@ -1,5 +1,5 @@
-//! The part of the training state that one rank writes to a checkpoint in parts. Nothing travels: what the ranks divide is
-//! written by its owner, and of what every rank has whole each one writes a part.
+//! The part of the training state that one rank writes to a checkpoint in parts. No data is exchanged: each rank writes
+//! the state that it owns, and a part of the state that all ranks have.
 
 use super::divided::{AVERAGE, MomentSink, PIECE, SavedMoment, give};
 use super::outer::{OUTER, rank_of};

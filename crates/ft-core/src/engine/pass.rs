@@ -1,4 +1,5 @@
-//! The forward pass that saves only layer inputs, the objective, and the backward pass.
+//! The forward pass, which saves the inputs of the layers and the activations of the uppermost ones; the objective; the
+//! backward pass.
 
 use super::active::ActiveSet;
 use super::layer_graphs::LayerGraphs;
@@ -292,16 +293,15 @@ impl<'a> GradientPass<'a> {
             report.sums = sums.map_or(Ok(StepSums::default()), |sums| sums.wait())?;
         }
         let mut all = StepSums::default();
-        for report in window::all(self.comm, reports)? {
+        let reports = window::all(self.comm, reports)?;
+        for report in &reports {
             all = all.plus(report.sums);
             if !report.sums.loss.is_finite() {
                 note(report.micro as usize);
             }
             report.put_back(self.objective);
-            if let Some(routers) = self.routers {
-                routers.add_numbers(&report.routers);
-            }
         }
+        window::add_routers(self.routers, &reports);
         if on_host || self.ordered {
             self.step_stats.set_losses(all)?;
         }
@@ -553,7 +553,7 @@ fn embedding_gradient(
 pub(super) fn non_finite_loss(loss: f64) -> Error {
     Error::non_finite("the loss is not finite; the weights were not changed by this step")
         .found(loss)
-        .hint("lower the learning rate, check the data, or use `Dtype::F32`")
+        .hint(super::sinks::HINT)
 }
 
 /// Loss of one batch, without gradients.

@@ -1,6 +1,6 @@
 //! Sends what each rank has of some parameters to all other ranks, in buckets.
 
-use super::reduce::{BUCKET, GradientPiece, UNDER_WAY, key, pack, unpack, words};
+use super::reduce::{BUCKET, GradientPiece, IN_FLIGHT, key, pack, unpack, words};
 use crate::base::Result;
 use crate::comm::{Collective, PendingNumbers};
 use std::collections::VecDeque;
@@ -34,7 +34,7 @@ pub(super) fn publish(comm: &dyn Collective, items: &[(Arc<str>, usize)], number
                 let bucket = std::mem::take(&mut some);
                 elements = 0;
                 coming.push_back(send(comm, bucket, numbers)?);
-                if coming.len() > UNDER_WAY {
+                if coming.len() > IN_FLIGHT {
                     receive(comm, coming.pop_front(), numbers)?;
                 }
             }
@@ -66,7 +66,7 @@ fn send(comm: &dyn Collective, some: Vec<(usize, GradientPiece)>, numbers: &mut 
     let words =
         |(item, piece): &(usize, GradientPiece), rank| words(piece.range(rank, size).len(), numbers.is_bf16(*item));
     let length = |rank| some.iter().map(|one| words(one, rank)).sum();
-    let pending = comm.gather(key(&pieces, size), own, (0..size).map(length).collect());
+    let pending = comm.all_gather(key(&pieces, size), own, (0..size).map(length).collect());
     Ok((some, pending))
 }
 

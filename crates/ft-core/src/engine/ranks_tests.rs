@@ -321,7 +321,7 @@ fn an_error_of_one_rank_with_averages_in_place_reaches_the_others() {
         for evaluation in 1..=2 {
             let done = engine.with_averages(|_| match (evaluation, comm.world().rank) {
                 (2, 1) => Err(Error::new("rank 1 cannot evaluate")),
-                _ => comm.bytes(Vec::new(), Patience::Step).map(drop),
+                _ => comm.all_gather_bytes(Vec::new(), Patience::Step).map(drop),
             });
             if let Err(e) = done {
                 failed = comm.fail(1, e.to_string());
@@ -492,7 +492,7 @@ fn a_step_sends_the_bytes_that_the_plan_says() {
             let planned = sent_bytes(sizes, micro_batches.into(), place, engine.is_divided(), exchange, false)
                 + corrected_bytes(corrected, micro_batches.into(), place, exchange);
             // All operations have ended.
-            comm.bytes(Vec::new(), Patience::Step).unwrap();
+            comm.all_gather_bytes(Vec::new(), Patience::Step).unwrap();
             assert_eq!(comm.sent(), planned, "rank {} of {size}", place.0);
             planned
         });

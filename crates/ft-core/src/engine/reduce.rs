@@ -17,8 +17,8 @@ use std::sync::Arc;
 
 /// Numbers that travel together.
 pub(super) const BUCKET: usize = 1 << 20;
-/// Buckets under way, beside the one that is filled.
-pub(super) const UNDER_WAY: usize = 2;
+/// Buckets in flight, beside the one that is filled.
+pub(super) const IN_FLIGHT: usize = 2;
 /// Numbers that are on their way from a GPU to the buckets: the GPU computes the next gradients meanwhile.
 const LEAVING: usize = 16 * BUCKET;
 
@@ -42,7 +42,7 @@ pub fn exchange_bytes(trained: u64, ranks: u64) -> u64 {
     if ranks < 2 {
         0
     } else {
-        4 * 2 * (UNDER_WAY as u64 + 1) * bucket.min(BUCKET as u64)
+        4 * 2 * (IN_FLIGHT as u64 + 1) * bucket.min(BUCKET as u64)
     }
 }
 
@@ -422,19 +422,19 @@ impl<'a> ReduceGradients<'a> {
         let lengths = (0..world.size)
             .map(|rank| if rank < contributors { own } else { 0 })
             .collect();
-        let numbers = self.comm.exchange(key(&pieces, contributors), parts, lengths);
+        let numbers = self.comm.all_to_all(key(&pieces, contributors), parts, lengths);
         self.coming.push_back(InFlightBucket {
             pieces,
             contributors,
             numbers,
         });
-        while self.coming.len() > UNDER_WAY {
+        while self.coming.len() > IN_FLIGHT {
             self.receive()?;
         }
         Ok(())
     }
 
-    /// Adds the oldest bucket under way to the sums, the first rank's first.
+    /// Adds the oldest bucket in flight to the sums, the first rank's first.
     fn receive(&mut self) -> Result<()> {
         let Some(bucket) = self.coming.pop_front() else {
             return Ok(());

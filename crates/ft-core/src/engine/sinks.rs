@@ -9,7 +9,7 @@ use crate::model::{GradSink, NamedSums, Param};
 use crate::ops::step::FoundInf;
 use crate::ops::step_stats::StepStats;
 use crate::ops::transfer::Copier;
-use crate::ops::{index_subset, update};
+use crate::ops::{Dtype, index_subset, update};
 use crate::optim::{Optimizer, Update};
 use crate::source::{ShardedWeights, WeightSource};
 use crate::trace;
@@ -17,8 +17,42 @@ use candle_core::Tensor;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// What helps against a gradient that is not finite.
+/// What helps against a loss or a gradient that is not finite.
 pub(super) const HINT: &str = "lower the learning rate, check the data, or use `Dtype::F32`";
+
+/// The error with the advice for weights of this type.
+pub(super) fn advised(e: Error, dtype: Dtype) -> Error {
+    let widens = dtype == Dtype::F32 && e.hint_text() == Some(HINT);
+    if widens {
+        e.hint("lower the learning rate, or check the data")
+    } else {
+        e
+    }
+}
+
+/// `names`: the gradients that are not finite, first those that the backward pass computes first.
+pub(super) fn non_finite(names: &[String], step: u64) -> Error {
+    let e = Error::non_finite(format!(
+        "a gradient is not finite at step {step}; the weights were not changed by this step"
+    ))
+    .hint(HINT);
+    match names {
+        [] => e.found("a norm that is not finite"),
+        [first, ..] => e.at(first).found(format!(
+            "{} such gradients: {}",
+            names.len(),
+            names[..names.len().min(5)].join(", ")
+        )),
+    }
+}
+
+/// The error of the modes that apply gradients at once.
+pub(super) fn held_back(step: u64) -> Error {
+    Error::non_finite(format!(
+        "a gradient is not finite at step {step}; this gradient and all later ones of the step were not applied"
+    ))
+    .hint(HINT)
+}
 
 /// The error of a sink that applies gradients at once.
 fn not_applied(name: &str) -> Error {

@@ -40,7 +40,7 @@ fn of_all<const N: usize>(comm: &dyn Collective, sums: &[OwnSum], own: &[[f32; N
     let lengths: Vec<usize> = (0..size).map(|rank| N * runs(rank)).collect();
     debug_assert_eq!(N * own.len(), lengths[comm.world().rank]);
     let lists = comm
-        .gather(sums.len() as u64, own.as_flattened().to_vec(), lengths)
+        .all_gather(sums.len() as u64, own.as_flattened().to_vec(), lengths)
         .wait()?;
     let mut rest: Vec<&[[f32; N]]> = lists.iter().map(|list| list.as_chunks().0).collect();
     let mut out = Vec::with_capacity(sums.len());

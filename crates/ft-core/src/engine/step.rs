@@ -10,7 +10,9 @@ use super::loss_scale::LossScale;
 use super::outer::OuterState;
 use super::pass::{self, GradientPass, Totals};
 use super::reduce::GradientExchange;
-use super::sinks::{AccumulateGradients, Corrections, FusedUpdate, HINT, MeasureNorm, ReduceRanks};
+use super::sinks::{
+    AccumulateGradients, Corrections, FusedUpdate, MeasureNorm, ReduceRanks, advised, held_back, non_finite,
+};
 use super::strategy::StepStrategy;
 use super::window::FailedMicroBatch;
 use crate::base::{Error, ErrorKind, Result};
@@ -80,7 +82,7 @@ pub struct Engine {
     pub sequence: SequenceConfig,
     /// Dynamic loss scaling, for f16.
     pub loss_scale: Option<LossScale>,
-    /// The ranks that share the micro-batches of a step; every one has all weights (`Engine::join`).
+    /// The ranks that share the micro-batches of a step; the weights may be divided among them (`ShardedWeights`).
     pub(super) comm: Arc<dyn Collective>,
     /// Each rank has a part of the gradients and of the moments.
     pub(super) divided: bool,
@@ -132,11 +134,11 @@ impl QueuedStep {
             });
         }
         if let Some(first) = &self.first
-            && !numbers(first)?.1.is_finite()
+            && !sums_and_norm(first)?.1.is_finite()
         {
             return Err(non_finite(&[], self.step));
         }
-        let (sums, grad_norm) = numbers(&self.sums)?;
+        let (sums, grad_norm) = sums_and_norm(&self.sums)?;
         if grad_norm.is_finite() {
             return Ok(StepReport {
                 totals: self.totals.with(sums),
@@ -295,14 +297,14 @@ impl Engine {
 
     /// True if no weight changes before the last gradient of a step is computed; then a step can be abandoned halfway.
     /// Several ranks always finish a step together.
-    pub fn changes_last(&self, active: &ActiveSet) -> bool {
+    pub fn can_abandon(&self, active: &ActiveSet) -> bool {
         self.comm.world().size == 1
             && self.effective_gradients() == GradientStorage::Keep
             && active.corrected().next().is_none()
     }
 
     /// Queues step number `step`; on a CPU it is complete then. `before`: the step before, if its result was not read
-    /// yet. If `may_stop` is set and `changes_last` holds, a signal ends the step at the next layer.
+    /// yet. If `may_stop` is set and `can_abandon` holds, a signal ends the step at the next layer.
     ///
     /// # Errors
     /// As `step`; those of `before` too. Kind `Signal` if the step was abandoned: the state is that of the previous
@@ -316,10 +318,11 @@ impl Engine {
         may_stop: bool,
         before: Option<&QueuedStep>,
     ) -> Result<QueuedStep> {
-        let may_stop = may_stop && self.changes_last(active);
+        let may_stop = may_stop && self.can_abandon(active);
         (self.agreed, self.failed) = (false, FailedMicroBatch::of(step));
         self.begin_apart(active)?;
         let queued = self.run_step(step, batches, active, lr, may_stop, before);
+        let queued = queued.map_err(|e| advised(e, self.strategy.storage.dtype()));
         if queued.is_ok() {
             self.average(step)?;
         }
@@ -334,7 +337,7 @@ impl Engine {
     /// A loss or gradient was not finite. With stored gradients (`GradientStorage::Keep`) weights and optimizer states
     /// are those before the step.
     pub fn finish(&mut self, queued: &QueuedStep) -> Result<StepReport> {
-        let report = queued.report();
+        let report = queued.report().map_err(|e| advised(e, self.strategy.storage.dtype()));
         // Without stored gradients the updates before the first value that is not finite were made.
         if let Err(e) = &report
             && e.kind() == ErrorKind::NonFinite
@@ -441,7 +444,7 @@ impl Engine {
                 } else if scaled && overflowed(&sums)? {
                     skipped = true;
                 } else {
-                    let (_, grad_norm) = numbers(&sums)?;
+                    let (_, grad_norm) = sums_and_norm(&sums)?;
                     if !grad_norm.is_finite() {
                         return Err(non_finite(&sink.non_finite()?, step));
                     }
@@ -478,7 +481,7 @@ impl Engine {
                     } else if scaled && overflowed(&sums)? {
                         skipped = true;
                     } else {
-                        let (_, grad_norm) = numbers(&sums)?;
+                        let (_, grad_norm) = sums_and_norm(&sums)?;
                         if !grad_norm.is_finite() {
                             return Err(non_finite(&norm.non_finite, step));
                         }
@@ -491,6 +494,10 @@ impl Engine {
                     first = Some(sums);
                 }
                 step_stats.follow(earlier)?;
+                // The first of two passes has counted the tokens of each expert.
+                let again = Routers::new(self.routers.losses);
+                let routers = Some(if first.is_some() { &again } else { &self.routers });
+                let pass = GradientPass { routers, ..pass };
                 let optimizer = &mut self.optimizer;
                 let mut sink = FusedUpdate {
                     active,
@@ -506,7 +513,7 @@ impl Engine {
                 let sums = step_stats.start_reading()?;
                 if !corrected.finite()? {
                     // If a loss is not finite, that is the error.
-                    numbers(&sums)?;
+                    sums_and_norm(&sums)?;
                     return Err(held_back(step));
                 }
                 (totals, sums)
@@ -565,35 +572,11 @@ fn overflowed(pending: &PendingSums) -> Result<bool> {
 }
 
 /// Waits for the sums of a pass; returns them with the global gradient norm. Errors: a loss that is not finite.
-fn numbers(pending: &PendingSums) -> Result<(StepSums, f64)> {
+fn sums_and_norm(pending: &PendingSums) -> Result<(StepSums, f64)> {
     let sums = pending.wait()?;
     if sums.loss.is_finite() {
         Ok((sums, sums.squares.sqrt()))
     } else {
         Err(pass::non_finite_loss(sums.loss))
     }
-}
-
-/// `names`: the gradients that are not finite, first those that the backward pass computes first.
-fn non_finite(names: &[String], step: u64) -> Error {
-    let e = Error::non_finite(format!(
-        "a gradient is not finite at step {step}; the weights were not changed by this step"
-    ))
-    .hint(HINT);
-    match names {
-        [] => e.found("a norm that is not finite"),
-        [first, ..] => e.at(first).found(format!(
-            "{} such gradients: {}",
-            names.len(),
-            names[..names.len().min(5)].join(", ")
-        )),
-    }
-}
-
-/// The error of the modes that apply gradients at once.
-fn held_back(step: u64) -> Error {
-    Error::non_finite(format!(
-        "a gradient is not finite at step {step}; this gradient and all later ones of the step were not applied"
-    ))
-    .hint(HINT)
 }

@@ -4,12 +4,13 @@ use super::active::ActiveSet;
 use super::loss_scale::{LossScale, LossScaleConfig};
 use super::step::*;
 use super::strategy::StepStrategy;
-use crate::base::ErrorKind;
 use crate::base::rng::{Rng, Stream};
+use crate::base::{Error, ErrorKind};
 use crate::data::Batch;
 use crate::data::Example;
-use crate::model::TrainableNetwork;
+use crate::formats::config::Config;
 use crate::model::spec::EMBEDDING;
+use crate::model::{Spec, TrainableNetwork};
 use crate::model::{families, shapes};
 use crate::ops::Dtype;
 use crate::ops::step_stats::{StepStats, StepSums};
@@ -17,8 +18,10 @@ use crate::ops::update;
 use crate::optim::Optimizer;
 use crate::optim::config::{OptimizerConfig, OptimizerName};
 use crate::sft::CausalLm;
-use crate::source::ResidentWeights;
+use crate::source::{ResidentWeights, StoragePolicy};
 use candle_core::Device;
+use serde_json::json;
+use std::path::Path;
 use std::sync::Arc;
 
 /// A small model, trained with SGD, and its parameters.
@@ -30,6 +33,11 @@ fn engine(gradients: GradientStorage) -> (Engine, ActiveSet) {
 fn engine_of(gradients: GradientStorage, std: f32, tied: bool) -> (Engine, ActiveSet) {
     let mut spec = families::read(&shapes::config("shape:small").unwrap().unwrap()).unwrap();
     spec.tied = tied;
+    engine_with(spec, gradients, std)
+}
+
+/// As `engine`, for this model.
+fn engine_with(spec: Spec, gradients: GradientStorage, std: f32) -> (Engine, ActiveSet) {
     let (params, vocab) = (spec.params(), spec.vocab);
     let settings = OptimizerConfig {
         name: OptimizerName::Sgd,
@@ -47,6 +55,18 @@ fn engine_of(gradients: GradientStorage, std: f32, tied: bool) -> (Engine, Activ
         Engine::new(model, objective, optimizer, strategy, &active).unwrap(),
         active,
     )
+}
+
+/// As `engine`, with experts in two layers: a token has three of eight.
+fn engine_with_experts(gradients: GradientStorage) -> (Engine, ActiveSet) {
+    let config = json!({
+        "model_type": "qwen3_moe", "vocab_size": 4096, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32,
+        "num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": true, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e4,
+        "max_position_embeddings": 512, "tie_word_embeddings": true,
+    });
+    let config = Config::from_map(config.as_object().unwrap().clone(), Path::new("config.json"));
+    engine_with(families::read(&config).unwrap(), gradients, 0.1)
 }
 
 fn batches() -> [Batch; 1] {
@@ -106,6 +126,52 @@ fn every_way_of_gradients_goes_the_same_way() {
     let (kept, twice) = (way(GradientStorage::Keep, max), way(GradientStorage::NormFirst, max));
     assert!(distance(&kept.0, &fused.0) > 0.3 * size, "nothing was clipped");
     assert!(twice == kept, "in two passes");
+}
+
+#[test]
+fn two_passes_count_the_tokens_of_an_expert_once() {
+    let counted = |gradients| {
+        let (mut engine, active) = engine_with_experts(gradients);
+        engine.routers.losses.balance = 0.01;
+        engine.max_grad_norm = 0.5;
+        engine.step(1, &batches(), &active, 0.1).unwrap();
+        (engine.routers.loads(), engine.routers.metrics())
+    };
+    let kept = counted(GradientStorage::Keep);
+    let tokens: Vec<u64> = kept.0.iter().map(|(_, load)| load.iter().sum()).collect();
+    assert_eq!(tokens, [3 * batches()[0].len() as u64; 2]);
+    assert_eq!(counted(GradientStorage::NormFirst), kept);
+    assert_eq!(counted(GradientStorage::Fused), kept);
+}
+
+#[test]
+fn the_advice_for_numbers_that_are_not_finite_depends_on_the_type_of_the_weights() {
+    for (dtype, wider) in [(Dtype::F32, false), (Dtype::Bf16, true)] {
+        let (mut engine, active) = engine(GradientStorage::Keep);
+        engine.strategy.storage = StoragePolicy::dense(dtype);
+        let advises = |error: Error| {
+            assert_eq!(error.kind(), ErrorKind::NonFinite);
+            let hint = error.hint_text().unwrap();
+            assert!(hint.contains("lower the learning rate"), "{hint}");
+            assert_eq!(hint.contains("Dtype::F32"), wider, "{dtype:?}: {hint}");
+        };
+        // Read later, as on a GPU: the loss, and a gradient.
+        for (loss, squares) in [(f64::NAN, 1.0), (1.0, f64::NAN)] {
+            let mut queued = engine.queue_step(1, &batches(), &active, 0.1, false, None).unwrap();
+            let sums = StepStats::new(&Device::Cpu).unwrap();
+            sums.add(StepSums {
+                loss,
+                squares,
+                ..StepSums::default()
+            });
+            queued.sums = sums.start_reading().unwrap();
+            advises(engine.finish(&queued).unwrap_err());
+        }
+        // Known while the step is made.
+        let norm = engine.network.param("model.norm.weight").unwrap().tensor;
+        update::set(&norm, &vec![f32::NAN; norm.elem_count()]).unwrap();
+        advises(engine.step(2, &batches(), &active, 0.1).unwrap_err());
+    }
 }
 
 #[test]

@@ -5,6 +5,7 @@ use crate::base::means::NamedSum;
 use crate::base::{Error, Result};
 use crate::comm::{Collective, Patience, World};
 use crate::model::Objective;
+use crate::model::routers::Routers;
 use crate::ops::step_stats::StepSums;
 use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::Relaxed;
@@ -81,7 +82,7 @@ pub struct MicroReport {
     pub sums: StepSums,
     /// Sums and counts of the objective's metrics.
     pub means: Vec<NamedSum>,
-    /// `RouterTally::numbers`
+    /// `RouterTally::to_wire`
     pub routers: Vec<f64>,
 }
 
@@ -165,7 +166,7 @@ pub fn all(comm: &dyn Collective, own: Vec<MicroReport>) -> Result<Vec<MicroRepo
         let mut bytes = Vec::new();
         all.iter().for_each(|report| report.write(&mut bytes));
         all = Vec::new();
-        for bytes in comm.bytes(bytes, Patience::Step)? {
+        for bytes in comm.all_gather_bytes(bytes, Patience::Step)? {
             let mut rest = &bytes[..];
             while !rest.is_empty() {
                 let report = MicroReport::read(&mut rest);
@@ -175,6 +176,14 @@ pub fn all(comm: &dyn Collective, own: Vec<MicroReport>) -> Result<Vec<MicroRepo
     }
     all.sort_by_key(|report| report.micro);
     Ok(all)
+}
+
+/// Adds the metrics of the routers. `reports`: those of `all`; ranks that share a micro-batch have a report each.
+pub(super) fn add_routers(routers: Option<&Routers>, reports: &[MicroReport]) {
+    let Some(routers) = routers else { return };
+    for parts in reports.chunk_by(|a, b| a.micro == b.micro) {
+        routers.add_parts(parts.iter().map(|part| &part.routers[..]));
+    }
 }
 
 #[cfg(test)]

@@ -123,7 +123,7 @@ pub struct Answer {
 /// Statistics of decoding.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct GenerateStats {
-    /// Prompt tokens that were computed, and the time until the first token of each answer.
+    /// Prompt tokens that were computed.
     pub prefill_tokens: u64,
     /// Seconds of the passes over prompts, with the choice of each first token.
     pub prefill_seconds: f64,
@@ -194,7 +194,7 @@ impl<'a> From<&'a Network> for SampledModel<'a> {
 /// # }
 /// ```
 pub fn generate<'a>(
-    policy: impl Into<SampledModel<'a>>,
+    model: impl Into<SampledModel<'a>>,
     prompts: &[Vec<u32>],
     settings: &GenerateSettings,
     on_token: &mut OnToken,
@@ -206,7 +206,7 @@ pub fn generate<'a>(
             number,
         })
         .collect();
-    let (answers, _) = answer(policy, &requests, settings, on_token)?;
+    let (answers, _) = answer(model, &requests, settings, on_token)?;
     let without_stop = |mut answer: Answer| {
         if answer.finished {
             answer.ids.pop();
@@ -222,11 +222,11 @@ pub fn generate<'a>(
 /// # Errors
 /// As `generate`.
 pub fn rollout<'a>(
-    policy: impl Into<SampledModel<'a>>,
+    model: impl Into<SampledModel<'a>>,
     requests: &[Request],
     settings: &GenerateSettings,
 ) -> Result<Vec<Answer>> {
-    Ok(answer(policy, requests, settings, &mut |_, _| Ok(()))?.0)
+    Ok(answer(model, requests, settings, &mut |_, _| Ok(()))?.0)
 }
 
 /// As `rollout`; also calls `on_token` for every token as it is sampled (except stop ids), and returns statistics.
@@ -234,22 +234,22 @@ pub fn rollout<'a>(
 /// # Errors
 /// As `generate`.
 pub fn answer<'a>(
-    policy: impl Into<SampledModel<'a>>,
+    model: impl Into<SampledModel<'a>>,
     requests: &[Request],
     settings: &GenerateSettings,
     on_token: &mut OnToken,
 ) -> Result<(Vec<Answer>, GenerateStats)> {
-    let policy = policy.into();
-    check(policy.network, requests, settings)?;
+    let model = model.into();
+    check(model.network, requests, settings)?;
     // Progress in answers is more useful than in tokens, unless there is only one answer.
     let phase = match requests.len() {
         1 => progress::phase("generating", settings.max_new_tokens, "tokens"),
         n => progress::phase("generating", n, "answers"),
     };
-    let finished = RequestSchedule::new(policy, requests, settings)?
+    let finished = RequestSchedule::new(model, requests, settings)?
         .shown(&phase)
         .run(on_token)?;
-    Ok((finished.answers, finished.speed))
+    Ok((finished.answers, finished.stats))
 }
 
 /// One growing text, as in a chat: its KV cache is reused.
@@ -266,13 +266,13 @@ impl Session {
     /// As for `generate`.
     pub fn answer<'a>(
         &mut self,
-        policy: impl Into<SampledModel<'a>>,
+        model: impl Into<SampledModel<'a>>,
         request: &Request,
         settings: &GenerateSettings,
         on_token: &mut OnToken,
     ) -> Result<(Answer, GenerateStats)> {
-        let (policy, requests) = (policy.into(), std::slice::from_ref(request));
-        check(policy.network, requests, settings)?;
+        let (model, requests) = (model.into(), std::slice::from_ref(request));
+        check(model.network, requests, settings)?;
         let known = self.ids.iter().zip(&request.prompt).take_while(|(a, b)| a == b).count();
         // The last token is computed again, because its logits are needed.
         let known = known.min(request.prompt.len() - 1);
@@ -281,20 +281,20 @@ impl Session {
             cache.truncate(known);
         }
         let going_on = cache.is_some();
-        let schedule = RequestSchedule::new(policy, requests, settings)?.going_on(cache);
+        let schedule = RequestSchedule::new(model, requests, settings)?.going_on(cache);
         let FinishedRequests {
             mut answers,
-            mut speed,
+            mut stats,
             kept: cache,
         } = schedule.run(on_token)?;
         let answer = answers.pop().unwrap_or_default();
         if going_on {
-            speed.shared_tokens += known as u64;
+            stats.shared_tokens += known as u64;
         }
         self.ids = request.prompt.iter().chain(&answer.ids).copied().collect();
         self.ids.truncate(cache.as_ref().map_or(0, CachedSequence::len));
         self.cache = cache;
-        Ok((answer, speed))
+        Ok((answer, stats))
     }
 }
 
@@ -354,13 +354,13 @@ pub(super) enum PassKind {
 /// model; `None` if no part does. On the CPU the values of a row do not depend on the other rows as long as the products of all
 /// steps take the same kernels: always from `many_rows` rows on, which padding rows ensure with `same_bits`.
 pub(super) fn step(
-    policy: &SampledModel,
+    model: &SampledModel,
     parts: &mut [NewTokens],
     pass: PassKind,
     same_bits: bool,
     mut graphs: Option<&mut Graphs>,
 ) -> Result<Option<Tensor>> {
-    let (network, many) = (policy.network, policy.many_rows);
+    let (network, many) = (model.network, model.many_rows);
     let (mut ids, mut positions, mut documents) = (Vec::new(), Vec::new(), vec![0]);
     for part in parts.iter() {
         let start = part.sequence.len();
@@ -391,7 +391,7 @@ pub(super) fn step(
     if let Some(graphs) = graphs {
         let work: &GraphWork = &|x, ctx, cache| {
             let x = layers(network, x.clone(), ctx, cache)?;
-            last_logits(policy, &x, &wanted, ctx, same_bits)
+            last_logits(model, &x, &wanted, ctx, same_bits)
         };
         let logits = graphs.run(&x, wanted.len(), &ctx, &mut cache, work)?;
         graphs.keep(cache.finish());
@@ -402,7 +402,7 @@ pub(super) fn step(
     if wanted.is_empty() {
         return Ok(None);
     }
-    last_logits(policy, &x, &wanted, &ctx, same_bits).map(Some)
+    last_logits(model, &x, &wanted, &ctx, same_bits).map(Some)
 }
 
 /// The output of the last layer, from the embedded tokens `x`.
@@ -415,14 +415,14 @@ fn layers(network: &Network, mut x: Tensor, ctx: &Context, cache: &mut DecodeSte
 }
 
 /// Logits `[wanted, V]` of some rows of the output of the last layer.
-fn last_logits(policy: &SampledModel, x: &Tensor, wanted: &[usize], ctx: &Context, same_bits: bool) -> Result<Tensor> {
-    let network = policy.network;
+fn last_logits(model: &SampledModel, x: &Tensor, wanted: &[usize], ctx: &Context, same_bits: bool) -> Result<Tensor> {
+    let network = model.network;
     let mut last: Vec<Tensor> = wanted
         .iter()
         .map(|&at| x.narrow(0, at, 1))
         .collect::<candle_core::Result<_>>()?;
-    if same_bits && last.len() < policy.many_rows {
-        let (rows, width) = (policy.many_rows - last.len(), network.spec.row());
+    if same_bits && last.len() < model.many_rows {
+        let (rows, width) = (model.many_rows - last.len(), network.spec.row());
         last.push(update::zeros((rows, width), x.dtype(), x.device())?);
     }
     let last = if wanted.len() == x.dims()[0] {
@@ -431,7 +431,7 @@ fn last_logits(policy: &SampledModel, x: &Tensor, wanted: &[usize], ctx: &Contex
         Tensor::cat(&last, 0)?
     };
     let h = network.normalize(&last, ctx)?;
-    let logits = match policy.head {
+    let logits = match model.head {
         Some(head) => head.forward(&h, None)?,
         None => network.head()?.logits(&h)?,
     };

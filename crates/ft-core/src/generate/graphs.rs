@@ -122,9 +122,9 @@ fn can_be_captured(network: &Network) -> bool {
 
 impl Graphs {
     /// `None`: the steps of this model cannot be captured.
-    pub(crate) fn of(policy: &SampledModel, after: usize) -> Option<Self> {
-        can_be_captured(policy.network).then(|| Self {
-            device: policy.network.device.clone(),
+    pub(crate) fn of(model: &SampledModel, after: usize) -> Option<Self> {
+        can_be_captured(model.network).then(|| Self {
+            device: model.network.device.clone(),
             after: after.max(1),
             warmed_up: None,
             plain_steps: 0,

@@ -4,11 +4,11 @@
 //! Letters: N new tokens of a step (all rows concatenated), W width of the keys of a token (K·E), V vocabulary.
 
 mod cache;
-mod device_cache;
-mod quantized_copy;
 mod decode;
+mod device_cache;
 mod graphs;
 mod prefix;
+mod quantized_copy;
 mod sampler;
 mod schedule;
 

@@ -47,7 +47,7 @@ enum TokensOf {
 }
 
 pub(crate) struct RequestSchedule<'a> {
-    policy: SampledModel<'a>,
+    model: SampledModel<'a>,
     requests: &'a [Request],
     settings: &'a GenerateSettings,
     sampler: Sampler,
@@ -62,7 +62,7 @@ pub(crate) struct RequestSchedule<'a> {
     /// Reserved bytes.
     used: u64,
     answers: Vec<Answer>,
-    speed: GenerateStats,
+    stats: GenerateStats,
     /// The KV cache of a text with which the (only) request may begin; it is returned at the end.
     pub kept: Option<CachedSequence>,
     keep: bool,
@@ -73,7 +73,7 @@ pub(crate) struct RequestSchedule<'a> {
 /// The results of a schedule.
 pub(crate) struct FinishedRequests {
     pub answers: Vec<Answer>,
-    pub speed: GenerateStats,
+    pub stats: GenerateStats,
     /// The KV cache of the text, of a schedule that goes on with one.
     pub kept: Option<CachedSequence>,
 }
@@ -83,7 +83,7 @@ pub(crate) type OnToken<'a> = dyn FnMut(usize, u32) -> Result<()> + 'a;
 
 impl<'a> RequestSchedule<'a> {
     pub(crate) fn new(
-        policy: SampledModel<'a>,
+        model: SampledModel<'a>,
         requests: &'a [Request],
         settings: &'a GenerateSettings,
     ) -> Result<Self> {
@@ -100,16 +100,16 @@ impl<'a> RequestSchedule<'a> {
             CacheLayout::new
         };
         Ok(Self {
-            policy,
+            model,
             requests,
             settings,
             sampler: settings.sampler(),
-            graphs: limits.graphs_after.and_then(|after| Graphs::of(&policy, after)),
+            graphs: limits.graphs_after.and_then(|after| Graphs::of(&model, after)),
             layout: layout(
-                &policy.network.spec,
+                &model.network.spec,
                 limits.kv_cache,
-                &policy.network.device,
-                policy.network.dtype()?,
+                &model.network.device,
+                model.network.dtype()?,
             ),
             nodes: tree.nodes.iter().map(|_| PrefixState::Out).collect(),
             users: tree.nodes.iter().map(|n| n.users).collect(),
@@ -117,7 +117,7 @@ impl<'a> RequestSchedule<'a> {
             rows: Vec::new(),
             used: 0,
             answers: vec![Answer::default(); requests.len()],
-            speed: GenerateStats::default(),
+            stats: GenerateStats::default(),
             kept: None,
             keep: false,
             phase: None,
@@ -139,9 +139,9 @@ impl<'a> RequestSchedule<'a> {
 
     fn show(&self) {
         let Some(phase) = self.phase else { return };
-        let tokens = self.speed.prefill_tokens + self.speed.decode_tokens;
+        let tokens = self.stats.prefill_tokens + self.stats.decode_tokens;
         match self.requests.len() {
-            1 => phase.set(self.speed.decode_tokens),
+            1 => phase.set(self.stats.decode_tokens),
             n => {
                 phase.set((n - self.waiting.len() - self.rows.len()) as u64);
                 phase.note(format!("{} tokens", count(tokens)));
@@ -150,7 +150,7 @@ impl<'a> RequestSchedule<'a> {
     }
 
     pub(crate) fn run(self, on_token: &mut OnToken) -> Result<FinishedRequests> {
-        let network = self.policy.network;
+        let network = self.model.network;
         network.with_fixed_adapters(|| self.run_all(on_token))
     }
 
@@ -163,7 +163,7 @@ impl<'a> RequestSchedule<'a> {
             if self.rows.is_empty() {
                 return Ok(FinishedRequests {
                     answers: self.answers,
-                    speed: self.speed,
+                    stats: self.stats,
                     kept: self.kept,
                 });
             }
@@ -198,9 +198,9 @@ impl<'a> RequestSchedule<'a> {
             }
             self.waiting.pop_front();
             self.used += need;
-            self.speed.cache_bytes = self.speed.cache_bytes.max(self.used);
+            self.stats.cache_bytes = self.stats.cache_bytes.max(self.used);
             missing.into_iter().for_each(|n| self.nodes[n] = PrefixState::Planned);
-            self.speed.shared_tokens += shared as u64;
+            self.stats.shared_tokens += shared as u64;
             self.rows.push(RunningRequest {
                 request,
                 sequence: self.kept.take(),
@@ -219,7 +219,7 @@ impl<'a> RequestSchedule<'a> {
             .prompt
             .len()
             .saturating_add(self.settings.max_new_tokens);
-        whole.min(self.policy.network.spec.generated_positions()) - shared
+        whole.min(self.model.network.spec.generated_positions()) - shared
     }
 
     fn is_out(&self, node: usize) -> bool {
@@ -298,13 +298,13 @@ impl<'a> RequestSchedule<'a> {
             return Ok(false);
         }
         let logits = step(
-            &self.policy,
+            &self.model,
             &mut parts,
             PassKind::Prompt,
             self.settings.limits.same_bits,
             None,
         )?;
-        self.speed.prefill_tokens += parts.iter().map(|p| p.tokens.len() as u64).sum::<u64>();
+        self.stats.prefill_tokens += parts.iter().map(|p| p.tokens.len() as u64).sum::<u64>();
         let mut ready = Vec::new();
         for (part, who) in parts.into_iter().zip(who) {
             match who {
@@ -325,7 +325,7 @@ impl<'a> RequestSchedule<'a> {
             }
         }
         self.choose(&ready, logits.as_ref(), on_token)?;
-        self.speed.prefill_seconds += started.elapsed().as_secs_f64();
+        self.stats.prefill_seconds += started.elapsed().as_secs_f64();
         Ok(true)
     }
 
@@ -353,26 +353,26 @@ impl<'a> RequestSchedule<'a> {
             .collect();
         let same_bits = self.settings.limits.same_bits;
         let logits = step(
-            &self.policy,
+            &self.model,
             &mut parts,
             PassKind::Answer,
             same_bits,
             self.graphs.as_mut(),
         )?;
-        self.speed.decode_tokens += parts.len() as u64;
-        self.speed.graph_steps = self.graphs.as_ref().map_or(0, Graphs::steps);
+        self.stats.decode_tokens += parts.len() as u64;
+        self.stats.graph_steps = self.graphs.as_ref().map_or(0, Graphs::steps);
         for (row, part) in self.rows.iter_mut().zip(parts) {
             row.sequence = Some(part.sequence);
         }
         let all: Vec<usize> = (0..self.rows.len()).collect();
         self.choose(&all, logits.as_ref(), on_token)?;
-        self.speed.decode_seconds += started.elapsed().as_secs_f64();
+        self.stats.decode_seconds += started.elapsed().as_secs_f64();
         Ok(())
     }
 
     /// Samples the next token of the rows `ready` from their logits `[ready, V]`; finished rows leave.
     fn choose(&mut self, ready: &[usize], logits: Option<&Tensor>, on_token: &mut OnToken) -> Result<()> {
-        let spec = &self.policy.network.spec;
+        let spec = &self.model.network.spec;
         let length = |&r: &usize| self.rows[r].sequence.as_ref().map_or(0, CachedSequence::len);
         let lengths: Vec<usize> = ready.iter().map(length).collect();
         let numbers = ready.iter().map(|&r| self.requests[self.rows[r].request].number);

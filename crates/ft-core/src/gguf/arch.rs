@@ -27,7 +27,7 @@ pub(crate) enum WindowLayout {
 pub(crate) enum RouterNorm {
     /// The weights of the chosen experts add up to 1.
     Always,
-    /// They do not.
+    /// The weights are not normalized.
     Never,
     /// The file says which.
     Stored,
@@ -56,7 +56,7 @@ pub(crate) struct Arch {
     pub mlp_norm: &'static str,
     /// Activation of the MLP.
     pub activation: Activation,
-    /// Of a router.
+    /// How the weights of the chosen experts are normalized.
     pub renormalized: RouterNorm,
     /// Layers without experts before those with experts.
     pub leading_dense: bool,

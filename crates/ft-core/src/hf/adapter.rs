@@ -262,7 +262,7 @@ fn readme(c: &AdapterConfig, modules: usize) -> String {
     let size = if size.is_empty() { "On".to_string() } else { size };
     let (class, labels) = match c.task_type.as_deref() {
         Some(SEQUENCE_CLASSIFIER) => ("AutoModelForSequenceClassification", ", num_labels=1"),
-        _ if c.multimodal => ("AutoModelForImageTextToText", ""),
+        _ if c.names.multimodal => ("AutoModelForImageTextToText", ""),
         _ => ("AutoModelForCausalLM", ""),
     };
     format!(

@@ -99,7 +99,7 @@ impl LinearTensors<'_> {
                 }
             }
             AdapterKind::Ia3 { feedforward } => {
-                let scales_input = feedforward.iter().any(|name| targets::ends(module, name));
+                let scales_input = targets::scales_input(&config.name_in_file(module), feedforward)?;
                 let dims = if scales_input { [1, i] } else { [o, 1] };
                 self.take("ia3_l", &dims)?
                     .map(|f| Adapter::Ia3(Ia3::new(module, f, scales_input)))
@@ -145,7 +145,7 @@ impl LinearTensors<'_> {
                     .zip(second)
                     .map(|(first, second)| Adapter::Lokr(Lokr { first, second, scale }))
             }
-            AdapterKind::Oft { block, neumann } => {
+            AdapterKind::Oft { block, neumann, .. } => {
                 let k = self.matrix("oft_R.weight").map_or(0, |(k, _)| k);
                 // The size in the config may be anything; no tensor of this number of blocks has the shape of a fitting one.
                 let s = if k > 0 && i % k == 0 {

@@ -31,8 +31,9 @@ pub(super) const WEIGHTS: &str = "ft_base_weights";
 
 /// Values hashed at a time.
 const PIECE: usize = 1 << 20;
-/// For `sampled`: positions per tensor, and values per position.
+/// For `sampled`: positions per tensor.
 const PLACES: usize = 4;
+/// For `sampled`: values per position.
 const NUMBERS: usize = 16;
 /// Smaller models are always hashed: that is as fast as a cache lookup.
 const WORTH_KEEPING: u64 = 64 << 20;
@@ -464,7 +465,7 @@ pub fn check_base(dir: &Path, base: &BaseHashes) -> Result<()> {
             } else {
                 (&own.weights, &base.weights)
             };
-            Err(Error::format("adapter was trained on another base model")
+            Err(Error::new("adapter was trained on another base model")
                 .at_path(&path)
                 .found(format!("base {found}"))
                 .expected(format!("base {expected}, the given model"))

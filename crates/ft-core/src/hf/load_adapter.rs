@@ -3,15 +3,16 @@
 use super::build::{self, LinearTensors};
 use super::classifier::SCORE;
 use super::expert_adapters;
+use super::peft_model::{is_named, missing_whole, module_of, saves, saves_parameter, settle_excluded};
 use crate::base::{Error, Result, files};
-use crate::formats::adapter::{self, AdapterConfig, AdapterKey, Targets, unwrapped};
+use crate::formats::adapter::{self, AdapterConfig, AdapterKey, PeftNames, Targets};
 use crate::formats::weights::Weights;
 use crate::formats::{header, index};
 use crate::model::{Adapters, Spec, spec};
 use crate::ops::update;
 use crate::peft::targets::{self, Site, TargetSelection};
 use candle_core::Tensor;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -44,18 +45,22 @@ pub struct LoadedAdapter {
 /// unexpected, of another shape or rank, on a module that the model does not have, or not finite.
 pub fn load_adapter(dir: &Path, spec: &Spec) -> Result<LoadedAdapter> {
     let mut config = AdapterConfig::load(dir)?;
-    config.multimodal = spec.multimodal;
-    let own = |name: String| if spec.multimodal { unwrapped(&name) } else { name };
+    let naming = spec.peft_names();
+    config.names = naming;
+    let own = |name: String| naming.in_files(&name);
     if let adapter::AdapterKind::Adalora(allocation) = &mut config.kind {
         for (module, _) in &mut allocation.kept {
             *module = own(std::mem::take(module));
         }
     }
-    let config = config;
     refuse_pickles(dir)?;
     let path = dir.join(adapter::WEIGHTS);
     let weights = Weights::open_file(&path)?;
     let sites = spec.sites();
+    let params = spec.params();
+    let there: BTreeSet<&str> = params.iter().map(|p| module_of(&p.name)).collect();
+    // The adapter has parts on modules of this model that ft does not adapt.
+    let mut other = false;
     let mut faults = Vec::new();
 
     let mut found: BTreeMap<String, BTreeMap<&'static str, String>> = BTreeMap::new();
@@ -95,6 +100,7 @@ pub fn load_adapter(dir: &Path, spec: &Spec) -> Result<LoadedAdapter> {
                 head = build::read(&weights, name, &[spec.vocab, spec.hidden], &mut faults)?;
             }
             Some(AdapterKey::Whole(parameter)) => {
+                other |= is_wrapped(&config, &parameter, &there);
                 if let Some(tensor) = whole_parameter(&config, spec, &weights, name, &parameter, &mut faults)? {
                     whole.insert(parameter, tensor);
                 }
@@ -123,18 +129,16 @@ pub fn load_adapter(dir: &Path, spec: &Spec) -> Result<LoadedAdapter> {
     if scores && score.is_none() && faults.is_empty() {
         faults.push(format!("{SCORE}: missing, but the adapter is a sequence classifier"));
     }
-    for p in saved_whole(&config.modules_to_save, spec) {
-        if !whole.contains_key(&p) {
-            faults.push(format!("{p}: in `modules_to_save`, but its tensor is missing"));
-        }
+    for p in missing_whole(&mut config, spec, &whole) {
+        faults.push(format!("{p}: in `modules_to_save`, but its tensor is missing"));
     }
 
     for (module, ids) in &config.token_rows {
-        let is = |table: &str| targets::ends(table.trim_end_matches(".weight"), module);
+        let is = |table: &str| is_table(naming, table, module);
         let of_embedding = config
             .token_rows
             .iter()
-            .find(|(m, _)| targets::ends("model.embed_tokens", m));
+            .find(|(m, _)| is_table(naming, spec::EMBEDDING, m));
         if !is(spec::EMBEDDING) && !is(spec::LM_HEAD) {
             faults.push(format!(
                 "`{module}` in `trainable_token_indices` is neither embedding nor head"
@@ -183,7 +187,12 @@ pub fn load_adapter(dir: &Path, spec: &Spec) -> Result<LoadedAdapter> {
     let ranks: BTreeMap<&str, (usize, f64)> = linears.into_iter().zip(ranks).collect();
     for (module, names) in &found {
         let (Some(&index), Some(&(r, alpha))) = (known.get(module.as_str()), ranks.get(module.as_str())) else {
-            faults.push(format!("{module}: this model has no such linear"));
+            faults.push(if there.contains(module.as_str()) {
+                other = true;
+                format!("{module}: ft has no adapters on this module")
+            } else {
+                format!("{module}: this model has no such linear")
+            });
             continue;
         };
         let found = LinearTensors {
@@ -212,6 +221,9 @@ pub fn load_adapter(dir: &Path, spec: &Spec) -> Result<LoadedAdapter> {
         faults.push("the file has no adapter tensors".into());
     }
     if faults.is_empty() {
+        // Older versions of ft wrote the key, which PEFT ignores.
+        let modules: Vec<&str> = adapters.keys().map(String::as_str).collect();
+        settle_excluded(&mut config, &modules);
         return Ok(LoadedAdapter {
             of_experts: expert_adapters::of_linears(&adapters, spec)?,
             config,
@@ -237,7 +249,13 @@ pub fn load_adapter(dir: &Path, spec: &Spec) -> Result<LoadedAdapter> {
             if total == 1 { "difference" } else { "differences" },
             faults.join("\n      ")
         ))
-        .hint(format!("use the base model that the adapter was trained on: {base}")))
+        .hint(if other {
+            format!(
+                "merge the adapter with PEFT into its base model, {base}: ft has no adapters on some of its modules"
+            )
+        } else {
+            format!("use the base model that the adapter was trained on: {base}")
+        }))
 }
 
 /// The target selection of the config.
@@ -273,28 +291,20 @@ pub(crate) fn chosen_by(
 
 /// The sites outside `modules_to_save`: modules that are saved whole never have an adapter.
 pub fn unsaved(config: &AdapterConfig, sites: &[Site]) -> Vec<Site> {
-    let saved = |s: &&Site| !config.modules_to_save.iter().any(|m| targets::ends(&s.module, m));
-    sites.iter().filter(saved).cloned().collect()
+    let open = |s: &&Site| !saves(config.names, &config.modules_to_save, &s.module);
+    sites.iter().filter(open).cloned().collect()
 }
 
-/// Parameter names of the modules in this list.
-pub fn saved_whole(modules: &[String], spec: &Spec) -> Vec<String> {
-    let params = spec.params();
-    let of = |name: &str| {
-        let module = name.rsplit_once('.').map_or(name, |(module, _)| module);
-        modules.iter().any(|m| targets::ends(module, m))
-    };
-    params.iter().map(|p| p.name.to_string()).filter(|n| of(n)).collect()
+/// True if `module` of `trainable_token_indices` names this matrix.
+fn is_table(names: PeftNames, table: &str, module: &str) -> bool {
+    is_named(names, module, module_of(table))
 }
 
 /// Names of the matrices whose rows the config trains. A tied head is not a separate matrix.
 pub fn row_tables(config: &AdapterConfig, spec: &Spec) -> Vec<String> {
     let params = spec.params();
     let tables = [spec::EMBEDDING, spec.head_name()];
-    let named = |t: &str| {
-        let module = t.trim_end_matches(".weight");
-        config.token_rows.iter().any(|(m, _)| targets::ends(module, m))
-    };
+    let named = |t: &str| config.token_rows.iter().any(|(m, _)| is_table(spec.peft_names(), t, m));
     let there = |t: &str| params.iter().any(|p| &*p.name == t);
     let mut out: Vec<String> = tables
         .into_iter()
@@ -314,7 +324,10 @@ fn token_rows(
     faults: &mut Vec<String>,
 ) -> Result<Option<(Vec<u32>, Tensor)>> {
     let table = format!("{module}.weight");
-    let ids = config.token_rows.iter().find(|(m, _)| targets::ends(module, m));
+    let ids = config
+        .token_rows
+        .iter()
+        .find(|(m, _)| is_table(config.names, &table, m));
     let (true, Some((_, ids))) = (row_tables(config, spec).contains(&table), ids) else {
         faults.push(format!(
             "{name}: rows of a matrix that `trainable_token_indices` does not name, or that this model does not have"
@@ -340,8 +353,7 @@ fn whole_parameter(
     parameter: &str,
     faults: &mut Vec<String>,
 ) -> Result<Option<Tensor>> {
-    let module = parameter.rsplit_once('.').map_or(parameter, |(module, _)| module);
-    if !config.modules_to_save.iter().any(|m| targets::ends(module, m)) {
+    if !saves_parameter(config.names, &config.modules_to_save, parameter) {
         faults.push(format!(
             "{name}: a full tensor, but its module is not in `modules_to_save`"
         ));
@@ -354,6 +366,24 @@ fn whole_parameter(
             faults.push(format!("{parameter}: this model has no such parameter"));
             Ok(None)
         }
+    }
+}
+
+/// True if this whole parameter is of a module of the model that has an adapter itself, or is in a module that the config saves
+/// with all in it: ft has neither.
+fn is_wrapped(config: &AdapterConfig, parameter: &str, there: &BTreeSet<&str>) -> bool {
+    let module = module_of(parameter);
+    if let Some(inner) = module.strip_suffix(".base_layer") {
+        return there.contains(inner);
+    }
+    let saved = |module: &str| saves(config.names, &config.modules_to_save, module);
+    there.contains(module) && !saves_parameter(config.names, &config.modules_to_save, parameter) && {
+        let mut above = module;
+        std::iter::from_fn(|| {
+            above = above.rsplit_once('.')?.0;
+            Some(above)
+        })
+        .any(saved)
     }
 }
 
@@ -381,4 +411,75 @@ pub fn ranks_and_alphas(
     let ranks = ranks.into_iter().map(|r| r.copied().unwrap_or(config.r));
     let alphas = alphas.into_iter().map(|a| a.copied().unwrap_or(config.lora_alpha));
     Ok(ranks.zip(alphas).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::{adapter_config, adapters, config, spec};
+    use super::super::{BaseHashes, adapter, new_adapters};
+    use super::*;
+    use crate::peft::LoraConfig;
+    use candle_core::Device;
+
+    /// As PEFT: `key.endswith("norm")`.
+    #[test]
+    fn modules_to_save_are_all_modules_whose_names_end_so() {
+        let spec = spec(&config(true));
+        let lora = LoraConfig {
+            r: 2,
+            modules_to_save: vec!["norm".into()],
+            ..LoraConfig::default()
+        };
+        let set = new_adapters(&lora, &spec, None, 0).unwrap();
+        let layer =
+            |l: usize| ["input_layernorm", "post_attention_layernorm"].map(|n| format!("model.layers.{l}.{n}.weight"));
+        let mut wanted: Vec<String> = (0..2)
+            .flat_map(layer)
+            .chain(["model.norm.weight".to_string()])
+            .collect();
+        let mut found = set.whole.clone();
+        wanted.sort();
+        found.sort();
+        assert_eq!(found, wanted);
+
+        // A file of PEFT has all of them.
+        let dir = tempfile::tempdir().unwrap();
+        let mut config = adapter_config();
+        config.modules_to_save = lora.modules_to_save;
+        let tensor = |name: &String| {
+            (
+                name.clone(),
+                Tensor::from_vec(vec![0.5f32; 8], 8, &Device::Cpu).unwrap(),
+            )
+        };
+        let mut whole: BTreeMap<String, Tensor> = set.whole.iter().map(tensor).collect();
+        let adapters = adapters(&config, |_| (2, 3.0));
+        let all = dir.path().join("all");
+        adapter(&all, &config, &adapters, &whole, dir.path(), &BaseHashes::default()).unwrap();
+        assert!(load_adapter(&all, &spec).unwrap().whole.keys().eq(whole.keys()));
+        whole.remove("model.layers.1.input_layernorm.weight");
+        let fewer = dir.path().join("fewer");
+        adapter(&fewer, &config, &adapters, &whole, dir.path(), &BaseHashes::default()).unwrap();
+        let e = load_adapter(&fewer, &spec).unwrap_err().to_string();
+        assert!(
+            e.contains("1 difference") && e.contains("layers.1.input_layernorm.weight: in `modules_to_save`"),
+            "{e}"
+        );
+        // A file of an earlier version of ft, which compared whole components: it has the last norm only.
+        whole.retain(|name, _| name == "model.norm.weight");
+        let earlier = dir.path().join("earlier");
+        adapter(&earlier, &config, &adapters, &whole, dir.path(), &BaseHashes::default()).unwrap();
+        let loaded = load_adapter(&earlier, &spec).unwrap();
+        assert!(loaded.whole.keys().eq(whole.keys()));
+        assert_eq!(loaded.config.modules_to_save, ["model.norm"]);
+        // Without that one it is damaged, and so is a file of PEFT whose name is no whole component.
+        for (name, modules) in [("empty", "norm"), ("ends", "layernorm")] {
+            config.modules_to_save = vec![modules.into()];
+            let out = dir.path().join(name);
+            let none = BTreeMap::new();
+            adapter(&out, &config, &adapters, &none, dir.path(), &BaseHashes::default()).unwrap();
+            let e = load_adapter(&out, &spec).unwrap_err().to_string();
+            assert!(e.contains("in `modules_to_save`, but its tensor is missing"), "{e}");
+        }
+    }
 }

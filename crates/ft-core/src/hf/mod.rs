@@ -1,6 +1,6 @@
-//! Output of ft: a Hugging Face model directory, or a PEFT adapter directory. Each is built under a temporary name and
-//! renamed when it is complete. Also the reverse: loads adapters into a model, and merges adapters into weights.
-//! Handles file layouts of other tools; independent of training.
+//! Hugging Face model directories and PEFT adapter directories: opens, loads and writes them; creates new adapters;
+//! merges adapters into weights. A directory is built under a temporary name and renamed when it is complete.
+//! Independent of training.
 
 mod adapter;
 mod build;
@@ -14,6 +14,7 @@ mod model;
 mod new_adapters;
 mod open;
 mod other_parts;
+mod peft_model;
 mod python_numbers;
 mod tie;
 
@@ -22,7 +23,7 @@ pub use classifier::{SCORE, as_classifier, has_score};
 pub use fingerprint::of as fingerprint_of;
 pub use fingerprint::{BaseHashes, Fingerprint, base_of, check_base, fingerprint};
 pub use load_adapter::{LoadedAdapter, load_adapter};
-pub use load_adapter::{SEQUENCE_CLASSIFIER, choice, ranks_and_alphas, row_tables, saved_whole, unsaved};
+pub use load_adapter::{SEQUENCE_CLASSIFIER, choice, ranks_and_alphas, row_tables, unsaved};
 pub use merged::{WeightedAdapter, merged};
 pub use mlx::mlx_adapter;
 pub use model::{ModelExport, ParamFill, TensorFill, WriteMore, model, rehearse_model};
@@ -30,6 +31,7 @@ pub use model::{OutputModel, set_dtype, set_language_key, stored};
 pub use new_adapters::{AdapterSet, TrainedRows, adapter_shapes, adapters_to_fill, new_adapters, subtracts_init};
 pub use open::{OpenModel, open, open_dequantized};
 pub use other_parts::bytes_of_other_parts;
+pub use peft_model::{check_saved_again, left_out_of_checkpoint, naming, saved_whole};
 pub use python_numbers::{config_note, left_out_note, writable_config};
 pub use tie::{untied_weights, unties};
 

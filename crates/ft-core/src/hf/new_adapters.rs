@@ -2,10 +2,10 @@
 //! with it.
 
 use super::expert_adapters;
-use super::load_adapter::{choice, chosen_by, ranks_and_alphas, row_tables, saved_whole};
-use crate::base::{Error, Result, suggest};
+use super::load_adapter::{choice, chosen_by, ranks_and_alphas};
+use super::peft_model;
+use crate::base::{Error, Result};
 use crate::formats::adapter::{AdapterConfig, AdapterKind, RankAllocation, Targets};
-use crate::model::spec::{EMBEDDING, LM_HEAD};
 use crate::model::{Adapters, Network, Spec, TokenRows, tokens};
 use crate::peft::config::{LoraInit, PeftType};
 use crate::peft::lora::{fresh, scaling, shapes};
@@ -47,6 +47,8 @@ pub struct AdapterSet {
     pub rows: Vec<TrainedRows>,
     /// Warnings for the user.
     pub warnings: Vec<String>,
+    /// The error of a part that PEFT would leave out. Runs of earlier versions have such parts, and may go on.
+    pub left_out: Option<Error>,
 }
 
 impl AdapterSet {
@@ -102,15 +104,19 @@ pub fn new_adapters(lora: &LoraConfig, spec: &Spec, base: Option<String>, seed: 
                 .hint("create them with `adapters_to_fill`, and compute the values with the module `start` of `peft`"),
         );
     }
-    adapters_to_fill(lora, spec, base, seed)
+    let mut set = adapters_to_fill(lora, spec, base, seed)?;
+    match set.left_out.take() {
+        None => Ok(set),
+        Some(error) => Err(error),
+    }
 }
 
 /// As [`new_adapters`], for all initial values. The caller computes those that depend on the model: pairs with
 /// [`peft::start`] (they are drawn as for `default` here, what they subtract is zero), and magnitudes with
-/// [`Dora::begin`] (they are one here).
+/// [`Dora::begin`] (they are one here). A part that PEFT would leave out is no error here: see [`AdapterSet::left_out`].
 ///
 /// # Errors
-/// As [`new_adapters`], except for initial values.
+/// As [`new_adapters`], except for initial values and such a part.
 pub fn adapters_to_fill(lora: &LoraConfig, spec: &Spec, base: Option<String>, seed: u64) -> Result<AdapterSet> {
     adapters(lora, spec, base, Some(seed))
 }
@@ -127,7 +133,7 @@ pub fn adapter_shapes(lora: &LoraConfig, spec: &Spec, base: Option<String>) -> R
 fn adapters(lora: &LoraConfig, spec: &Spec, base: Option<String>, seed: Option<u64>) -> Result<AdapterSet> {
     let all = spec.sites();
     let mut config = config_of(lora, base)?;
-    config.multimodal = spec.multimodal;
+    config.names = spec.peft_names();
     expert_adapters::check_names(&config, spec)?;
     expert_adapters::divide_ranks(lora, &mut config, spec)?;
     let experts = expert_adapters::chosen(&config, spec);
@@ -135,7 +141,8 @@ fn adapters(lora: &LoraConfig, spec: &Spec, base: Option<String>, seed: Option<u
         module: config.name_in_file(&s.module),
         ..s.clone()
     };
-    let chosen = chosen_by(&config, &all, &|sites| {
+    let open = peft_model::kept(&config, spec, &all)?;
+    let chosen = chosen_by(&config, &open.sites, &|sites| {
         let chosen = if lora.only_parameters {
             Vec::new()
         } else {
@@ -156,6 +163,7 @@ fn adapters(lora: &LoraConfig, spec: &Spec, base: Option<String>, seed: Option<u
         .chain(experts.iter().map(|e| e.site.clone()))
         .collect();
     let mut warnings = check_ranks(&config, &all_sites)?;
+    warnings.extend(open.warning);
     let has_experts = spec.layers.iter().any(|layer| layer.experts.is_some());
     if has_experts && matches!(config.target_modules, Targets::AllLinear) {
         let rest = if experts.is_empty() {
@@ -192,13 +200,15 @@ fn adapters(lora: &LoraConfig, spec: &Spec, base: Option<String>, seed: Option<u
         let adapter = one(lora, &config, site, rank, index, seed, shared.as_ref())?;
         adapters.insert(site.module.clone(), Arc::new(adapter));
     }
+    let (whole, refused) = peft_model::whole(&mut config, spec)?;
     Ok(AdapterSet {
-        whole: whole(&mut config, spec)?,
-        rows: rows(lora, &mut config, spec)?,
+        whole,
+        rows: peft_model::rows(lora, &mut config, spec)?,
         adapters,
         config: Some(config),
         given: BTreeMap::new(),
         warnings,
+        left_out: open.refused.or(refused),
     })
 }
 
@@ -320,7 +330,7 @@ fn config_of(lora: &LoraConfig, base: Option<String>) -> Result<AdapterConfig> {
     let kind = match lora.peft_type {
         PeftType::Lora => AdapterKind::Lora,
         PeftType::Ia3 => AdapterKind::Ia3 {
-            feedforward: lora.feedforward_modules.clone(),
+            feedforward: Targets::List(lora.feedforward_modules.clone()),
         },
         PeftType::Vera => AdapterKind::Vera {
             d_initial: lora.d_initial,
@@ -332,6 +342,7 @@ fn config_of(lora: &LoraConfig, base: Option<String>) -> Result<AdapterConfig> {
         },
         PeftType::Oft => AdapterKind::Oft {
             block: lora.oft_block_size,
+            blocks: 0,
             neumann: lora.use_cayley_neumann.then_some(NEUMANN_TERMS),
         },
         PeftType::Adalora => AdapterKind::Adalora(RankAllocation::default()),
@@ -415,7 +426,11 @@ fn settle_targets(config: &mut AdapterConfig, chosen: &[Site]) {
         names.dedup();
         config.target_modules = Targets::List(names);
     }
-    if let (true, Targets::List(names)) = (config.multimodal, &config.target_modules) {
+    let modules: Vec<&str> = chosen.iter().map(|s| s.module.as_str()).collect();
+    if peft_model::settle_excluded(config, &modules) {
+        return;
+    }
+    if let (true, Targets::List(names)) = (config.names.multimodal, &config.target_modules) {
         let outside = chosen.iter().any(|s| targets::layer_of(&s.module).is_none());
         let paths: Vec<String> = chosen.iter().map(|s| config.name_in_file(&s.module)).collect();
         let layers = config.layers_to_transform.take();
@@ -426,7 +441,10 @@ fn settle_targets(config: &mut AdapterConfig, chosen: &[Site]) {
             Targets::Pattern(language_model(names, layers, outside))
         };
     }
-    if let AdapterKind::Ia3 { feedforward } = &mut config.kind {
+    if let AdapterKind::Ia3 {
+        feedforward: Targets::List(feedforward),
+    } = &mut config.kind
+    {
         // PEFT requires that the feed-forward modules are among the targets.
         feedforward.retain(|f| chosen.iter().any(|s| targets::ends(&s.module, f)));
         // Its IA3 has no `layers_to_transform`: the targets are whole paths.
@@ -438,85 +456,6 @@ fn settle_targets(config: &mut AdapterConfig, chosen: &[Site]) {
             config.target_modules = Targets::List(paths().collect());
         }
     }
-}
-
-/// Rows of the embedding, and of the head if it is a separate matrix. Writes them to the config as PEFT does.
-///
-/// Errors: a duplicate token, a token outside the vocabulary, or a matrix that trains in full.
-fn rows(lora: &LoraConfig, config: &mut AdapterConfig, spec: &Spec) -> Result<Vec<TrainedRows>> {
-    let field = "LoraConfig::trainable_token_indices";
-    let mut ids: Vec<u32> = Vec::new();
-    for &id in &lora.trainable_token_indices {
-        if id >= spec.vocab || ids.contains(&(id as u32)) {
-            return Err(Error::usage("a token is not in the vocabulary, or is listed twice")
-                .at(field)
-                .found(id)
-                .expected(format!("distinct token ids below {}", spec.vocab)));
-        }
-        ids.push(id as u32);
-    }
-    if ids.is_empty() {
-        return Ok(Vec::new());
-    }
-    let modules: &[&str] = if spec.tied {
-        &["embed_tokens"]
-    } else {
-        &["embed_tokens", "lm_head"]
-    };
-    if let Some(whole) = config.modules_to_save.iter().find(|m| modules.contains(&m.as_str())) {
-        return Err(Error::usage(format!(
-            "`modules_to_save` trains the full matrix `{whole}`: single rows of it cannot be trained separately"
-        ))
-        .at(field));
-    }
-    config.token_rows = modules.iter().map(|m| (m.to_string(), ids.clone())).collect();
-    let tables = row_tables(config, spec).into_iter();
-    Ok(tables
-        .map(|table| TrainedRows {
-            table,
-            ids: ids.clone(),
-            given: None,
-        })
-        .collect())
-}
-
-/// Names of the parameters that train whole. The tied embedding and head are one parameter. PEFT keeps it tied with
-/// `ensure_weight_tying`, which only the configs of LoRA and AdaLoRA have. For the other types the config names both
-/// modules, and the file gets the same matrix for both.
-///
-/// Errors: a module that does not exist.
-fn whole(config: &mut AdapterConfig, spec: &Spec) -> Result<Vec<String>> {
-    let field = "LoraConfig::modules_to_save";
-    let head = LM_HEAD.trim_end_matches(".weight");
-    let is_head = |module: &str| targets::ends(head, module);
-    let embeds = |modules: &[String]| saved_whole(modules, spec).iter().any(|n| n == EMBEDDING);
-    if spec.tied && config.modules_to_save.iter().any(|m| is_head(m)) {
-        config.modules_to_save.retain(|m| !is_head(m));
-        if !embeds(&config.modules_to_save) {
-            config.modules_to_save.push("embed_tokens".into());
-        }
-    }
-    for module in &config.modules_to_save {
-        if saved_whole(std::slice::from_ref(module), spec).is_empty() {
-            let params = spec.params();
-            let modules = params.iter().filter_map(|p| p.name.rsplit_once('.').map(|(m, _)| m));
-            let last = modules.filter_map(|m| m.rsplit('.').next());
-            let near = suggest::nearest(module, last.collect::<Vec<_>>());
-            let error = Error::new(format!("`{module}` matches no module of this model")).at(field);
-            return Err(match near {
-                Some(near) => error.hint(format!("did you mean `{near}`?")),
-                None => error,
-            });
-        }
-    }
-    let names = saved_whole(&config.modules_to_save, spec);
-    if spec.tied && embeds(&config.modules_to_save) {
-        config.ensure_weight_tying = config.kind.has_rows();
-        if !config.ensure_weight_tying {
-            config.modules_to_save.push(head.into());
-        }
-    }
-    Ok(names)
 }
 
 fn one(
@@ -559,7 +498,7 @@ fn one(
             }
         }
         AdapterKind::Ia3 { feedforward } => {
-            let scales_input = feedforward.iter().any(|name| targets::ends(module, name));
+            let scales_input = targets::scales_input(&config.name_in_file(module), feedforward)?;
             Adapter::Ia3(Ia3::fresh(module, i, o, scales_input)?)
         }
         AdapterKind::Vera { d_initial } => {
@@ -573,7 +512,7 @@ fn one(
         AdapterKind::Lokr { factor, both } => {
             Adapter::Lokr(Lokr::fresh(module, shape, *factor, *both, ratio, seed, index)?)
         }
-        AdapterKind::Oft { block, neumann } => {
+        AdapterKind::Oft { block, neumann, .. } => {
             let cayley = neumann.map_or(Cayley::Exact, Cayley::Neumann);
             Adapter::Oft(Oft::fresh(module, i, Oft::fitting(*block, i), cayley)?)
         }

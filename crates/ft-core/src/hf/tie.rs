@@ -2,19 +2,19 @@
 //! separate matrix and the other one is unchanged: the model is untied. With `ensure_weight_tying` it stays tied.
 
 use super::load_adapter::SEQUENCE_CLASSIFIER;
+use super::peft_model::{module_of, saves};
 use crate::base::{Error, Result};
 use crate::formats::adapter::AdapterConfig;
 use crate::formats::weights::Weights;
 use crate::model::{Spec, spec};
-use crate::peft::targets;
 use std::path::Path;
 
 /// True if this config unties embedding and head.
 pub(super) fn config_unties(config: &AdapterConfig, spec: &Spec) -> bool {
-    let tables = [spec::EMBEDDING, spec::LM_HEAD].map(|t| t.trim_end_matches(".weight"));
-    let saves = |m: &String| tables.iter().any(|table| targets::ends(table, m));
+    let tables = [spec::EMBEDDING, spec::LM_HEAD].map(module_of);
+    let saves_table = |table| saves(spec.peft_names(), &config.modules_to_save, table);
     let generates = config.task_type.as_deref() != Some(SEQUENCE_CLASSIFIER);
-    spec.tied && generates && !config.ensure_weight_tying && config.modules_to_save.iter().any(saves)
+    spec.tied && generates && !config.ensure_weight_tying && tables.into_iter().any(saves_table)
 }
 
 /// True if the adapter in `dir` unties embedding and head of this model. Load it then into a network with `spec.tied =

@@ -281,7 +281,8 @@ pub trait Layer {
 /// Gradients that an objective must compute.
 #[derive(Debug, Clone, Copy)]
 pub struct ObjectiveNeeds {
-    /// Factor of every gradient: 1 / weight of the whole window (its trained tokens, for most objectives).
+    /// Factor of every gradient: the loss scale (1 without one), divided by the weight of the whole window (its trained
+    /// tokens, for most objectives).
     pub scale: f64,
     /// The gradient of the hidden states.
     pub dh: bool,

@@ -16,6 +16,7 @@ use super::rope::RopeTables;
 use super::sequence::SequenceRanks;
 use super::spec::{EMBEDDING, LM_HEAD, NormSpec, Spec};
 use super::tokens::TokenRows;
+use crate::base::sync::lock;
 use crate::base::{Error, Result, progress};
 use crate::data::Batch;
 use crate::ops::embedding;
@@ -26,7 +27,7 @@ use candle_core::{DType, Device, Tensor};
 use std::collections::BTreeMap;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 pub(crate) use layer_tensors::LayerTensors;
 
@@ -115,7 +116,7 @@ impl Network {
 
     /// Runs `f`, which changes no adapter and does not disable any: on a GPU the LoRA pairs of a layer are copied once.
     pub fn with_fixed_adapters<R>(&self, f: impl FnOnce() -> R) -> R {
-        let set = |copies| *self.pair_copies.lock().unwrap_or_else(PoisonError::into_inner) = copies;
+        let set = |copies| *lock(&self.pair_copies) = copies;
         set(Some(BTreeMap::new()));
         let result = f();
         set(None);

@@ -2,6 +2,7 @@
 
 use super::contracts::{GradSink, Param};
 use super::spec::{NormSpec, Spec};
+use crate::base::sync::lock;
 use crate::base::{Error, Result};
 use crate::ops::layer_norm::{self, LayerNorm};
 use crate::ops::{rms_norm, update};
@@ -9,7 +10,7 @@ use crate::source::GroupWeights;
 use crate::trace;
 use candle_core::{Device, Tensor};
 use std::collections::BTreeMap;
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 /// A norm with its parameters on the device.
 #[derive(Debug, Clone)]
@@ -38,7 +39,7 @@ impl UnitWeights {
     /// # Errors
     /// Not enough memory on the device.
     pub(super) fn get(&self, size: usize, device: &Device) -> Result<Tensor> {
-        let mut made = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut made = lock(&self.0);
         if let Some(ones) = made.get(&size) {
             return Ok(ones.clone());
         }

@@ -7,12 +7,12 @@
 //! DoRA without dropout is computed with them: y = g ⊙ (x·Wᵀ + u·Bᵀ) + b with g = m / ‖V‖; the sum is f32 until y is
 //! rounded.
 //!
-//! Letters: N tokens, I input features, O output features, R rank, T columns of u (`ops::pairs`).
+//! Letters: N tokens, I input features, O output features, R rank, T columns of u (`ops::lora_pairs`).
 
 use super::contracts::{Context, GradSink};
 use super::linear::{Dx, Linear};
 use crate::base::{Error, Result};
-use crate::ops::pairs::{self, PairStack};
+use crate::ops::lora_pairs::{self, PairStack};
 use crate::ops::{adapters, linear, update};
 use crate::peft::{FrozenLinear, Lora, ParamGradient};
 use crate::trace;
@@ -90,7 +90,9 @@ fn forward_two(two: [&Linear; 2], x: &Tensor, low: &mut Option<LowForward>, ctx:
     };
     let first = dora.len();
     dora.extend([None, None]);
-    let ys = [pairs.up(first, u, x.dtype())?, pairs.up(first + 1, u, x.dtype())?];
+    let ys = linear::two_outputs(x, ws)?;
+    pairs.up_into(first, u, &ys[0])?;
+    pairs.up_into(first + 1, u, &ys[1])?;
     linear::forward_add_two([&ys[0], &ys[1]], x, ws)?;
     for (y, bias) in ys.iter().zip(biases.iter().flatten()) {
         update::add_rows(y, bias)?;
@@ -136,7 +138,7 @@ impl Projections {
         let matrices: Vec<Vec<_>> = (groups.iter())
             .map(|g| g.members().map(|(_, lora)| lora.matrices()).collect())
             .collect();
-        let stacks = pairs::stacks(&matrices, dtype)?;
+        let stacks = lora_pairs::stacks(&matrices, dtype)?;
         drop(matrices);
         for (group, stack) in groups.into_iter().zip(stacks) {
             group.pairs = Some(Arc::new(stack));

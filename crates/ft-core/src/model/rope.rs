@@ -2,11 +2,12 @@
 //! linear, YaRN (Peng et al. 2023, arXiv 2309.00071, section 3), Llama 3, LongRoPE (Ding et al. 2024, arXiv 2402.13753),
 //! dynamic NTK up to the context length of the model.
 
+use crate::base::sync::lock;
 use crate::base::{Error, Result};
 use crate::ops::embedding;
 use candle_core::{Device, Tensor};
 use serde_json::{Map, Value};
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 /// Rope frequencies of one kind of layer.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -252,7 +253,7 @@ impl RopeTables {
         }
         let needed = positions.iter().max().map_or(0, |last| *last as usize + 1);
         // cos and sin of the first rope, then of the second.
-        let mut tables = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut tables = lock(&self.0);
         let ready = |(table, rope): (&Tensor, &Rope)| table.dims()[0] >= needed * rope.tables();
         if tables.is_empty() || !tables.iter().step_by(2).zip(ropes).all(ready) {
             // Frees the old ones first. After an error there are none.

@@ -15,6 +15,7 @@ use crate::base::{Error, Result};
 use crate::ops::routing::{LogitLoss, Routing, Score, TwoLevelLoss, TwoLevelSums};
 use std::cell::RefCell;
 use std::collections::BTreeMap;
+use std::ops::AddAssign;
 
 /// Factors of the losses of the routers; 0: the loss is not used.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
@@ -89,6 +90,160 @@ struct LayerSums {
     visits: Option<u64>,
 }
 
+impl LayerSums {
+    /// Adds what the metrics of the load need.
+    fn add_load(&mut self, more: &Self) {
+        add_all(&mut self.counts, &more.counts);
+        self.entropy += more.entropy;
+        self.tokens += more.tokens;
+        if let Some(visits) = more.visits {
+            self.visits = Some(visits + self.visits.unwrap_or(0));
+        }
+    }
+}
+
+fn add_all<T: AddAssign + Copy + Default>(sums: &mut Vec<T>, more: &[T]) {
+    sums.resize(sums.len().max(more.len()), T::default());
+    sums.iter_mut().zip(more).for_each(|(sum, x)| *sum += *x);
+}
+
+/// Sums over all layers, of which the losses are made.
+#[derive(Debug, Clone, Default)]
+struct LossSums {
+    /// Tokens of each expert, `[E]`.
+    counts: Vec<u64>,
+    /// Sum of the scores of each expert, `[E]`.
+    scores: Vec<f64>,
+    /// Sum of (log Σ e^z)².
+    squares: f64,
+    /// L·N
+    tokens: u64,
+    /// Of routers of two levels.
+    two_level: Option<TwoLevelSums>,
+}
+
+impl LossSums {
+    /// Adds those of a layer, or of other tokens.
+    fn add(&mut self, counts: &[u64], scores: &[f64], squares: f64, tokens: u64, two_level: Option<&TwoLevelSums>) {
+        add_all(&mut self.counts, counts);
+        add_all(&mut self.scores, scores);
+        self.squares += squares;
+        self.tokens += tokens;
+        if let Some(more) = two_level {
+            let sums = self.two_level.get_or_insert_default();
+            add_all(&mut sums.counts, &more.counts);
+            add_all(&mut sums.groups, &more.groups);
+            add_all(&mut sums.within, &more.within);
+        }
+    }
+
+    /// The gradient of the balance loss of two levels without its factor, and its value.
+    fn two_level_loss(&self, sums: &TwoLevelSums) -> (TwoLevelLoss, f64) {
+        let tokens = self.tokens as f64;
+        let (groups, members) = (sums.counts.len(), self.counts.len() / sums.counts.len());
+        let visits: u64 = sums.counts.iter().sum();
+        let of_group = |n: &u64| groups as f64 * *n as f64 / (tokens * tokens);
+        let of_groups: Vec<f64> = sums.counts.iter().map(of_group).collect();
+        let of_expert = |(e, n): (usize, &u64)| match sums.counts[e / members] {
+            0 => 0.0,
+            of_group => members as f64 * *n as f64 / (visits as f64 * of_group as f64),
+        };
+        let within: Vec<f64> = self.counts.iter().enumerate().map(of_expert).collect();
+        let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
+        let value = dot(&of_groups, &sums.groups) + dot(&within, &sums.within);
+        let narrow = |of: Vec<f64>| of.into_iter().map(|x| x as f32).collect();
+        let gradient = TwoLevelLoss {
+            groups: narrow(of_groups),
+            within: narrow(within),
+        };
+        (gradient, value)
+    }
+
+    /// The balance loss and the z-loss, without their factors.
+    fn values(&self) -> RouterLosses {
+        let tokens = self.tokens as f64;
+        if tokens == 0.0 {
+            return RouterLosses::default();
+        }
+        if let Some(sums) = &self.two_level {
+            return RouterLosses {
+                balance: self.two_level_loss(sums).1,
+                z: 0.0,
+            };
+        }
+        let products: f64 = self.counts.iter().zip(&self.scores).map(|(n, p)| *n as f64 * p).sum();
+        RouterLosses {
+            balance: self.counts.len() as f64 * products / (tokens * tokens),
+            z: self.squares / tokens,
+        }
+    }
+}
+
+/// What a rank says of a micro-batch, or of its tokens of one that several ranks share.
+struct RouterReport {
+    /// The part of the micro-batch in the losses of the step.
+    share: f64,
+    sums: LossSums,
+    /// For the metrics of the load.
+    layers: BTreeMap<usize, LayerSums>,
+}
+
+impl RouterReport {
+    /// As `RouterTally::to_wire` writes it.
+    fn read(numbers: &[f64]) -> Option<Self> {
+        let rest = &mut numbers.iter().copied();
+        let (share, experts, squares, groups) =
+            (rest.next()?, rest.next()? as usize, rest.next()?, rest.next()? as usize);
+        let scores = list(rest, experts);
+        let two_level = (groups > 0).then(|| TwoLevelSums {
+            counts: whole(list(rest, groups)),
+            groups: list(rest, groups),
+            within: list(rest, experts),
+        });
+        let (mut layers, mut counts, mut tokens) = (BTreeMap::new(), Vec::<u64>::new(), 0);
+        while let (Some(index), Some(experts)) = (rest.next(), rest.next()) {
+            let layer = LayerSums {
+                counts: whole(list(rest, experts as usize)),
+                entropy: rest.next()?,
+                tokens: rest.next()? as u64,
+                // Negative: a router of one level.
+                visits: rest.next().filter(|n| *n >= 0.0).map(|n| n as u64),
+                ..LayerSums::default()
+            };
+            add_all(&mut counts, &layer.counts);
+            tokens += layer.tokens;
+            layers.insert(index as usize, layer);
+        }
+        let sums = LossSums {
+            counts,
+            scores,
+            squares,
+            tokens,
+            two_level,
+        };
+        Some(Self { share, sums, layers })
+    }
+
+    /// Adds other tokens of the same micro-batch.
+    fn add(&mut self, part: &Self) {
+        let more = &part.sums;
+        let two_level = more.two_level.as_ref();
+        self.sums
+            .add(&more.counts, &more.scores, more.squares, more.tokens, two_level);
+        for (index, layer) in &part.layers {
+            self.layers.entry(*index).or_default().add_load(layer);
+        }
+    }
+}
+
+fn list(numbers: &mut impl Iterator<Item = f64>, length: usize) -> Vec<f64> {
+    numbers.take(length).collect()
+}
+
+fn whole(numbers: Vec<f64>) -> Vec<u64> {
+    numbers.into_iter().map(|n| n as u64).collect()
+}
+
 /// The choices of the routers for a micro-batch.
 #[derive(Debug, Clone)]
 pub struct RouterTally {
@@ -133,84 +288,31 @@ impl RouterTally {
         self.complete = true;
     }
 
-    /// L·N
-    fn tokens(&self) -> f64 {
-        self.layers.values().map(|l| l.tokens).sum::<u64>() as f64
-    }
-
-    /// Sums over the layers: tokens and scores of each expert.
-    fn totals(&self) -> (Vec<f64>, Vec<f64>) {
-        let experts = self.layers.values().map(|l| l.counts.len()).max().unwrap_or(0);
-        let (mut counts, mut scores) = (vec![0f64; experts], vec![0f64; experts]);
-        for layer in self.layers.values() {
-            counts
-                .iter_mut()
-                .zip(&layer.counts)
-                .for_each(|(sum, n)| *sum += *n as f64);
-            scores.iter_mut().zip(&layer.scores).for_each(|(sum, p)| *sum += p);
+    fn sums(&self) -> LossSums {
+        let mut sums = LossSums::default();
+        for l in self.layers.values() {
+            sums.add(&l.counts, &l.scores, l.squares, l.tokens, l.two_level.as_ref());
         }
-        (counts, scores)
-    }
-
-    /// Sums over the layers of the levels of routers of two levels; `None` for others.
-    fn two_levels(&self) -> Option<TwoLevelSums> {
-        let mut layers = self.layers.values().filter_map(|l| l.two_level.as_ref());
-        let mut sums = layers.next()?.clone();
-        for layer in layers {
-            sums.counts.iter_mut().zip(&layer.counts).for_each(|(sum, n)| *sum += n);
-            sums.groups.iter_mut().zip(&layer.groups).for_each(|(sum, p)| *sum += p);
-            sums.within.iter_mut().zip(&layer.within).for_each(|(sum, q)| *sum += q);
-        }
-        Some(sums)
-    }
-
-    /// The gradient of the balance loss of two levels without its factor, and its value.
-    fn two_level_loss(&self, sums: &TwoLevelSums) -> (TwoLevelLoss, f64) {
-        let (tokens, (counts, _)) = (self.tokens(), self.totals());
-        let (groups, members) = (sums.counts.len(), counts.len() / sums.counts.len());
-        let visits: u64 = sums.counts.iter().sum();
-        let of_group = |n: &u64| groups as f64 * *n as f64 / (tokens * tokens);
-        let of_groups: Vec<f64> = sums.counts.iter().map(of_group).collect();
-        let of_expert = |(e, n): (usize, &f64)| match sums.counts[e / members] {
-            0 => 0.0,
-            of_group => members as f64 * n / (visits as f64 * of_group as f64),
-        };
-        let within: Vec<f64> = counts.iter().enumerate().map(of_expert).collect();
-        let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
-        let value = dot(&of_groups, &sums.groups) + dot(&within, &sums.within);
-        let narrow = |of: Vec<f64>| of.into_iter().map(|x| x as f32).collect();
-        let gradient = TwoLevelLoss {
-            groups: narrow(of_groups),
-            within: narrow(within),
-        };
-        (gradient, value)
+        sums
     }
 
     /// The balance loss and the z-loss of this micro-batch, without their factors.
     pub fn values(&self) -> RouterLosses {
-        let tokens = self.tokens();
-        if tokens == 0.0 {
-            return RouterLosses::default();
-        }
-        if let Some(sums) = self.two_levels() {
-            return RouterLosses {
-                balance: self.two_level_loss(&sums).1,
-                z: 0.0,
-            };
-        }
-        let (counts, scores) = self.totals();
-        let products: f64 = counts.iter().zip(&scores).map(|(n, p)| n * p).sum();
-        RouterLosses {
-            balance: counts.len() as f64 * products / (tokens * tokens),
-            z: self.layers.values().map(|l| l.squares).sum::<f64>() / tokens,
-        }
+        self.sums().values()
     }
 
-    /// The numbers for the metrics: share, balance loss, z-loss, then for each layer its index, the number of its
-    /// experts, their tokens, the entropy, N, and the visited groups (-1: a router of one level).
+    /// The numbers for the metrics. First share, E, the squares, the number of groups (0: routers of one level), and the sums over the
+    /// layers: the scores of each expert, then with groups their tokens and scores, and the scores of the experts inside them. Then for
+    /// each layer its index, the number of its experts, their tokens, the entropy, N, and the visited groups (-1: a router of one level).
     pub fn to_wire(&self) -> Vec<f64> {
-        let values = self.values();
-        let mut out = vec![self.share, values.balance, values.z];
+        let sums = self.sums();
+        let groups = sums.two_level.as_ref().map_or(0, |levels| levels.counts.len());
+        let mut out = vec![self.share, sums.scores.len() as f64, sums.squares, groups as f64];
+        out.extend(&sums.scores);
+        if let Some(levels) = &sums.two_level {
+            out.extend(levels.counts.iter().map(|n| *n as f64));
+            out.extend(levels.groups.iter().chain(&levels.within));
+        }
         for (index, layer) in &self.layers {
             out.extend([*index as f64, layer.counts.len() as f64]);
             out.extend(layer.counts.iter().map(|n| *n as f64));
@@ -222,12 +324,16 @@ impl RouterTally {
 
     /// The gradients of the losses with respect to the scores and logits of a token, the same in all layers.
     pub fn gradient(&self) -> LogitLoss {
-        let tokens = self.tokens();
-        if !self.losses.any() || tokens == 0.0 {
+        if !self.losses.any() {
             return LogitLoss::default();
         }
-        if let Some(sums) = self.two_levels() {
-            let mut loss = self.two_level_loss(&sums).0;
+        let sums = self.sums();
+        let tokens = sums.tokens as f64;
+        if tokens == 0.0 {
+            return LogitLoss::default();
+        }
+        if let Some(levels) = &sums.two_level {
+            let mut loss = sums.two_level_loss(levels).0;
             let factor = (self.share * self.losses.balance) as f32;
             let both = loss.groups.iter_mut().chain(&mut loss.within);
             both.for_each(|x| *x *= factor);
@@ -238,9 +344,8 @@ impl RouterTally {
         }
         let mut balance = Vec::new();
         if self.losses.balance != 0.0 {
-            let (counts, _) = self.totals();
-            let factor = self.share * self.losses.balance * counts.len() as f64 / (tokens * tokens);
-            balance = counts.iter().map(|n| (factor * n) as f32).collect();
+            let factor = self.share * self.losses.balance * sums.counts.len() as f64 / (tokens * tokens);
+            balance = sums.counts.iter().map(|n| (factor * *n as f64) as f32).collect();
         }
         LogitLoss {
             balance,
@@ -279,32 +384,22 @@ impl Routers {
 
     /// Adds a micro-batch.
     pub fn add(&self, tally: &RouterTally) {
-        self.add_numbers(&tally.to_wire());
+        self.add_parts([&tally.to_wire()[..]]);
     }
 
-    /// Adds a micro-batch, as `RouterTally::numbers` describes it; nothing if there are no numbers.
-    pub fn add_numbers(&self, numbers: &[f64]) {
-        let mut rest = numbers.iter().copied();
-        let mut next = || rest.next();
-        let (Some(share), Some(balance), Some(z)) = (next(), next(), next()) else {
-            return;
-        };
+    /// Adds a micro-batch of which each part has some tokens, as `RouterTally::to_wire` describes it; nothing if there are no numbers.
+    pub fn add_parts<'n>(&self, parts: impl IntoIterator<Item = &'n [f64]>) {
+        let mut parts = parts.into_iter().filter_map(RouterReport::read);
+        let Some(mut micro_batch) = parts.next() else { return };
+        parts.for_each(|part| micro_batch.add(&part));
+        let RouterReport { share, sums, layers } = micro_batch;
+        let values = sums.values();
         let mut load = self.load.borrow_mut();
-        load.values.balance += share * balance;
-        load.values.z += share * z;
+        load.values.balance += share * values.balance;
+        load.values.z += share * values.z;
         load.shares += share;
-        while let (Some(index), Some(experts)) = (next(), next()) {
-            let sums = load.layers.entry(index as usize).or_default();
-            sums.counts.resize(experts as usize, 0);
-            sums.counts
-                .iter_mut()
-                .for_each(|sum| *sum += next().unwrap_or(0.0) as u64);
-            sums.entropy += next().unwrap_or(0.0);
-            sums.tokens += next().unwrap_or(0.0) as u64;
-            // Negative: a router of one level.
-            if let Some(visits) = next().filter(|n| *n >= 0.0) {
-                sums.visits = Some(visits as u64 + sums.visits.unwrap_or(0));
-            }
+        for (index, layer) in &layers {
+            load.layers.entry(*index).or_default().add_load(layer);
         }
     }
 
@@ -406,6 +501,44 @@ mod tests {
         routers.add(&tally);
         let found: BTreeMap<&str, f64> = routers.metrics().into_iter().collect();
         assert_eq!(found["router_groups"], 1.0);
+    }
+
+    /// The balance loss is a product of means, so the mean of the losses of the parts would be another number.
+    #[test]
+    fn parts_of_a_micro_batch_have_the_metrics_of_the_whole() {
+        let rows = [
+            [0.0, 2.0, 0.0],
+            [3.0, 0.0, 0.0],
+            [0.0, 1.0, 0.5],
+            [0.0, 0.0, 4.0],
+            [0.0, 1.5, 0.0],
+        ];
+        let tally = |rows: &[[f32; 3]]| {
+            let mut tally = RouterTally::new(RouterLosses::default(), 0.5);
+            let other: Vec<[f32; 3]> = rows.iter().map(|[a, b, c]| [*b, *c, 2.0 * *a]).collect();
+            tally.add(1, &route(rows));
+            tally.add(3, &route(&other));
+            tally.end();
+            tally.to_wire()
+        };
+        let of = |parts: &[Vec<f64>]| {
+            let routers = Routers::new(RouterLosses::default());
+            // A micro-batch before, so that the shares are those of micro-batches.
+            routers.add_parts([&tally(&rows[..2])[..]]);
+            routers.add_parts(parts.iter().map(|part| &part[..]));
+            (routers.loads(), routers.metrics())
+        };
+        let (whole, parts) = (of(&[tally(&rows)]), of(&[tally(&rows[..1]), tally(&rows[1..])]));
+        assert_eq!(whole.0, parts.0);
+        assert_eq!(whole.1.len(), parts.1.len());
+        for ((name, want), (_, found)) in whole.1.iter().zip(&parts.1) {
+            assert!((want - found).abs() < 1e-9, "{name}: {found} {want}");
+        }
+        let of_parts =
+            [tally(&rows[..1]), tally(&rows[1..])].map(|part| RouterReport::read(&part).unwrap().sums.values());
+        let whole = RouterReport::read(&tally(&rows)).unwrap().sums.values();
+        assert!((of_parts[0].balance / 2.0 + of_parts[1].balance / 2.0 - whole.balance).abs() > 0.01);
+        assert!((of_parts[0].z / 2.0 + of_parts[1].z / 2.0 - whole.z).abs() > 0.01);
     }
 
     /// Equal logits choose the first expert; all scores are 1/3.

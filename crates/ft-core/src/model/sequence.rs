@@ -99,7 +99,7 @@ struct HeadShare {
 fn share(spec: &Heads, index: usize, ranks: usize) -> HeadShare {
     let own = spec.heads / ranks;
     let group = spec.heads / spec.kv_heads.max(1);
-    // So many query heads have the same key head, on every rank.
+    // In each run of this many consecutive query heads, all have the same key head.
     let together = gcd(own, group);
     let queries: Vec<usize> = (index * own..(index + 1) * own).collect();
     let keys: Vec<usize> = queries.iter().step_by(together).map(|head| head / group).collect();
@@ -254,7 +254,7 @@ impl<'a> SequenceRanks<'a> {
             all[self.first + rank] = part;
             all_lengths[self.first + rank] = length;
         }
-        let mut found = self.comm.exchange(key, all, all_lengths).wait()?;
+        let mut found = self.comm.all_to_all(key, all, all_lengths).wait()?;
         found.truncate(self.first + self.config.ranks);
         Ok(found.split_off(self.first))
     }

@@ -224,11 +224,16 @@ impl BlockSchedule {
 
     /// Factor of the learning rate while a block warms up after a switch.
     pub fn warmup(&self, step: u64) -> f64 {
-        let since = step.max(1) - 1;
-        let inside = match self.order {
-            BlockOrder::Fixed => since,
-            _ => since % self.switch_every,
+        let step = step.max(1);
+        let mut first = match self.order {
+            BlockOrder::Fixed => 1,
+            _ => self.visit(step) * self.switch_every + 1,
         };
+        // The same blocks again: their warmup began in a turn before.
+        while step - first < self.warmup && !self.switches_at(first) {
+            first -= self.switch_every;
+        }
+        let inside = step - first;
         if inside >= self.warmup {
             1.0
         } else {
@@ -440,6 +445,35 @@ mod tests {
             ..r
         });
         assert_eq!([1, 4].map(|k| s.warmup(k)), [1.0 / 3.0, 1.0]);
+    }
+
+    #[test]
+    fn the_same_blocks_again_do_not_warm_up_again() {
+        let mut r = config(Partition::Layer, BlockOrder::Ascending);
+        (r.switch_every, r.warmup_after_switch) = (Some(2), 3);
+        let factors = |s: &BlockSchedule, steps: u64| (1..=steps).map(|k| s.warmup(k)).collect::<Vec<_>>();
+        let rising = [0.25, 0.5, 0.75, 1.0];
+        // All layers are one block: the warmup is longer than a turn, and there is only one.
+        r.layers_per_block = 4;
+        assert_eq!(factors(&schedule(&r), 6), [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]);
+        // With every switch it begins anew; a turn of the ratio partition has another window each time.
+        r.layers_per_block = 1;
+        assert_eq!(factors(&schedule(&r), 4), [0.25, 0.5, 0.25, 0.5]);
+        r.partition = Partition::Ratio;
+        assert_eq!(factors(&schedule(&r), 4), [0.25, 0.5, 0.25, 0.5]);
+        // Sets that are drawn, and the last block of an epoch that is the first one of the next.
+        r.partition = Partition::Layer;
+        for (order, together) in [(BlockOrder::Importance, 3), (BlockOrder::Random, 1)] {
+            (r.order, r.layers_per_block) = (order, together);
+            let s = schedule(&r);
+            let (mut since, mut again) = (0, 0);
+            for step in 1..=400 {
+                since = if s.switches_at(step) { 0 } else { since + 1 };
+                again += usize::from(step % 2 == 1 && since > 0);
+                assert_eq!(s.warmup(step), rising[since.min(3)], "{order:?}, step {step}");
+            }
+            assert!(again > 0, "{order:?}: no set was drawn twice in succession");
+        }
     }
 
     #[test]

@@ -32,7 +32,7 @@ pub struct Optimizer {
 pub struct Update<'a> {
     /// Name of the parameter: the key of its state.
     pub name: &'a str,
-    /// f32 or bf16, updated in place.
+    /// f32, bf16 or f16, updated in place.
     pub weight: &'a Tensor,
     /// f32; shape of the weight, or `[len]` of its active elements.
     pub gradient: &'a Tensor,
@@ -126,7 +126,7 @@ impl Optimizer {
     /// Updates all parameters of a list (no name twice) with their gradients times `coefficient`.
     ///
     /// # Errors
-    /// A gradient of another shape than its weight (`Shape`); a weight that is neither f32 nor bf16 (`Unsupported`).
+    /// A gradient of another shape than its weight (`Shape`); a weight that is not f32, bf16 or f16 (`Unsupported`).
     pub fn update_all(&mut self, updates: &[Update], lr: f64, coefficient: f32) -> Result<()> {
         self.update_gated(updates, lr, coefficient, FoundInf::default())
     }

@@ -31,7 +31,8 @@ impl Schedule {
         Self {
             name: config.name,
             warmup: config.warmup_steps.map_or(warmup, |n| n as u64),
-            decay: part(config.decay_ratio).ceil() as u64,
+            // Rounded up. (0.07 * 100 is slightly above 7 in floating point.)
+            decay: (part(config.decay_ratio) - 1e-6).ceil() as u64,
             total,
             floor: config.min_lr_ratio,
             cycles: config.num_cycles as f64,
@@ -120,6 +121,25 @@ mod tests {
             );
         }
         assert_eq!(Schedule::new(&config(0.03), 1).multiplier(1), 1.0);
+    }
+
+    #[test]
+    fn a_decay_is_rounded_up_but_not_because_of_floating_point() {
+        for (ratio, total, decay) in [
+            (0.07, 100, 7),
+            (0.07, 101, 8),
+            (0.2, 11, 3),
+            (0.1, 30, 3),
+            (0.0, 9, 0),
+            (1.0, 9, 9),
+        ] {
+            let config = ScheduleConfig {
+                name: ScheduleName::Wsd,
+                decay_ratio: ratio,
+                ..ScheduleConfig::default()
+            };
+            assert_eq!(Schedule::new(&config, total).decay, decay, "{ratio} of {total}");
+        }
     }
 
     #[test]

@@ -157,7 +157,7 @@ impl AdapterMethod for Adalora {
     fn cost(&self) -> AdapterCost {
         let r = self.rank() as u64;
         let i = self.a.tensor.elem_count() as u64 / r.max(1);
-        // Importance and uncertainty of every element (`ranks`).
+        // Importance and uncertainty of every element (`rank_allocation`).
         let parts = [&self.a, &self.b, &self.e];
         let scored: usize = parts.iter().map(|p| 2 * p.tensor.elem_count()).sum();
         AdapterCost {

@@ -12,8 +12,8 @@ use super::frozen::FrozenLinear;
 use super::small::{self, DropoutMask};
 use crate::base::Result;
 use crate::base::rng::{Rng, Stream};
+use crate::ops::lora_pairs::LoraPair;
 use crate::ops::low_rank::LowRank;
-use crate::ops::pairs::LoraPair;
 use crate::ops::{linear, update};
 use candle_core::{DType, Device, Tensor};
 use rayon::prelude::*;
@@ -106,7 +106,7 @@ impl Lora {
         self.a.dims().first().copied().unwrap_or(0)
     }
 
-    /// The matrices, for the products of `ops::pairs`.
+    /// The matrices, for the products of `ops::lora_pairs`.
     pub fn matrices(&self) -> LoraPair<'_> {
         LoraPair {
             matrices: (&self.a, &self.b),

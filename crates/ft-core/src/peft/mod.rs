@@ -37,7 +37,7 @@ mod loha;
 mod lokr;
 pub mod lora;
 mod oft;
-pub mod ranks;
+pub mod rank_allocation;
 mod small;
 pub mod start;
 pub mod targets;

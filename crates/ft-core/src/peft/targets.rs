@@ -56,6 +56,25 @@ pub fn ends(module: &str, name: &str) -> bool {
     module == name || module.strip_suffix(name).is_some_and(|rest| rest.ends_with('.'))
 }
 
+/// True if `name` in `modules_to_save` names this module. PEFT compares the end of the text there, not whole components:
+/// `norm` names `model.norm`, and `q_norm` and `input_layernorm` of every layer too.
+pub(crate) fn saves(module: &str, name: &str) -> bool {
+    !name.is_empty() && module.ends_with(name)
+}
+
+/// True if IA3 scales the input of this module instead of its output. As in PEFT, names are compared with the end of its path,
+/// a regular expression with the whole path.
+///
+/// # Errors
+/// A pattern that is not a regular expression, or that cannot be matched in reasonable time.
+pub(crate) fn scales_input(module: &str, feedforward: &Targets) -> Result<bool> {
+    match feedforward {
+        Targets::AllLinear => Ok(false),
+        Targets::List(names) => Ok(names.iter().any(|name| saves(module, name))),
+        Targets::Pattern(_) => Matcher::new(feedforward)?.matches(module),
+    }
+}
+
 /// The layer index: `3` of `model.layers.3.mlp.up_proj`. A number at the end is not one (`model.altup_projections.0`), as in
 /// PEFT.
 pub fn layer_of(module: &str) -> Option<usize> {
@@ -318,6 +337,26 @@ mod tests {
 
     fn list(names: &[&str]) -> Targets {
         Targets::List(names.iter().map(|n| n.to_string()).collect())
+    }
+
+    #[test]
+    fn modules_to_save_match_by_the_end_of_the_text() {
+        for module in [
+            "norm",
+            "model.norm",
+            "model.layers.0.self_attn.q_norm",
+            "model.layers.1.input_layernorm",
+        ] {
+            assert!(saves(module, "norm"), "{module}");
+            assert_eq!(
+                ends(module, "norm"),
+                module.rsplit('.').next() == Some("norm"),
+                "{module}"
+            );
+        }
+        for (module, name) in [("model.norms", "norm"), ("model.norm", ""), ("norm", "model.norm")] {
+            assert!(!saves(module, name), "{module} {name}");
+        }
     }
 
     #[test]

@@ -3,14 +3,14 @@
 //!
 //! Letters: N tokens, I input features (columns), O output features (rows).
 
-mod qmatrix;
-mod dynamic;
-mod quantize;
-mod format;
 mod device;
+mod dynamic;
+mod format;
+mod qmatrix;
+mod quantize;
+mod weight;
 #[cfg(test)]
 mod tests;
-mod weight;
 
 pub use device::DeviceQMatrix;
 pub use format::{Format, QDATA, ScaledFormat, StorageDtype};

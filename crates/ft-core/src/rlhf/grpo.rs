@@ -63,7 +63,7 @@ pub struct GrpoSettings {
     pub max_completion_length: usize,
 }
 
-/// The defaults of TRL.
+/// The defaults of TRL, but for `max_completion_length`, which is 512 there.
 impl Default for GrpoSettings {
     fn default() -> Self {
         Self {
@@ -103,7 +103,7 @@ pub struct CompletionLoss {
     pub gradient: Vec<f64>,
     /// Sum over tokens of the KL to the reference.
     pub kl: f64,
-    /// Number of ratios, and of those clipped below and above.
+    /// Number of ratios.
     pub ratios: f64,
     /// Number of ratios clipped at the lower bound.
     pub clipped_low: f64,

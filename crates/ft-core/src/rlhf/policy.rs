@@ -10,7 +10,7 @@ use std::ops::Range;
 
 /// Names of the columns that the rollout passes to its objective.
 pub mod columns {
-    /// Token columns: log-probabilities with the weights of the rollout and of the reference, importance ratios.
+    /// Token column: log-probabilities with the weights of the rollout.
     pub const OLD: &str = "old_log_probs";
     /// Token column: log-probabilities with the weights of the reference.
     pub const REFERENCE: &str = "reference_log_probs";
@@ -18,11 +18,11 @@ pub mod columns {
     pub const RATIOS: &str = "ratios";
     /// A document column for GRPO, a token column for PPO.
     pub const ADVANTAGES: &str = "advantages";
-    /// Token columns of PPO.
+    /// Token column of PPO: the values in the rollout.
     pub const VALUES: &str = "old_values";
     /// Token column of PPO: the targets of the values.
     pub const RETURNS: &str = "returns";
-    /// Document columns: a factor of the answer's loss; 0 if the answer is excluded.
+    /// Document column: a factor of the answer's loss; 0 if the answer is excluded.
     pub const FACTOR: &str = "factor";
     /// Document column: 0 if the answer does not count in the divisor of the loss; else 1.
     pub const COUNTS: &str = "counts";

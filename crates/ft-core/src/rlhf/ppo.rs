@@ -65,7 +65,7 @@ pub struct CompletionSums {
     pub by_log_prob: Vec<f64>,
     /// `[T]`: gradients with respect to the values.
     pub by_value: Vec<f64>,
-    /// Number of tokens whose ratio or value is clipped.
+    /// Number of tokens whose ratio is clipped.
     pub clipped: f64,
     /// Number of clipped values.
     pub clipped_values: f64,

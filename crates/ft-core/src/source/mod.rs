@@ -3,17 +3,18 @@
 
 pub mod disk;
 mod experts;
-mod placement;
 mod in_memory;
 pub mod memory;
+mod placement;
 pub mod policy;
-pub mod resident;
-pub mod stored;
 mod requantize;
+pub mod resident;
 pub mod sharded;
 mod slots;
+pub mod stored;
 pub mod uploaded;
 
+use crate::base::sync::lock;
 use crate::base::{Error, Result};
 use crate::formats::weights::Weights;
 use crate::ops::transfer::{CopyTimes, HostRead};
@@ -21,7 +22,7 @@ use crate::quant::Weight;
 use candle_core::Tensor;
 use half::{bf16, f16};
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 pub use disk::DiskWeights;
 pub use experts::{ExpertReads, expert_of};
@@ -390,10 +391,6 @@ fn distinct(ids: &[u32], rows: usize) -> Result<(Vec<u32>, Vec<u32>)> {
 
 fn tensor_bytes(t: &Tensor) -> u64 {
     (t.elem_count() * t.dtype().size_in_bytes()) as u64
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn not_quantized(name: &str) -> Error {

@@ -1,8 +1,8 @@
-//! Where the weights of a model live.
+//! Where the weights of a model are stored.
 
 use std::fmt;
 
-/// Where the weights live that are not trained now.
+/// Where the weights are stored that are not trained now.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Placement {
     /// On the device.

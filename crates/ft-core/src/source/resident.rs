@@ -387,7 +387,7 @@ pub fn check_names(params: &[ParamInfo], weights: &Weights) -> Result<()> {
     let known: std::collections::HashSet<&str> = params.iter().map(|p| &*p.name).collect();
     for name in weights.names() {
         // Old Llama checkpoints contain the rope frequencies; tied ones may contain a copy of the embedding. The score
-        // of a reward model is read separately; text generation checks it with `ModelDir::check_weights`.
+        // of a reward model is read separately; the program checks it before text generation.
         let harmless = name.ends_with("rotary_emb.inv_freq")
             || ["lm_head.weight", "score.weight"].contains(&name)
             || is_beside_quantized(weights, name);

@@ -186,7 +186,7 @@ impl Encoder<'_> {
     }
 
     /// The renderings that a conversation needs: the whole text, and begin and end of each turn that is located.
-    pub(super) fn asks(&self, chat: &Chat) -> Vec<(usize, bool)> {
+    pub(super) fn renderings(&self, chat: &Chat) -> Vec<(usize, bool)> {
         let mut out = vec![(chat.messages.len(), false)];
         for i in self.located(chat) {
             out.extend([(i, true), (i + 1, false), (i, false)]);

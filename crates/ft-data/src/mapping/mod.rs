@@ -329,7 +329,11 @@ impl Mapper {
                     "`Mapping::system_prompt` needs conversations, or prompts and answers that the chat template renders",
                 )
                 .found(format!("rows of format `{}`, read as plain text", layout.format.name()))
-                .hint("remove it, or use `Render::Chat`; a model without a template needs `ChatTemplate::from_file`"));
+                .hint(match layout.rendering {
+                    // No setting renders texts.
+                    Rendering::Text => "remove it; of several sources, write it in those with conversations, as `system_prompt`",
+                    _ => "remove it, or use `Render::Chat`; a model without a template needs `ChatTemplate::from_file`",
+                }));
             }
             layout.system_prompt = Some(system.clone());
         }

@@ -2,6 +2,7 @@
 
 use super::PreferencePart;
 use super::rows::{Judgment, Sides, understand};
+use crate::Long;
 use crate::batch::Example;
 use crate::codec::{ChatRender, RenderJob};
 use crate::dataset::RowOrigin;
@@ -21,14 +22,14 @@ type Talk = (Vec<Value>, bool);
 pub(super) struct TokenizedRow {
     /// Chosen and rejected, or the judged answer; none of a row that is left out (`Judgment::Forked`).
     pub sides: Vec<Side>,
-    /// Number of prompt tokens, the same in all sides.
-    pub prompt: usize,
     pub margin: Option<f32>,
     pub label: bool,
 }
 
 pub(super) struct Side {
     pub example: Example,
+    /// Number of prompt tokens: the same in both answers of a pair, unless each is judged alone.
+    pub prompt: usize,
     /// Tokens removed by truncation at `max_length`.
     pub cut: usize,
 }
@@ -36,6 +37,7 @@ pub(super) struct Side {
 pub(super) struct PairEncoder<'a> {
     pub encoder: Encoder<'a>,
     pub want: PreferencePart,
+    pub long: Long,
 }
 
 impl Judgment {
@@ -103,7 +105,7 @@ impl PairEncoder<'_> {
                 Some(RenderJob {
                     messages,
                     tools,
-                    asks: vec![(messages.len(), *prompt)],
+                    renderings: vec![(messages.len(), *prompt)],
                 })
             }));
         }
@@ -138,17 +140,19 @@ impl PairEncoder<'_> {
         talks: &[Talk],
         prepared: &[CachedRenderings],
     ) -> Result<TokenizedRow> {
-        let (whole, prompt, margin, label) = match judgment {
+        let (whole, prompts, margin, label) = match judgment {
             Judgment::Forked => {
                 return Ok(TokenizedRow {
                     sides: Vec::new(),
-                    prompt: 0,
                     margin: None,
                     label: false,
                 });
             }
             Judgment::Pair { sides, margin } => {
-                let (whole, prompt) = self.tokens(sides, talks, prepared).map_err(|e| e.within(&row.place))?;
+                let (whole, mut prompts) = self.tokens(sides, talks, prepared).map_err(|e| e.within(&row.place))?;
+                if self.want != PreferencePart::Judged {
+                    prompts = [prompts[0].min(prompts[1]); 2];
+                }
                 if whole[0] == whole[1] {
                     return Err(
                         Error::format("`chosen` and `rejected` have the same tokens after encoding")
@@ -157,7 +161,7 @@ impl PairEncoder<'_> {
                             .hint("remove the row; or look at the encoded rows, and set another template with `ChatTemplate::from_file`"),
                     );
                 }
-                (whole.to_vec(), prompt, *margin, true)
+                (whole.to_vec(), prompts.to_vec(), *margin, true)
             }
             Judgment::Judged { .. } if self.want != PreferencePart::Judged => {
                 return Err(Error::unsupported("this stage trains on pairs of answers")
@@ -167,49 +171,56 @@ impl PairEncoder<'_> {
                     .hint("rows with one labeled answer are for `PreferencePart::Judged`"));
             }
             Judgment::Judged { sides, label } => {
-                let (whole, prompt) = self.tokens(sides, talks, prepared).map_err(|e| e.within(&row.place))?;
-                (whole.to_vec(), prompt, None, *label)
+                let (whole, prompts) = self.tokens(sides, talks, prepared).map_err(|e| e.within(&row.place))?;
+                (whole.to_vec(), prompts.to_vec(), None, *label)
             }
         };
         let most = self.encoder.max_length;
-        // A row that must be complete is dropped with its prompt: it is longer than `max_length` in any case.
-        if prompt >= most && self.want != PreferencePart::WholePairs {
+        let prompt = prompts.iter().copied().max().unwrap_or(0);
+        // Such a row is left out if it must be complete, or if long rows are: it is longer than `max_length` in any case.
+        let is_long = whole.iter().any(|ids| ids.len() > most);
+        let is_left_out = self.want == PreferencePart::WholePairs || (self.long == Long::Drop && is_long);
+        if prompt >= most && !is_left_out {
             return Err(
                 Error::format("the prompt is so long that no tokens are left for an answer")
                     .at(&row.place)
                     .found(format!("a prompt of {prompt} tokens, a maximum of {most} for the row"))
                     .expected(format!("at most {} tokens", most - 1))
-                    .hint("raise `data::DatasetSpec::max_length`, or remove the row"),
+                    .hint("raise `data::DatasetSpec::max_length`, set `Long::Drop`, or remove the row"),
             );
         }
-        let sides = whole.into_iter().enumerate().map(|(side, mut ids)| {
-            let cut = ids.len().saturating_sub(most);
-            ids.truncate(most);
-            let first = match self.want {
-                PreferencePart::PairsAndPrompts if side == 0 => 1,
-                _ => prompt.max(1),
-            };
-            let trained = (0..ids.len()).map(|t| t >= first).collect();
-            Side {
-                example: Example { ids, trained },
-                cut,
-            }
-        });
+        let sides = whole
+            .into_iter()
+            .zip(prompts)
+            .enumerate()
+            .map(|(side, (mut ids, prompt))| {
+                let cut = ids.len().saturating_sub(most);
+                ids.truncate(most);
+                let first = match self.want {
+                    PreferencePart::PairsAndPrompts if side == 0 => 1,
+                    _ => prompt.max(1),
+                };
+                let trained = (0..ids.len()).map(|t| t >= first).collect();
+                Side {
+                    example: Example { ids, trained },
+                    prompt,
+                    cut,
+                }
+            });
         Ok(TokenizedRow {
             sides: sides.collect(),
-            prompt,
             margin,
             label,
         })
     }
 
-    /// The tokens of prompt and answer for each answer, and how many of them are the prompt.
+    /// The tokens of prompt and answer for each answer, and how many of each are the prompt.
     fn tokens<const N: usize>(
         &self,
         sides: &Sides<N>,
         talks: &[Talk],
         prepared: &[CachedRenderings],
-    ) -> Result<([Vec<u32>; N], usize)> {
+    ) -> Result<([Vec<u32>; N], [usize; N])> {
         let encoder = &self.encoder;
         let mut whole = [const { Vec::new() }; N];
         let alone = match sides {
@@ -239,11 +250,9 @@ impl PairEncoder<'_> {
                 rendered(N)?
             }
         };
-        let mut shared = alone.len();
-        for ids in &whole {
-            encoder.check(ids)?;
-            shared = shared.min(alone.iter().zip(ids).take_while(|(a, b)| a == b).count());
-        }
-        Ok((whole, shared))
+        whole.iter().try_for_each(|ids| encoder.check(ids))?;
+        let shared = |ids: &Vec<u32>| alone.iter().zip(ids).take_while(|(a, b)| a == b).count();
+        let prompts = whole.each_ref().map(shared);
+        Ok((whole, prompts))
     }
 }

@@ -5,8 +5,8 @@
 //! pair is never split.
 //!
 //! Tokenization as in TRL: the prompt alone (a conversation with the generation prompt), and prompt with answer (text
-//! gets EOS); an answer begins at the first difference between the two, for both sides at the earlier position. Rows
-//! longer than `max_length` are truncated at the end.
+//! gets EOS); an answer begins at the first difference between the two, for both sides of a pair at the earlier position.
+//! Answers that are judged alone have each their own. Rows longer than `max_length` are truncated at the end.
 
 mod encode;
 mod rows;
@@ -53,7 +53,7 @@ pub struct PreferenceDocuments {
     /// Tokens of the first document: the chosen side, or the judged answer. The rest is the rejected side, or the
     /// prompt with the answer of another row (`mismatched`).
     pub first: usize,
-    /// Number of prompt tokens, the same in both documents.
+    /// Number of prompt tokens, the same in both documents of a pair.
     pub prompt: usize,
     /// Required reward margin of the chosen side; 0 if the row has none.
     pub margin: f32,
@@ -129,10 +129,10 @@ pub(super) fn read_into(
         encoder: encode::PairEncoder {
             encoder: spec.encoder(codec, template),
             want,
+            long: spec.long,
         },
         chunk: Vec::new(),
         read: 0,
-        long: spec.long,
         margins: sink.margins(),
         sink,
     };
@@ -167,7 +167,6 @@ struct PairLoader<'a> {
     chunk: Vec<(Row, Arc<ColumnLayout>, RowOrigin)>,
     /// Rows read.
     read: u64,
-    long: Long,
     /// Whether rows have a margin.
     margins: Option<bool>,
     sink: &'a mut dyn ExampleSink,
@@ -207,7 +206,7 @@ impl PairLoader<'_> {
             stats.longest_written = stats.longest_written.max(longest.unwrap_or(0));
             self.sink.count(origin, cut > 0);
             let stats = self.sink.stats();
-            if cut > 0 && self.long == Long::Drop {
+            if cut > 0 && self.encoder.long == Long::Drop {
                 stats.dropped_rows += 1;
                 stats.long_rows += 1;
                 stats.long_tokens += unit.sides.iter().map(|s| s.example.ids.len() + s.cut).sum::<usize>() as u64;
@@ -224,8 +223,9 @@ impl PairLoader<'_> {
             }
             if let [a, b] = &unit.sides[..]
                 && a.example.ids == b.example.ids
+                && self.encoder.want != PreferencePart::Judged
             {
-                // Truncation removed the difference between the sides.
+                // Truncation removed the difference between the sides. Judged answers are rows of their own, as in TRL.
                 stats.dropped_rows += 1;
                 stats.dropped_by_truncation += 1;
                 continue;
@@ -237,13 +237,8 @@ impl PairLoader<'_> {
     }
 
     fn push(&mut self, unit: TokenizedRow, origin: RowOrigin) {
-        let TokenizedRow {
-            sides,
-            prompt,
-            margin,
-            label,
-        } = unit;
-        let side_of = |first, label, is_last| PreferenceSide {
+        let TokenizedRow { sides, margin, label } = unit;
+        let side_of = |first, prompt, label, is_last| PreferenceSide {
             preference: PreferenceDocuments {
                 first,
                 prompt,
@@ -260,13 +255,14 @@ impl PairLoader<'_> {
             self.sink.push(TokenizedPart { example, origin, side });
         };
         if judged {
-            for (at, Side { example, .. }) in sides.into_iter().enumerate() {
+            for (at, Side { example, prompt, .. }) in sides.into_iter().enumerate() {
                 let (rejected, n) = (paired && at == 1, example.ids.len());
-                add(example, side_of(n, !rejected && (label || paired), rejected));
+                add(example, side_of(n, prompt, !rejected && (label || paired), rejected));
             }
             return;
         }
-        let first = sides.first().map_or(0, |side| side.example.ids.len());
+        let first = sides.first();
+        let (first, prompt) = first.map_or((0, 0), |side| (side.example.ids.len(), side.prompt));
         let mut whole = Example {
             ids: Vec::new(),
             trained: Vec::new(),
@@ -275,7 +271,7 @@ impl PairLoader<'_> {
             whole.ids.extend(example.ids);
             whole.trained.extend(example.trained);
         }
-        add(whole, side_of(first, true, false));
+        add(whole, side_of(first, prompt, true, false));
     }
 }
 
@@ -346,14 +342,21 @@ impl Dataset {
     /// and of its mismatched pairs should be the same.
     ///
     /// # Errors
-    /// Groups of one row, or a row with two answers.
+    /// Groups of one row, or one row in all.
     pub fn mismatched(self, group: usize, max_length: usize, seed: Option<u64>) -> Result<Self> {
+        const MANY: &str = "2 or more: KTO estimates the KL divergence from the reference with answers of other rows";
         let n = self.examples.len();
-        if group < 2 || n < 2 {
+        if group < 2 {
             return Err(Error::usage("KTO needs at least two rows in a micro-batch")
                 .found(format!("micro-batches of {group}, {n} rows"))
-                .expected("2 or more: KTO estimates the KL divergence from the reference with answers of other rows")
+                .expected(MANY)
                 .hint("raise `StreamSpec::batch_size`, or use `JudgedLoss::ApoZeroUnpaired`"));
+        }
+        if n < 2 {
+            return Err(Error::usage("KTO needs at least two rows")
+                .found(format!("a set of {n}"))
+                .expected(MANY)
+                .hint("add rows, or use `JudgedLoss::ApoZeroUnpaired`"));
         }
         let order: Vec<usize> = match (self.mixture()?, seed) {
             // The weights apply once: the answers of a group do not change from epoch to epoch.

@@ -11,12 +11,16 @@ const CHATML: &str = r#"{% for m in messages %}{{ '<|im_start|>' + m.role + '\n'
 {% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"#;
 
 fn read(words: &Words, lines: &[&str], want: PreferencePart, max_length: usize) -> Result<Dataset> {
+    read_long(words, lines, want, max_length, Long::Auto)
+}
+
+fn read_long(words: &Words, lines: &[&str], want: PreferencePart, max_length: usize, long: Long) -> Result<Dataset> {
     let files = files(&[("p.jsonl", &lines.join("\n"))]);
     let spec = DatasetSpec {
         sources: &files.sources,
         render: Render::Plain,
         max_length,
-        long: Long::Auto,
+        long,
         overlap: 1,
         train_on: TrainOn::Assistant,
         embedding_rows: 1000,
@@ -123,6 +127,66 @@ fn long_answers_are_cut_and_long_prompts_refused() {
         .to_string();
     assert!(
         e.contains("no tokens are left for an answer") && e.contains(".jsonl:1") && e.contains("2 tokens"),
+        "{e}"
+    );
+}
+
+#[test]
+fn a_row_whose_prompt_fills_the_length_is_left_out_with_the_long_rows() {
+    use PreferencePart::{Judged, Pairs, PairsAndPrompts, WholePairs};
+    let words = Words::chatml();
+    let rows = [
+        r#"{"prompt": "a b c d e", "chosen": " f", "rejected": " g"}"#,
+        r#"{"prompt": "a", "chosen": " b", "rejected": " c"}"#,
+    ];
+    for want in [Pairs, PairsAndPrompts, Judged, WholePairs] {
+        let data = read_long(&words, &rows, want, 4, Long::Drop).unwrap();
+        let stats = &data.stats;
+        let counts = (stats.rows, stats.dropped_rows, stats.long_rows, stats.long_tokens);
+        assert_eq!(counts, (2, 1, 1, 14), "{want:?}");
+        assert!(data.origins.iter().all(|origin| origin.number == 2), "{want:?}");
+        let warnings = stats.warnings(4);
+        assert!(
+            warnings.len() == 1 && warnings[0].contains("1 of 2 rows are longer than max_length = 4"),
+            "{warnings:?}"
+        );
+    }
+    let e = read(&words, &rows, Judged, 4).unwrap_err().to_string();
+    assert!(
+        e.contains("no tokens are left for an answer") && e.contains("`Long::Drop`"),
+        "{e}"
+    );
+}
+
+#[test]
+fn judged_answers_of_a_pair_are_rows_of_their_own() {
+    let words = Words::chatml();
+    // Only the chosen answer changes the last token of the prompt.
+    let rows = [r#"{"prompt": "a foo", "chosen": "bar", "rejected": " bar"}"#];
+    let data = read(&words, &rows, PreferencePart::Judged, 64).unwrap();
+    assert_eq!([0, 1].map(|row| data.preferences[row].prompt), [1, 2]);
+    assert_eq!(shown(&words, &data, 0), ["a[ foobar][<|im_end|>]"]);
+    assert_eq!(shown(&words, &data, 1), ["a foo[ bar][<|im_end|>]"]);
+    let paired = data.mismatched(2, 64, None).unwrap();
+    assert_eq!(shown(&words, &paired, 0)[1], "a[ bar][<|im_end|>]");
+    assert_eq!(shown(&words, &paired, 1)[1], "a foo[ foobar][<|im_end|>]");
+    // Truncation makes the answers equal: each is still trained.
+    let rows = [r#"{"prompt": "a b", "chosen": " x y z", "rejected": " x y w"}"#];
+    let data = read(&words, &rows, PreferencePart::Judged, 4).unwrap();
+    assert_eq!((data.examples.len(), data.stats.dropped_rows), (2, 0));
+    assert_eq!(shown(&words, &data, 0), shown(&words, &data, 1));
+    assert_eq!([0, 1].map(|row| data.preferences[row].label), [true, false]);
+}
+
+#[test]
+fn a_set_of_one_row_has_no_mismatch() {
+    let words = Words::chatml();
+    let rows = [r#"{"prompt": "a", "completion": " b", "label": true}"#];
+    let data = read(&words, &rows, PreferencePart::Judged, 64).unwrap();
+    let e = data.mismatched(4, 64, None).unwrap_err().to_string();
+    // The size of the micro-batches is right.
+    assert!(
+        e.contains("a set of 1") && e.contains("hint: add rows") && !e.contains("batch"),
         "{e}"
     );
 }
@@ -318,7 +382,7 @@ impl ChatRender for Counting {
             let generation = Vec::new();
             Some(RenderedChat { text, generation })
         };
-        let answers = |job: &RenderJob| job.asks.iter().map(|ask| text(job, ask)).collect();
+        let answers = |job: &RenderJob| job.renderings.iter().map(|rendering| text(job, rendering)).collect();
         jobs.iter().map(answers).collect()
     }
 }

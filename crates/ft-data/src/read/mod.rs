@@ -10,6 +10,7 @@ mod text;
 #[cfg(test)]
 mod tests;
 
+use ft_base::units::beginning;
 use ft_base::{Error, Result, files, named, progress};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -236,16 +237,7 @@ pub(super) fn kind(value: &Value) -> &'static str {
 
 /// At most 80 characters of a row; control characters are replaced.
 pub(super) fn clip(text: &str) -> String {
-    let mut out: String = text
-        .trim()
-        .chars()
-        .take(80)
-        .map(|c| if c.is_control() { '\u{fffd}' } else { c })
-        .collect();
-    if text.trim().chars().nth(80).is_some() {
-        out.push_str("...");
-    }
-    out
+    beginning(text.trim(), 80)
 }
 
 /// The error for a row that is not UTF-8.

@@ -9,13 +9,14 @@ mod near;
 mod overlap;
 mod parts;
 pub mod stats;
+pub(crate) mod waiting;
 #[cfg(test)]
 mod tests;
-pub(crate) mod waiting;
 
 use super::layout::ColumnLayout;
 use super::read::{Row, RowPosition};
 use ft_base::named;
+use ft_base::sync::lock;
 use ft_base::units::count;
 use ft_base::{Error, Result};
 use judges::{Agreement, Judges, VoteCounts};
@@ -147,7 +148,7 @@ impl ScreenCounts {
             out.push(a.text());
         }
         let names = [
-            "rows on which the judges disagree",
+            "rows with too few votes for them",
             "rows that share words with the evaluation files",
             "exact duplicates",
             "near duplicates",
@@ -296,7 +297,7 @@ impl Screen {
 
     /// The texts of the rows that it saw; `None`: they are not counted, or it saw none.
     pub fn texts(&self) -> Option<RowStats> {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = lock(&self.state);
         match state.out.rows {
             0 => None,
             _ => state.texts.take(),
@@ -315,7 +316,7 @@ impl Screen {
 
     /// Leaves the rows that were dropped so far out of the report: a list of all of them would grow during the run.
     pub(crate) fn forget_dropped(&self) {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = lock(&self.state);
         state.out.dropped.clear();
     }
 
@@ -331,7 +332,7 @@ impl Screen {
 
     /// Reports what an earlier process dropped.
     pub(crate) fn restore(&self, screened: ScreenCounts) {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = lock(&self.state);
         state.restored = Some(screened);
     }
 
@@ -346,7 +347,7 @@ impl Screen {
             .par_iter()
             .map(|(row, WaitingRow(layout, origin))| self.print(row, layout, origin.file))
             .collect();
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = lock(&self.state);
         let rows = rows.iter().zip(prints);
         rows.map(|((row, _), print)| self.decide(row, print, &mut state))
             .collect()
@@ -438,7 +439,7 @@ impl Screen {
 
     /// The counts of the rows dropped so far.
     pub fn report(&self) -> ScreenCounts {
-        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let state = lock(&self.state);
         if let Some(restored) = &state.restored {
             return restored.clone();
         }

@@ -23,7 +23,7 @@ struct PromptsHeader {
     screened: Option<ScreenCounts>,
 }
 
-/// A prompt without its place, which its origin says.
+/// A prompt; its place follows from its origin.
 #[derive(Serialize, Deserialize)]
 struct PromptLine {
     ids: Vec<u32>,

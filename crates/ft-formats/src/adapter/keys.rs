@@ -82,6 +82,44 @@ pub fn unwrapped(name: &str) -> String {
     found.unwrap_or_else(|| name.to_string())
 }
 
+/// How names differ between the files of a base model and the model that PEFT loads from them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct PeftNames {
+    /// The base model is multimodal: PEFT loads all parts of it.
+    pub multimodal: bool,
+    /// Parts of a path that differ: as in the files, and as in transformers 5.
+    pub parts: &'static [(&'static str, &'static str)],
+}
+
+impl PeftNames {
+    /// The name of a module, or of something below it, in the model that PEFT loads.
+    pub fn in_peft(&self, name: &str) -> String {
+        let name = if self.multimodal {
+            wrapped(name)
+        } else {
+            name.to_string()
+        };
+        let parts = self.parts.iter();
+        parts.fold(name, |name, (file, peft)| replaced(&name, file, peft))
+    }
+
+    /// The inverse of `in_peft`. A name as in the files stays: adapters of older versions of transformers have those.
+    pub fn in_files(&self, name: &str) -> String {
+        let parts = self.parts.iter();
+        let name = parts.fold(name.to_string(), |name, (file, peft)| {
+            replaced(&replaced(&name, file, peft), peft, file)
+        });
+        if self.multimodal { unwrapped(&name) } else { name }
+    }
+}
+
+/// `name` with these components of its path replaced.
+fn replaced(name: &str, from: &str, to: &str) -> String {
+    let path = format!(".{name}.").replacen(&format!(".{from}."), &format!(".{to}."), 1);
+    let inner = path.strip_prefix('.').and_then(|path| path.strip_suffix('.'));
+    inner.unwrap_or(name).to_string()
+}
+
 /// The name in the file for an adapter tensor such as `model.layers.0.self_attn.q_proj.lora_A.weight`.
 pub fn file_key(part: &str) -> String {
     format!("{PREFIX}{part}")

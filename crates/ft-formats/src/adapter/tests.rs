@@ -117,7 +117,12 @@ fn names_round_trip() {
     let module = "model.layers.0.self_attn.q_proj";
     let kinds = [
         (AdapterKind::Lora, true),
-        (AdapterKind::Ia3 { feedforward: vec![] }, false),
+        (
+            AdapterKind::Ia3 {
+                feedforward: Targets::List(vec![]),
+            },
+            false,
+        ),
         (AdapterKind::Vera { d_initial: 0.1 }, false),
         (AdapterKind::Loha, false),
         (
@@ -130,6 +135,7 @@ fn names_round_trip() {
         (
             AdapterKind::Oft {
                 block: 4,
+                blocks: 0,
                 neumann: None,
             },
             false,
@@ -179,11 +185,13 @@ fn every_kind_is_read_and_written_back() {
     for text in [
         r#"{"peft_type":"LORA","use_dora":true,"r":4,"target_modules":["q_proj"]}"#,
         r#"{"peft_type":"IA3","target_modules":["k_proj","down_proj"],"feedforward_modules":["down_proj"]}"#,
+        r#"{"peft_type":"IA3","target_modules":["k_proj","down_proj"],"feedforward_modules":".*\\.down_proj"}"#,
         r#"{"peft_type":"VERA","r":32,"target_modules":["q_proj"],"d_initial":0.2,"save_projection":true,"projection_prng_key":0}"#,
         r#"{"peft_type":"LOHA","r":4,"alpha":6,"target_modules":["q_proj"],"alpha_pattern":{"q_proj":3}}"#,
         r#"{"peft_type":"LOKR","r":4,"alpha":6,"target_modules":["q_proj"],"decompose_both":true,"decompose_factor":8}"#,
         r#"{"peft_type":"OFT","r":0,"oft_block_size":16,"target_modules":["q_proj"],"use_cayley_neumann":true,"num_cayley_neumann_terms":7}"#,
         r#"{"peft_type":"OFT","r":0,"oft_block_size":16,"target_modules":["q_proj"],"use_cayley_neumann":false}"#,
+        r#"{"peft_type":"OFT","r":4,"oft_block_size":0,"target_modules":["q_proj"],"use_cayley_neumann":true}"#,
         r#"{"peft_type":"ADALORA","init_r":6,"target_r":3,"lora_alpha":12,"target_modules":["q_proj"],"rank_pattern":{"a":[true,false]}}"#,
     ] {
         let config = read(text).unwrap();
@@ -197,15 +205,72 @@ fn every_kind_is_read_and_written_back() {
             "{text}"
         );
     }
+    let oft = read(r#"{"peft_type":"OFT","r":4,"oft_block_size":0}"#)
+        .unwrap()
+        .to_json();
+    assert_eq!((&oft["r"], &oft["oft_block_size"]), (&json!(4), &json!(0)));
+    let ia3 = read(r#"{"peft_type":"IA3","feedforward_modules":".*down_proj"}"#).unwrap();
+    assert_eq!(ia3.to_json()["feedforward_modules"], json!(".*down_proj"));
     for (text, part) in [
         (r#"{"peft_type":"VERA","save_projection":false}"#, "save_projection"),
         (r#"{"peft_type":"OFT","coft":true}"#, "`coft`"),
         (r#"{"peft_type":"OFT","block_share":true}"#, "`block_share`"),
         (r#"{"peft_type":"LOHA","module_dropout":0.5}"#, "`module_dropout`"),
+        (r#"{"peft_type":"LOKR","rank_dropout":0.5}"#, "in training only"),
         (r#"{"peft_type":"LOKR","lora_alpha":3}"#, "`lora_alpha`"),
     ] {
         assert!(read(text).unwrap_err().to_string().contains(part), "{text}");
     }
+}
+
+/// `VeraConfig` of PEFT warns about keys that it does not have.
+#[test]
+fn the_config_of_vera_has_no_excluded_modules() {
+    let has = |text: &str| read(text).unwrap().to_json().get("exclude_modules").is_some();
+    assert!(!has(r#"{"peft_type":"VERA","r":4,"target_modules":["q_proj"]}"#));
+    assert!(has(r#"{"peft_type":"LOHA","r":4,"target_modules":["q_proj"]}"#));
+}
+
+#[test]
+fn names_of_routers_are_those_of_transformers_5_in_a_file() {
+    fn names(parts: &'static [(&'static str, &'static str)]) -> PeftNames {
+        PeftNames {
+            multimodal: false,
+            parts,
+        }
+    }
+    let nested = names(&[("mlp.statics", "mlp.gate.statics")]);
+    let shorter = names(&[("moe.router.layer", "moe.router")]);
+    let other = names(&[("moe.gate", "mlp.gate")]);
+    for (names, file, peft) in [
+        (
+            nested,
+            "model.layers.0.mlp.statics.bias",
+            "model.layers.0.mlp.gate.statics.bias",
+        ),
+        (shorter, "model.layers.0.moe.router.layer", "model.layers.0.moe.router"),
+        (
+            other,
+            "model.layers.0.moe.gate.weight",
+            "model.layers.0.mlp.gate.weight",
+        ),
+        (
+            other,
+            "model.layers.0.moe.gates.weight",
+            "model.layers.0.moe.gates.weight",
+        ),
+        (other, "model.layers.0.mlp.gate_proj", "model.layers.0.mlp.gate_proj"),
+    ] {
+        assert_eq!(names.in_peft(file), peft);
+        assert_eq!(names.in_files(peft), file);
+        assert_eq!(names.in_files(file), file, "names of older files");
+    }
+    let multimodal = PeftNames {
+        multimodal: true,
+        parts: &[],
+    };
+    assert_eq!(multimodal.in_peft("model.norm"), "model.language_model.norm");
+    assert_eq!(multimodal.in_files("language_model.model.norm"), "model.norm");
 }
 
 #[test]

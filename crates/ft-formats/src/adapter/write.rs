@@ -1,6 +1,6 @@
 //! Writes `adapter_config.json` in PEFT's form.
 
-use super::{AdapterConfig, AdapterKind, RankAllocation, Targets, wrapped};
+use super::{AdapterConfig, AdapterKind, RankAllocation, Targets};
 use serde_json::{Map, Value, json};
 
 /// The PEFT version whose format is written.
@@ -34,11 +34,7 @@ fn object<T>(entries: &[(String, T)], value: impl Fn(&T) -> Value) -> Value {
 impl AdapterConfig {
     /// The name of a module, or of something below it, in the model that PEFT loads.
     pub fn name_in_file(&self, name: &str) -> String {
-        if self.multimodal {
-            wrapped(name)
-        } else {
-            name.to_string()
-        }
+        self.names.in_peft(name)
     }
 
     /// All keys that a loader needs, in alphabetical order as PEFT writes them.
@@ -48,7 +44,7 @@ impl AdapterConfig {
             AdapterKind::Lora => self.lora(),
             AdapterKind::Ia3 { feedforward } => json!({
                 "fan_in_fan_out": false,
-                "feedforward_modules": feedforward,
+                "feedforward_modules": targets(feedforward),
                 "init_ia3_weights": true,
                 "peft_type": "IA3",
             }),
@@ -74,7 +70,7 @@ impl AdapterConfig {
                     "rank_dropout_scale": false,
                 }),
             ),
-            AdapterKind::Oft { block, neumann } => json!({
+            AdapterKind::Oft { block, blocks, neumann } => json!({
                 "bias": "none",
                 "block_share": false,
                 "coft": false,
@@ -87,13 +83,17 @@ impl AdapterConfig {
                 "num_cayley_neumann_terms": neumann.unwrap_or(5),
                 "oft_block_size": block,
                 "peft_type": "OFT",
-                "r": 0,
+                "r": blocks,
                 "use_cayley_neumann": neumann.is_some(),
             }),
             AdapterKind::Adalora(allocation) => self.adalora(allocation),
         };
         if let Value::Object(own) = own {
             out.extend(own);
+        }
+        if matches!(self.kind, AdapterKind::Vera { .. }) && self.exclude_modules.is_none() {
+            // A key that the VeRA of PEFT does not have.
+            out.remove("exclude_modules");
         }
         out.sort_keys();
         Value::Object(out)

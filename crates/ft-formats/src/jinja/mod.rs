@@ -67,15 +67,15 @@ impl Template {
         at.is_some_and(|at| self.tree.reads.contains(&(at as ast::Name)))
     }
 
-    /// The texts of a conversation's beginnings: `variables` are those of every rendering, `asks` says for each how many
-    /// messages it has and whether it ends with a generation prompt.
+    /// The text of each rendering: the number of messages it contains, and whether a generation prompt follows.
+    /// `variables` are those of every rendering.
     ///
     /// Errors, one by one: the template fails, runs into a limit, or needs what ft has not.
     pub(crate) fn render(
         &self,
         variables: &[(&str, &Json)],
         messages: &[Json],
-        asks: &[(usize, bool)],
+        renderings: &[(usize, bool)],
     ) -> Vec<Result<Text, Fail>> {
         let input = size(messages.iter()) + size(variables.iter().map(|(_, v)| *v));
         fail::begin(input);
@@ -92,7 +92,7 @@ impl Template {
         };
         let (mut all, messages) = match given() {
             Ok(given) => given,
-            Err(fail) => return asks.iter().map(|_| Err(fail.clone())).collect(),
+            Err(fail) => return renderings.iter().map(|_| Err(fail.clone())).collect(),
         };
         let shared = all.len();
         let mut one = |(upto, prompt): &(usize, bool)| {
@@ -108,7 +108,7 @@ impl Template {
                 Ok((out.text, out.generation))
             }
         };
-        asks.iter().map(&mut one).collect()
+        renderings.iter().map(&mut one).collect()
     }
 
     /// A `{% generation %}` block inside a macro does not know at which offset its text ends up. So the template is

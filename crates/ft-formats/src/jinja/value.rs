@@ -67,7 +67,7 @@ pub(super) struct RangeValue {
 
 pub(super) struct Iter {
     items: RefCell<VecDeque<Value>>,
-    /// Of what it held when it was made, and one more.
+    /// One more than the depth of its contents when it was made.
     depth: u32,
     pub kind: &'static str,
     /// A lazy filter has read it ahead of time: what is left in it under jinja2 is not known.

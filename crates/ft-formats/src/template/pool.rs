@@ -4,7 +4,7 @@ use super::wire::{JobReader, JobText, RenderRequest};
 use super::{ChatTemplate, RenderJob, RenderResult};
 use crate::jinja;
 use ft_base::worker::{self, Worker, WorkerEnd};
-use ft_base::{Error, Result};
+use ft_base::{Error, Result, sync};
 use std::collections::HashSet;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
@@ -32,7 +32,7 @@ static FREE: Condvar = Condvar::new();
 
 fn lock() -> MutexGuard<'static, RendererPool> {
     // Nothing is half done while the lock is held.
-    POOL.lock().unwrap_or_else(PoisonError::into_inner)
+    sync::lock(&POOL)
 }
 
 pub(super) fn rest() {
@@ -147,7 +147,7 @@ impl Renderer {
                 .map(|job| JobText {
                     messages: job.messages,
                     tools: job.tools,
-                    asks: &job.asks,
+                    renderings: &job.renderings,
                 })
                 .collect(),
         };
@@ -160,12 +160,12 @@ impl Renderer {
         for job in jobs {
             let mut length = [0u8; 8];
             self.worker.receive(&mut length)?;
-            let most = job.asks.len().saturating_mul(LONGEST);
+            let most = job.renderings.len().saturating_mul(LONGEST);
             let length = usize::try_from(u64::from_le_bytes(length)).ok().filter(|n| *n <= most);
             let wrong = || Error::new("the answer of the process that renders chat templates cannot be read");
             let mut answer = vec![0u8; length.ok_or_else(wrong)?];
             self.worker.receive(&mut answer)?;
-            out.push(JobReader(&answer).job(job.asks.len()).ok_or_else(wrong)?);
+            out.push(JobReader(&answer).job(job.renderings.len()).ok_or_else(wrong)?);
         }
         Ok(())
     }

@@ -1,8 +1,8 @@
 //! The messages between a process that renders and the process that asks it.
 //!
 //! A request is a length (8 bytes, little-endian) and JSON. The answer to each job is a length and the answers to its
-//! asks: a byte 0, the text, its ranges; or a byte 1 and a failure. Numbers are little-endian, texts come after their
-//! length. The asking side believes none of it.
+//! renderings: a byte 0, the text, its ranges; or a byte 1 and a failure. Numbers are little-endian, texts come after
+//! their length. The asking side believes none of it.
 
 use super::{RenderResult, RenderedChat, answer};
 use crate::jinja::{self, Fail, FailKind};
@@ -33,7 +33,7 @@ pub(super) struct RenderRequest<'a> {
 pub(super) struct JobText<'a> {
     pub messages: &'a [Value],
     pub tools: Option<&'a Value>,
-    pub asks: &'a [(usize, bool)],
+    pub renderings: &'a [(usize, bool)],
 }
 
 #[derive(Deserialize)]
@@ -48,7 +48,7 @@ struct OwnRequest {
 struct OwnJob {
     messages: Vec<Value>,
     tools: Option<Value>,
-    asks: Vec<(usize, bool)>,
+    renderings: Vec<(usize, bool)>,
 }
 
 /// The whole life of a process that renders: confines itself, then answers requests from standard input until it
@@ -98,7 +98,7 @@ pub fn serve() -> i32 {
                 &request.variables,
                 &job.messages,
                 job.tools.as_ref(),
-                &job.asks,
+                &job.renderings,
             );
             put_job(&mut out, &answers);
             if out.len() > FLUSH_BYTES || since.elapsed() > FLUSH_AFTER {
@@ -155,7 +155,7 @@ pub(super) fn put_job(out: &mut Vec<u8>, answers: &[RenderResult]) {
     out[at..at + 8].copy_from_slice(&length.to_le_bytes());
 }
 
-/// For the fuzzer: the answers to `count` asks in these bytes, written again.
+/// For the fuzzer: the answers to `count` renderings in these bytes, written again.
 pub fn answers_again(bytes: &[u8], count: usize) -> Option<Vec<u8>> {
     let answers = JobReader(bytes).job(count)?;
     let mut out = Vec::new();
@@ -183,7 +183,7 @@ impl JobReader<'_> {
         String::from_utf8(self.bytes(length)?.to_vec()).ok()
     }
 
-    /// The answers to `count` asks, and nothing behind them.
+    /// The answers to `count` renderings, and nothing behind them.
     pub(super) fn job(mut self, count: usize) -> Option<Vec<RenderResult>> {
         let mut out = Vec::with_capacity(count);
         for _ in 0..count {

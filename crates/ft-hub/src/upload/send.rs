@@ -6,7 +6,7 @@
 
 use super::{LocalFile, Upload, UploadContent, UploadReport};
 use crate::HubSettings;
-use crate::errors::{RequestedObject, explain};
+use crate::errors::{RequestedObject, explain, quoted};
 use crate::http::{Client, HttpFault, HttpResult, encode};
 use ft_base::progress::{self, Phase};
 use ft_base::{Error, Result, files};
@@ -32,9 +32,39 @@ struct PlannedFile<'a> {
     sha256: String,
 }
 
+/// What an upload asks of a hub.
+pub(super) trait UploadRequests {
+    /// As `Client::post`.
+    fn post(&self, url: &str, kind: &str, body: &[u8]) -> HttpResult<Value>;
+
+    /// As `Client::put`.
+    fn put(&self, url: &str, headers: &[(String, String)], body: impl Read, length: u64) -> HttpResult<Option<String>>;
+
+    /// True if the token can read this repository.
+    fn has(&self, id: &str) -> bool;
+}
+
+impl UploadRequests for Client {
+    fn post(&self, url: &str, kind: &str, body: &[u8]) -> HttpResult<Value> {
+        Client::post(self, url, kind, body)
+    }
+
+    fn put(&self, url: &str, headers: &[(String, String)], body: impl Read, length: u64) -> HttpResult<Option<String>> {
+        Client::put(self, url, headers, body, length)
+    }
+
+    fn has(&self, id: &str) -> bool {
+        self.json(&format!("/api/models/{id}")).is_ok()
+    }
+}
+
 /// As `upload`, after its checks.
 pub(super) fn send(settings: &HubSettings, upload: &Upload) -> Result<UploadReport> {
-    let client = Client::new(settings)?;
+    send_by(&Client::new(settings)?, settings, upload)
+}
+
+/// As `send`, with another way to ask.
+pub(super) fn send_by<C: UploadRequests>(client: &C, settings: &HubSettings, upload: &Upload) -> Result<UploadReport> {
     FileSender {
         settings,
         client,
@@ -43,13 +73,13 @@ pub(super) fn send(settings: &HubSettings, upload: &Upload) -> Result<UploadRepo
     .run()
 }
 
-struct FileSender<'a> {
+struct FileSender<'a, C> {
     settings: &'a HubSettings,
-    client: Client,
+    client: &'a C,
     upload: &'a Upload<'a>,
 }
 
-impl FileSender<'_> {
+impl<C: UploadRequests> FileSender<'_, C> {
     fn run(&self) -> Result<UploadReport> {
         let asking = progress::phase(format!("requesting {} from the hub", self.upload.id), 0, "");
         self.create()?;
@@ -159,14 +189,10 @@ impl FileSender<'_> {
             Ok(match self.client.post(&url, JSON, body.as_bytes()) {
                 // It exists. A token for one repository may not create any, and need not.
                 Err(e) if e.status() == Some(409) => Ok(()),
-                Err(e) if e.status() == Some(403) && self.exists() => Ok(()),
+                Err(e) if e.status() == Some(403) && self.client.has(self.upload.id) => Ok(()),
                 other => other.map(|_| ()),
             })
         })
-    }
-
-    fn exists(&self) -> bool {
-        self.client.json(&format!("/api/models/{}", self.upload.id)).is_ok()
     }
 
     /// For each file: whether the hub wants it as a large file, and the hash of the file that it has.
@@ -234,7 +260,7 @@ impl FileSender<'_> {
             if let Some(text) = object["error"]["message"].as_str() {
                 return Err(Error::network("the hub refuses a file")
                     .at(&planned.file.name)
-                    .cause(self.settings.scrub(text)));
+                    .cause(quoted(self.settings, text)));
             }
             let upload = &object["actions"]["upload"];
             // Without an action the hub has the bytes: of another repository, or of an upload that broke.

@@ -12,6 +12,7 @@ mod pass;
 pub(crate) use entropies::EntropySums;
 pub(crate) use head_gradient::HeadGradient;
 pub(super) use kernels::largest;
+pub(super) use losses::TargetLogit;
 pub(crate) use losses::TokenLoss;
 pub(crate) use pass::{PassSettings, VocabularyPass};
 

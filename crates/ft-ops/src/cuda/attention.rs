@@ -3,7 +3,7 @@
 //! bf16 uses the tensor cores if the head size is a multiple of 8 up to 256. Other bf16 heads and f32 use the plain
 //! f32 kernels, with heads of up to 512. Shapes and letters as in `ops::attention`.
 
-use super::{Arg, FloatType, Gpu, Grid, address, address_of, aligned, elementwise, narrow};
+use super::{Arg, FloatType, Gpu, Grid, address, address_of, aligned, elementwise, graph, narrow};
 use crate::attention::{AttentionGradInputs, AttentionSpec};
 use crate::attention_schedule::{AttentionTile, DocumentOffsets, VisitedRows};
 use candle_core::cuda::DeviceId;
@@ -212,6 +212,7 @@ impl DocumentOffsets<'_> {
             (*on, *of, *window) == (device, list, self.window) && queries == self.queries && keys == self.keys
         });
         if let Some((_, work)) = known {
+            graph::keep(&work.tiles);
             return Ok(work.clone());
         }
         let tiles = match list {

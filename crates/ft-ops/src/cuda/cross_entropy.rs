@@ -19,7 +19,7 @@ pub(crate) struct GpuCrossEntropyJob<'a> {
     /// `[N]`: factors of the gradients of the tokens.
     pub weights: Option<&'a [f32]>,
     pub softcap: Option<f32>,
-    /// See `Options::smoothing`.
+    /// See `CrossEntropyOptions::smoothing`.
     pub smoothing: f32,
     pub chunk: usize,
     /// f64: the loss is added to element 0, the number of correct predictions to element 1.

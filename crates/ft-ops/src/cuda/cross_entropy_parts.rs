@@ -12,6 +12,12 @@ use ft_base::{Error, Result};
 /// 32-bit words of the statistics of a row: `Seen` of the kernels.
 pub(super) const SEEN: usize = 7;
 
+/// The grid of a kernel that reads `width` logits of each token.
+pub(super) fn piece_grid(tokens: usize, width: usize) -> Grid {
+    let threads = width.div_ceil(4).div_ceil(32).clamp(1, 16) as u32 * 32;
+    Grid::line(tokens, threads)
+}
+
 /// The inputs and outputs.
 pub(crate) struct PieceJob<'a> {
     /// `[N, D]`
@@ -23,7 +29,7 @@ pub(crate) struct PieceJob<'a> {
     /// `[N]`: factors of the gradients of the tokens.
     pub weights: Option<&'a [f32]>,
     pub softcap: Option<f32>,
-    /// See `Options::smoothing`.
+    /// See `CrossEntropyOptions::smoothing`.
     pub smoothing: f32,
     /// f64: the loss is added to element 0, the number of correct predictions to element 1.
     pub totals: &'a Tensor,
@@ -181,11 +187,6 @@ impl ChunkAddresses<'_> {
         }
     }
 
-    fn grid(&self, tokens: usize, width: usize) -> Grid {
-        let threads = width.div_ceil(4).div_ceil(32).clamp(1, 16) as u32 * 32;
-        Grid::line(tokens, threads)
-    }
-
     /// Returns the common arguments of the kernels of both passes.
     fn args(&self, start: usize, first: usize, width: usize) -> Result<[Arg; 7]> {
         Ok([
@@ -203,7 +204,7 @@ impl ChunkAddresses<'_> {
         self.product(start, tokens, part)?;
         let args = self.args(start, first, part.1)?;
         let args: Vec<Arg> = args.into_iter().chain([Arg::F32(self.smoothing)]).collect();
-        let grid = self.grid(tokens, part.1);
+        let grid = piece_grid(tokens, part.1);
         // SAFETY: `tokens` rows of logits with their targets; pieces come in order, the first one first.
         unsafe {
             self.gpu
@@ -277,7 +278,7 @@ impl ChunkAddresses<'_> {
         ];
         let args: Vec<Arg> = args.into_iter().chain(more).collect();
         let kernel = ["cross_entropy_turn_", self.kind.name()];
-        let grid = self.grid(tokens, part.1);
+        let grid = piece_grid(tokens, part.1);
         // SAFETY: as in `survey`; every row was finished.
         unsafe { self.gpu.launch("cross_entropy_parts", kernel, grid, &args)? };
         // bf16 fills the first half of each row.

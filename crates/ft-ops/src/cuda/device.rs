@@ -31,6 +31,11 @@ pub(crate) fn open(ordinal: usize) -> Result<Device> {
     Ok(device)
 }
 
+/// Number of GPUs; 0 if the driver does not respond.
+pub(crate) fn count() -> usize {
+    CudaContext::device_count().map_or(0, |count| count.max(0) as usize)
+}
+
 fn create(ordinal: usize) -> Result<Device> {
     let found = CudaContext::device_count().map_err(|e| {
         Error::new("the CUDA driver does not respond")
@@ -39,6 +44,13 @@ fn create(ordinal: usize) -> Result<Device> {
     })?;
     if ordinal >= found.max(0) as usize {
         return Err(Error::not_found(format!("the GPU `cuda:{ordinal}` does not exist")).found(format!("{found} GPUs")));
+    }
+    let problems = describe(ordinal)?.problems(ft_kernels::toolkit());
+    if !problems.is_empty() {
+        return Err(
+            Error::unsupported(format!("this build of ft cannot use the GPU `cuda:{ordinal}`"))
+                .found(problems.join("; ")),
+        );
     }
     let device = Device::new_cuda_with_stream(ordinal).map_err(|e| {
         let text = e.to_string();
@@ -115,8 +127,8 @@ pub(crate) fn memory(device: &CudaDevice) -> Result<DeviceMemory> {
     })
 }
 
-/// Returns memory that the pool reserves without a tensor in it to the GPU, after all queued work. Memory of the pool
-/// can be free and still too fragmented for a large tensor.
+/// Returns memory that the pool reserves without a tensor in it to the GPU, and memory of graphs that do not run, after all queued
+/// work. Memory of the pool can be free and still too fragmented for a large tensor.
 pub(crate) fn trim(device: &CudaDevice) -> Result<()> {
     device
         .cuda_stream()
@@ -125,6 +137,9 @@ pub(crate) fn trim(device: &CudaDevice) -> Result<()> {
     if !has_pools(device)? {
         return Ok(());
     }
+    // A driver without graphs has none of their memory.
+    // SAFETY: the device is open; memory that a graph uses stays.
+    let _ = unsafe { sys::cuDeviceGraphMemTrim(device.cuda_stream().context().cu_device()) };
     // SAFETY: the pool of an open device; only memory without allocations is released.
     unsafe { result::mem_pool::trim_to(pool(device)?, 0) }.map_err(driver("trimming the memory pool"))
 }

@@ -4,7 +4,7 @@
 //!
 //! Letters: D and V hidden size and vocabulary of the student, C the number of ids that both models have.
 
-use super::cross_entropy_parts::SEEN;
+use super::cross_entropy_parts::{SEEN, piece_grid};
 use super::distill_model::DistillModel;
 use super::elementwise::cast;
 use super::embedding::{RowNumbers, put_rows};
@@ -244,11 +244,6 @@ impl<'a> GpuTokenGroup<'a> {
         unsafe { self.gpu.launch(MODULE, kernel, grid, args) }
     }
 
-    fn grid(tokens: usize, width: usize) -> Grid {
-        let threads = width.div_ceil(4).div_ceil(32).clamp(1, 16) as u32 * 32;
-        Grid::line(tokens, threads)
-    }
-
     /// The address of an element of a tensor of four bytes each.
     fn at(t: &Tensor, index: usize) -> Result<Arg> {
         Ok(Arg::Address(address(t, "the numbers of a group")? + 4 * index as u64))
@@ -313,7 +308,7 @@ impl<'a> GpuTokenGroup<'a> {
             Self::cap(self.job.student),
             Arg::F32(0.0),
         ];
-        let grid = Self::grid(tokens.1, width);
+        let grid = piece_grid(tokens.1, width);
         // SAFETY: rows of logits with their targets; pieces come in order, the first one first.
         unsafe {
             self.gpu
@@ -371,7 +366,7 @@ impl<'a> GpuTokenGroup<'a> {
             Arg::small(k, "the number of stored ids")?,
             picked,
         ];
-        self.launch("distill_survey", Self::grid(tokens, known), &args)
+        self.launch("distill_survey", piece_grid(tokens, known), &args)
     }
 
     fn measure(&mut self, tokens: (usize, usize), piece: (usize, usize)) -> Result<()> {
@@ -393,7 +388,7 @@ impl<'a> GpuTokenGroup<'a> {
             self.their_cap(),
             self.terms(),
         ];
-        self.launch("distill_measure", Self::grid(tokens.1, piece.1), &args)
+        self.launch("distill_measure", piece_grid(tokens.1, piece.1), &args)
     }
 
     fn finish_stored(&self) -> Result<()> {
@@ -494,7 +489,7 @@ impl<'a> GpuTokenGroup<'a> {
             self.own.stride
         };
         let kernel = ["distill_turn_", kind.name()];
-        self.launch(kernel, Self::grid(count, width), &args)?;
+        self.launch(kernel, piece_grid(count, width), &args)?;
         let dlogits = gemm::GpuMatrix::new(ours, kind, stride);
         if let Some(dw) = dw {
             let to = address(dw, "dw")? + (4 * first * d) as u64;

@@ -4,7 +4,7 @@
 
 use super::{Arg, FloatType, Gpu, Grid, address, address_of, pairs};
 use crate::expert_pairs::{ExpertPairs, columns};
-use crate::pairs::MatrixCopy;
+use crate::lora_pairs::MatrixCopy;
 use candle_core::{DType, Tensor};
 use ft_base::{Error, Result};
 

@@ -91,7 +91,7 @@ pub(crate) unsafe fn gemm_scaled(
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct ProductBatch {
     pub count: usize,
-    /// Elements from one A, B and C to the next, which may lie before it and in another allocation.
+    /// Elements from one A, B and C to the next, which may lie in another allocation. Not negative.
     pub steps: [i64; 3],
 }
 

@@ -8,9 +8,10 @@ use crate::cached_schedule::{CachedDocument, TileSizes, schedule};
 use crate::kv_block::{KvBlock, KvDocument, rounded};
 use crate::paged::{KvDtype, PageForm};
 use candle_core::{DType, Device, Tensor};
+use ft_base::sync::lock;
 use ft_base::{Error, Result};
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 const NAME: &str = "a block of the KV cache";
 
@@ -40,11 +41,11 @@ type WorkLists = HashMap<(Option<usize>, TileSizes), Arc<DeviceTiles>>;
 /// Where the tokens of a step are stored, on the device.
 pub(crate) struct Tables {
     pub(super) gpu: Gpu,
-    /// They are written again: sizes are rounded up, so that they rarely change.
+    /// True if the tables are written again: sizes are rounded up, so that they rarely change.
     stay: bool,
     /// `KvBlock[layers][blocks]`, then `KvPlace[N]`, as in `cuda/kv.cuh`.
     table: Tensor,
-    /// Of each layer; `None` without a block.
+    /// The form of the pages of each layer; `None` without a block.
     forms: Vec<Option<PageForm>>,
     blocks: usize,
     /// N
@@ -93,12 +94,12 @@ impl Tables {
         let mut same = at(&new.table)? == at(&self.table)?
             && (new.tokens, new.blocks) == (self.tokens, self.blocks)
             && new.forms == self.forms;
-        let known = std::mem::take(&mut *self.work.lock().unwrap_or_else(PoisonError::into_inner));
+        let known = std::mem::take(&mut *lock(&self.work));
         for ((window, sizes), old) in known {
             let work = new.prepare(window, sizes, Some(&old))?;
             same &= (work.tiles, work.joins, work.starts, work.count, work.slots)
                 == (old.tiles, old.joins, old.starts, old.count, old.slots);
-            let mut lists = new.work.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut lists = lock(&new.work);
             lists.insert((window, sizes), Arc::new(work));
         }
         *self = new;
@@ -180,7 +181,7 @@ impl Tables {
 
     /// The work of the layers with this window, uploaded once.
     pub(super) fn work(&self, window: Option<usize>, sizes: TileSizes) -> Result<Arc<DeviceTiles>> {
-        let mut known = self.work.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut known = lock(&self.work);
         if let Some(work) = known.get(&(window, sizes)) {
             return Ok(work.clone());
         }

@@ -7,6 +7,11 @@ use crate::quantized::part_rows;
 use candle_core::{DType, Tensor};
 use ft_base::Result;
 
+/// Bytes from one weight to the next in a batch: kernels that use the copy engine of a multiprocessor have strides below 2^40.
+const LONGEST_STEP: u64 = 1 << 39;
+/// Elements to which the outputs of two products are aligned: kernels read rows in units of 16 bytes.
+const OUTPUT_STEP: usize = 128;
+
 fn matrix(t: &Tensor, name: &str, columns: usize) -> Result<GpuMatrix> {
     Ok(GpuMatrix::new(address(t, name)?, FloatType::of(t, name)?, columns))
 }
@@ -131,8 +136,7 @@ pub(crate) fn forward_two(
     sizes: (usize, usize, usize),
 ) -> Result<[Tensor; 2]> {
     let gpu = Gpu::of(x, "x of a linear")?;
-    let empty = || gpu.empty((sizes.0, sizes.1), x.dtype());
-    let ys = [empty()?, empty()?];
+    let ys = two_outputs(x, ws, (sizes.0, sizes.1))?;
     for (bias, y) in biases.iter().flatten().zip(&ys) {
         bias_rows(&gpu, bias, y)?;
     }
@@ -140,7 +144,18 @@ pub(crate) fn forward_two(
     Ok(ys)
 }
 
-/// Computes `y += x·wᵀ` for two weights that can be joined, in one call.
+/// Two uninitialized outputs `[N, O]` of the type of x in one allocation, in the order of their weights in memory: then each step of a batch
+/// of both products is positive.
+pub(crate) fn two_outputs(x: &Tensor, ws: [&Tensor; 2], (rows, outputs): (usize, usize)) -> Result<[Tensor; 2]> {
+    let step = (rows * outputs).next_multiple_of(OUTPUT_STEP);
+    let both = Gpu::of(x, "x of a linear")?.empty(2 * step, x.dtype())?;
+    let part = |i: usize| -> Result<Tensor> { Ok(both.narrow(0, i * step, rows * outputs)?.reshape((rows, outputs))?) };
+    let [a, b] = ws.map(|w| address(w, "the weight of a linear"));
+    let first = usize::from(a? > b?);
+    Ok([part(first)?, part(1 - first)?])
+}
+
+/// Computes `y += x·wᵀ` for two weights that can be joined, in one call if the outputs are those of `two_outputs`.
 pub(crate) fn forward_add_two(
     ys: [&Tensor; 2],
     x: &Tensor,
@@ -150,7 +165,8 @@ pub(crate) fn forward_add_two(
     two_into(&Gpu::of(x, "x of a linear")?, ys, x, ws, sizes, true)
 }
 
-/// The second weight and result are those of a batch, as far behind the first ones as they happen to lie.
+/// The second weight and output are those of a batch of two. cuBLAS does not document negative steps from one matrix to the next, so the
+/// weight with the lower address is first; outputs in the other order, or a very long step, are two calls.
 fn two_into(
     gpu: &Gpu,
     ys: [&Tensor; 2],
@@ -159,19 +175,31 @@ fn two_into(
     (rows, outputs, inputs): (usize, usize, usize),
     add: bool,
 ) -> Result<()> {
-    let between = |name: &str, [first, second]: [&Tensor; 2], columns: usize| -> Result<(GpuMatrix, i64)> {
-        let [a, b] = [matrix(first, name, columns)?, matrix(second, name, columns)?];
-        Ok((a, (b.address as i64 - a.address as i64) / a.kind.bytes() as i64))
-    };
     let a = matrix(x, "x of a linear", inputs)?;
-    let (b, b_step) = between("the weight of a linear", ws, inputs)?;
-    let (c, c_step) = between("y of a linear", ys, outputs)?;
+    let one = |i: usize| -> Result<(GpuMatrix, GpuMatrix)> {
+        let (b, c) = (
+            matrix(ws[i], "the weight of a linear", inputs)?,
+            matrix(ys[i], "y of a linear", outputs)?,
+        );
+        Ok((b.t(), c))
+    };
+    let mut both = [one(0)?, one(1)?];
+    both.sort_by_key(|(b, _)| b.address);
+    let [(b, c), (second_b, second_c)] = both;
+    if second_c.address < c.address || second_b.address - b.address > LONGEST_STEP {
+        for (b, c) in both {
+            // SAFETY: the sizes were checked by the caller.
+            unsafe { gemm(gpu, (rows, outputs, inputs), a, b, c, add)? };
+        }
+        return Ok(());
+    }
+    let step = |from: GpuMatrix, to: GpuMatrix| (to.address - from.address) as i64 / from.kind.bytes() as i64;
     let batch = ProductBatch {
         count: 2,
-        steps: [0, b_step, c_step],
+        steps: [0, step(b, second_b), step(c, second_c)],
     };
-    // SAFETY: the sizes were checked by the caller; the results are two tensors.
-    unsafe { gemm_batched(gpu, (rows, outputs, inputs), [a, b.t(), c], 1.0, add, batch) }
+    // SAFETY: the sizes were checked by the caller; the outputs are two tensors.
+    unsafe { gemm_batched(gpu, (rows, outputs, inputs), [a, b, c], 1.0, add, batch) }
 }
 
 /// Computes `dy·w`, of the type of dy; sizes are `(N, I, O)`.

@@ -372,11 +372,24 @@ impl Gpu {
         let binary = ft_kernels::module(module)
             .ok_or_else(|| Error::internal(format!("this build has no CUDA module `{module}`")))?;
         let context = self.device.cuda_stream().context().clone();
-        let code = context.load_module(Ptx::from_binary(binary.to_vec())).map_err(|e| {
-            failed(module, e).hint(
+        let load = || {
+            let code = context.load_module(Ptx::from_binary(binary.to_vec()));
+            code.map_err(|e| failed(module, e))
+        };
+        let is_full = crate::device::out_of_memory;
+        let code = match load() {
+            Err(e) if is_full(&e) => {
+                device::trim(&self.device)?;
+                load()
+            }
+            code => code,
+        };
+        let code = code.map_err(|e| match is_full(&e) {
+            true => e,
+            false => e.hint(
                 "the GPU must have compute capability 8.0 or more, and the driver must be as new as the toolkit of \
                  this build: see `device::gpus`",
-            )
+            ),
         })?;
         Ok(place.insert(code).clone())
     }

@@ -26,7 +26,7 @@ const SUCCESS: c_int = 0;
 const IN_PROGRESS: c_int = 7;
 /// Numbers in 16 bytes: NCCL copies faster between addresses that are multiples of them.
 const ALIGNED: usize = 4;
-/// Time between two looks at numbers under way.
+/// Time between two looks at numbers in flight.
 const SHORTEST: Duration = Duration::from_micros(20);
 const LONGEST: Duration = Duration::from_millis(1);
 

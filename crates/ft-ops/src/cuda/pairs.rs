@@ -2,7 +2,7 @@
 
 use super::gemm::{GpuMatrix, gemm_scaled};
 use super::{Arg, FloatType, Gpu, Grid, address, address_of, aligned, narrow};
-use crate::pairs::{ColumnOperand, MatrixCopy};
+use crate::lora_pairs::{ColumnOperand, MatrixCopy};
 use candle_core::cuda::cudarc::driver::DeviceRepr;
 use candle_core::{DType, Device, Tensor};
 use ft_base::{Error, Result};

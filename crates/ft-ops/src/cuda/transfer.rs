@@ -9,13 +9,10 @@ use super::{Gpu, address};
 use crate::transfer::{CopyTimes, HostMemory, STAGING};
 use candle_core::cuda::cudarc::driver::{CudaEvent, CudaStream, PinnedHostSlice, result, sys};
 use candle_core::{CpuStorage, DType, Device, Storage, Tensor};
+use ft_base::sync::lock;
 use ft_base::{Error, Result};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
+use std::sync::{Arc, Mutex};
 
 const TIMED: Option<sys::CUevent_flags> = Some(sys::CUevent_flags::CU_EVENT_DEFAULT);
 /// Smaller tensors are not page-locked: the gain is too small.

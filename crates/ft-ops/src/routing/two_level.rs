@@ -11,9 +11,9 @@ use rayon::prelude::*;
 /// Gradients of the balance loss of a router of two levels.
 #[derive(Debug, Clone, Default)]
 pub struct TwoLevelLoss {
-    /// Of the score of each group, `[G]`, for every token.
+    /// Gradient of the score of each group, `[G]`, for every token.
     pub groups: Vec<f32>,
-    /// Of the score of each expert inside its group, `[E]`, for the tokens of the group.
+    /// Gradient of the score of each expert inside its group, `[E]`, for the tokens of the group.
     pub within: Vec<f32>,
 }
 

@@ -254,6 +254,27 @@ fn preferences_of_trl_have_its_defaults() {
     );
 }
 
+#[test]
+fn mixtures_of_losses_and_alpha_po_are_told() {
+    for more in ["", "\"beta\": 0.1, "] {
+        let found = trl(&format!(
+            "{more}\"loss_type\": [\"sigmoid\", \"sft\"], \"loss_weights\": [1.0, 0.5]"
+        ));
+        has(&found, &["stage = \"dpo\""]);
+        lacks(&found, &["loss_type"]);
+        leaves(&found, &["loss_type", "loss_weights"]);
+        assert!(
+            found.1.left[0].1.contains("ft trains with one loss"),
+            "{:?}",
+            found.1.left
+        );
+    }
+    let found = trl("\"loss_type\": \"simpo\", \"alpha\": 0.25");
+    leaves(&found, &["alpha"]);
+    assert!(found.1.left[0].1.contains("no AlphaPO"), "{:?}", found.1.left);
+    leaves(&trl("\"loss_type\": \"simpo\", \"alpha\": 0.0"), &[]);
+}
+
 /// `disable_dropout` also holds for adapters.
 #[test]
 fn most_trainers_of_trl_have_no_dropout() {

@@ -111,7 +111,7 @@ fn those_that_say_nothing_or_little_keep_no_rank_waiting() {
         let begun = Instant::now();
         meet(&rendezvous(1, 2, port, 20), "b").unwrap();
         root.join().unwrap().unwrap();
-        assert!(begun.elapsed() < MANNERS, "{:?}", begun.elapsed());
+        assert!(begun.elapsed() < GREETING_TIMEOUT, "{:?}", begun.elapsed());
     });
 }
 
@@ -196,7 +196,7 @@ fn a_text_has_a_limit_of_time_as_a_whole() {
             }
         });
         let begun = Instant::now();
-        let heard = hear(&hears, SHORT, begun + Duration::from_millis(500));
+        let heard = receive_text(&hears, SHORT, begun + Duration::from_millis(500));
         assert!(
             heard.is_err() && begun.elapsed() < Duration::from_secs(3),
             "{:?}",

@@ -9,7 +9,7 @@ use crate::ops::attention;
 
 /// As `SavedAttention`.
 pub(in crate::model) struct SavedAttentionMemory {
-    /// Of q and k; then of v.
+    /// q, k and v before their norms.
     raw: Vec<Allocation>,
     gate: Option<Allocation>,
     qkv: Vec<Allocation>,

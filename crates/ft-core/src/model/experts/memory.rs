@@ -17,9 +17,9 @@ use std::sync::Arc;
 /// Gradients that the backward pass of the experts must compute.
 #[derive(Clone, Copy)]
 struct ExpertNeeds {
-    /// Of the rows that they read.
+    /// The gradient of the rows that the experts read.
     dh: bool,
-    /// Of the input of down.
+    /// The gradient of the input of `down_proj`.
     dm: bool,
 }
 
@@ -83,7 +83,7 @@ impl LayerMemory<'_> {
     }
 
     /// The rows of `tensors` tensors for experts of other ranks and for the own ones, and the results, with an even router: those of K
-    /// experts for each token. They are lists on the way, then what is computed with.
+    /// experts for each token. They exist as received lists, then as tensors.
     fn travel(&self, l: &mut Ledger, sizes: &ExpertsSpec, tensors: u64) -> Option<Allocation> {
         let ranks = self.settings.expert_ranks;
         (ranks > 1).then(|| {

@@ -195,7 +195,7 @@ impl<'a> RankExchange<'a> {
             std::iter::once(bits(sent.tokens.len())).chain(counts).collect()
         };
         let lengths = vec![1 + own.len(); sent.len()];
-        let headers = ranks.exchange(key, sent.iter().map(header).collect(), lengths)?;
+        let headers = ranks.all_to_all(key, sent.iter().map(header).collect(), lengths)?;
         let mut parts: Vec<Vec<f32>> = Vec::with_capacity(sent.len());
         for sent in &sent {
             let words = 2 * sent.places.len() + tensors.len() * sent.tokens.len() * d;
@@ -219,7 +219,7 @@ impl<'a> RankExchange<'a> {
         let sizes: Vec<(usize, Vec<usize>)> = sizes.collect();
         let length =
             |(tokens, counts): &(usize, Vec<usize>)| 2 * counts.iter().sum::<usize>() + tensors.len() * tokens * d;
-        let lists = ranks.exchange(key + 1, parts, sizes.iter().map(length).collect())?;
+        let lists = ranks.all_to_all(key + 1, parts, sizes.iter().map(length).collect())?;
         let received = sizes.into_iter().zip(lists);
         let received = received.map(|((tokens, counts), list)| {
             let (places, rest) = list.split_at(counts.iter().sum());
@@ -282,7 +282,7 @@ impl<'a> RankExchange<'a> {
             numbers(sent) + if to.is_some() { (sent.sums() + others) * d } else { 0 }
         };
         let lengths = self.sent.iter().map(length).collect();
-        let lists = self.ranks.exchange(self.key + 2, parts, lengths)?;
+        let lists = self.ranks.all_to_all(self.key + 2, parts, lengths)?;
         if let Some(d_weights) = d_weights {
             update::with_slice_mut(d_weights, |all| {
                 for (sent, list) in self.sent.iter().zip(&lists) {

@@ -16,7 +16,7 @@ pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     let mut parameters = super::rope_parameters(config, None, 1_000_000.0)?;
     let given = |key: &str| config.get(key).is_some_and(Value::is_object);
     if !given("rope_parameters") && !given("rope_scaling") {
-        // Then transformers does not read `rope_theta` either.
+        // Without rope parameters transformers ignores `rope_theta` too.
         let default = [
             ("rope_theta", json!(1_000_000.0)),
             ("rope_type", json!("llama3")),

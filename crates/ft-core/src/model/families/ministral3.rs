@@ -14,7 +14,7 @@ pub(super) fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     }
     let mut parameters = super::rope_parameters(config, None, 1_000_000.0)?;
     if config.get("rope_parameters").is_none() && config.get("rope_scaling").is_none() {
-        // Then transformers does not read `rope_theta` either.
+        // Without rope parameters transformers ignores `rope_theta` too.
         parameters.insert("rope_theta".into(), json!(1_000_000.0));
         for (key, value) in [
             ("rope_type", json!("yarn")),

@@ -98,13 +98,13 @@ impl LayerMemory<'_> {
         self.settings.adapters.get(&self.name(linear.name))
     }
 
-    /// True if this is a DoRA adapter that is computed with the LoRA pairs: `Low` holds the output of the linear.
+    /// True if this is a DoRA adapter that is computed with the LoRA pairs: `SavedLow` holds the output of the linear.
     pub(in crate::model) fn output_in_low(&self, linear: LinearShape) -> bool {
         self.settings.on_gpu && !self.settings.dropout && self.adapter(linear).is_some_and(|c| c.widens)
     }
 
-    /// On a GPU, `Low` of linears with one input: u of the LoRA pairs, and for DoRA the output and g. An adapter that
-    /// subtracts its first product B₀·A₀ has a second u.
+    /// On a GPU, `SavedLow` of linears with one input: u of the LoRA pairs, and for DoRA the output and g. An adapter
+    /// that subtracts its first product B₀·A₀ has a second u.
     pub(in crate::model) fn low(&self, l: &mut Ledger, linears: &[LinearShape]) -> Allocation {
         let bytes = |&linear: &LinearShape| match self.adapter(linear) {
             Some(c) if self.output_in_low(linear) => self.bytes(c.rank + linear.output) + 4 * linear.output as u64,
@@ -116,7 +116,7 @@ impl LayerMemory<'_> {
         l.alloc(LayerWork, if self.settings.on_gpu { all } else { 0 })
     }
 
-    /// The sum of a linear and an input of the residual stream: in place, unless `Low` holds the output.
+    /// The sum of a linear and an input of the residual stream: in place, unless `SavedLow` holds the output.
     pub(in crate::model) fn add_residual(&self, l: &mut Ledger, y: Allocation, linear: LinearShape) -> Allocation {
         if self.output_in_low(linear) {
             l.alloc(LayerWork, self.bytes(linear.output))
@@ -179,7 +179,7 @@ impl LayerMemory<'_> {
         l.free(sum);
     }
 
-    /// The output, unless `Low` holds it.
+    /// The output, unless `SavedLow` holds it.
     pub(in crate::model) fn linear(&self, l: &mut Ledger, linear: LinearShape) -> Allocation {
         let LinearShape { name, input, output } = linear;
         if let Some(cost) = self.adapter(linear).filter(|_| self.output_in_low(linear)) {

@@ -7,7 +7,8 @@ use super::MlpNeeds;
 use crate::base::ledger::MemoryKind::{Activations, LayerWork};
 use crate::base::ledger::{Allocation, Ledger};
 
-/// As `SavedPieces`: gate and up, or up alone, then `Low` of both, then that of down if no norm follows it.
+/// As the list of `SavedPiece`: gate and up, or up alone, then `SavedLow` of both, then that of down if no norm follows
+/// it.
 pub(in crate::model) type SavedPiecesMemory = Vec<Vec<Allocation>>;
 
 impl LayerMemory<'_> {

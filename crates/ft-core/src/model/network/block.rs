@@ -1,6 +1,7 @@
 //! A block from the weights of its layer.
 
 use super::{Network, param};
+use crate::base::sync::lock;
 use crate::base::{Error, Result};
 use crate::model::block::DecoderBlock;
 use crate::model::block::altup::AltUp;
@@ -19,7 +20,6 @@ use crate::model::spec::{
 };
 use crate::ops::{sparse_gate, update};
 use crate::source::{GroupWeights, Sublayer};
-use std::sync::PoisonError;
 
 impl Network {
     /// Creates the block of layer `index` from its weights.
@@ -176,7 +176,7 @@ impl Network {
         let sinks = sinks.map(|name| param(&weights, &format!("model.layers.{index}.{name}")));
         let sinks = sinks.transpose()?;
         let value_norm = spec.value_norm.then(|| self.plain_norm(spec.head_dim_of(index)));
-        let mut copies = self.pair_copies.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut copies = lock(&self.pair_copies);
         match copies.as_mut() {
             Some(copies) => Projections::copy_pairs(groups, copies.entry(index).or_default())?,
             None => Projections::copy_pairs(groups, &mut None)?,
@@ -214,7 +214,7 @@ impl Network {
         if !self.spec.layer_scalar {
             return Ok(1.0);
         }
-        let mut known = self.scales.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut known = lock(&self.scales);
         if let Some(scale) = known.get(&index) {
             return Ok(*scale);
         }

@@ -1,6 +1,7 @@
 //! The numbers and names of a mixture of experts.
 
-use super::ROUTER_CORRECTION;
+use super::{ROUTER_CORRECTION, Spec};
+use crate::formats::adapter::PeftNames;
 use crate::ops::quantized::Products;
 use crate::ops::routing::RouterSpec;
 
@@ -51,6 +52,8 @@ pub struct ExpertNames {
     pub alternate: bool,
     /// The correction of the scores is `[1, E]` in the files.
     pub correction_row: bool,
+    /// Parts of paths below the layer that have another name in transformers 5: as in the files, and there.
+    pub in_transformers: &'static [(&'static str, &'static str)],
 }
 
 impl ExpertNames {
@@ -63,6 +66,7 @@ impl ExpertNames {
         module: "mlp.experts",
         alternate: false,
         correction_row: false,
+        in_transformers: &[],
     };
     /// gpt-oss.
     pub const GPT_OSS: Self = Self {
@@ -75,6 +79,7 @@ impl ExpertNames {
         router: "block_sparse_moe.router.layer",
         experts: "block_sparse_moe.experts",
         module: "block_sparse_moe.experts",
+        in_transformers: &[("block_sparse_moe.router.layer", "block_sparse_moe.router")],
         ..Self::MLP
     };
     /// Mixtral.
@@ -82,17 +87,26 @@ impl ExpertNames {
         router: "block_sparse_moe.gate",
         experts: "block_sparse_moe.experts",
         projections: ["w1", "w3", "w2"],
+        in_transformers: &[("block_sparse_moe.gate", "mlp.gate")],
         ..Self::MLP
     };
     /// MiniMax-M2: the correction is beside the router.
     pub const MINIMAX: Self = Self {
         correction: "block_sparse_moe",
+        in_transformers: &[
+            ("block_sparse_moe.gate", "mlp.gate"),
+            (
+                "block_sparse_moe.e_score_correction_bias",
+                "mlp.e_score_correction_bias",
+            ),
+        ],
         ..Self::MIXTRAL
     };
     /// ERNIE 4.5.
     pub const ERNIE: Self = Self {
         correction: "mlp.moe_statics",
         correction_row: true,
+        in_transformers: &[("mlp.moe_statics", "mlp.gate.moe_statics")],
         ..Self::MLP
     };
     /// Hunyuan.
@@ -106,6 +120,17 @@ impl SharedExpertSpec {
     /// True if one linear has gate and up.
     pub fn is_fused(&self) -> bool {
         self.names[0] == self.names[1]
+    }
+}
+
+impl Spec {
+    /// How names in the files of the model differ from those in the model that PEFT loads.
+    pub fn peft_names(&self) -> PeftNames {
+        let experts = self.layers.iter().find_map(|layer| layer.experts);
+        PeftNames {
+            multimodal: self.multimodal,
+            parts: experts.map(|experts| experts.names.in_transformers).unwrap_or_default(),
+        }
     }
 }
 

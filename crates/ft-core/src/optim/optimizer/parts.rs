@@ -199,7 +199,7 @@ impl Optimizer {
     /// Some elements of a weight as they are stored, for the other ranks.
     ///
     /// # Errors
-    /// The weight is neither f32 nor bf16.
+    /// The weight is not f32, bf16 or f16.
     pub fn stored_part(name: &str, weight: &Tensor, range: &Range<usize>) -> Result<Vec<f32>> {
         update::to_f32_vec(&view(weight, name, range)?)
     }

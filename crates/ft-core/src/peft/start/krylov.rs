@@ -193,7 +193,8 @@ impl Basis {
         self.all.get(.., n * self.width..(n + 1) * self.width)
     }
 
-    /// Appends a basis of what `m` has beside the basis, and returns R: that part of `m` is the new block times R.
+    /// Orthogonalizes `m` against the basis and appends the result Q; returns R with Q·R = the part of `m` outside the
+    /// basis.
     fn push(&mut self, mut m: Mat<f64>) -> Mat<f64> {
         let mut upper = Mat::identity(self.width, self.width);
         // Twice is enough (Parlett), and a third time if columns are dependent.

@@ -20,8 +20,9 @@ use faer::{Accum, Conj, Mat, MatMut, MatRef, Par};
 const ROWS: usize = 128;
 const ROWS_OF_WIDE: usize = 512;
 const WIDE: usize = 1024;
-/// Columns of a panel of the decomposition, and of a part of what is right of it.
+/// Columns of a panel of the QR decomposition.
 const PANEL: usize = 64;
+/// Columns of the trailing matrix that one task updates.
 const COLUMNS: usize = 256;
 
 /// A·B.

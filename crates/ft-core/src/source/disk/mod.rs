@@ -6,7 +6,7 @@
 //! of the run (`store`).
 
 mod loaders;
-mod numbers;
+mod param_files;
 mod pool;
 mod store;
 mod writer;
@@ -31,7 +31,7 @@ use crate::ops::transfer::CopyTimes;
 use crate::quant::{Format, Weight};
 use candle_core::{DType, Device, Tensor};
 use loaders::{HeadRows, PartLoader};
-use numbers::ParamFiles;
+use param_files::ParamFiles;
 use pool::{DoubleBuffer, ReaderJob};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};

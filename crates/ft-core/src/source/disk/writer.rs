@@ -30,7 +30,7 @@ impl SourceWriter {
         let hosts = hosts(&*comm)?;
         let first = hosts.iter().position(|host| *host == hosts[rank]).unwrap_or(rank);
         let path = own.as_os_str().as_encoded_bytes().to_vec();
-        let dir = comm.bytes(path, Patience::Long)?.swap_remove(first);
+        let dir = comm.all_gather_bytes(path, Patience::Long)?.swap_remove(first);
         let dir = PathBuf::from(String::from_utf8_lossy(&dir).into_owned());
         let is_first = first == rank;
         let dir = if is_first { own } else { dir };
@@ -62,10 +62,10 @@ impl SourceWriter {
         let Some(Machine { comm, first }) = &self.0 else {
             return work();
         };
-        comm.bytes(Vec::new(), Patience::Long)?;
+        comm.all_gather_bytes(Vec::new(), Patience::Long)?;
         if *first {
             work()?;
         }
-        comm.bytes(Vec::new(), Patience::Long).map(drop)
+        comm.all_gather_bytes(Vec::new(), Patience::Long).map(drop)
     }
 }

@@ -41,16 +41,16 @@ impl ExpertRanks {
         (0..size).map(|rank| own_experts(count, rank, size)).collect()
     }
 
-    /// As `Collective::exchange`; waits.
+    /// As `Collective::all_to_all`; waits.
     ///
     /// # Errors
     /// Another rank has failed, or is at another operation.
-    pub fn exchange(&self, key: u64, parts: Vec<Vec<f32>>, lengths: Vec<usize>) -> Result<Vec<Vec<f32>>> {
+    pub fn all_to_all(&self, key: u64, parts: Vec<Vec<f32>>, lengths: Vec<usize>) -> Result<Vec<Vec<f32>>> {
         let own = self.world().rank;
         let others = parts.iter().enumerate().filter(|(rank, _)| *rank != own);
         let numbers: usize = others.map(|(_, part)| part.len()).sum();
         self.sent.fetch_add(4 * numbers as u64, Relaxed);
-        self.comm.exchange(key, parts, lengths).wait()
+        self.comm.all_to_all(key, parts, lengths).wait()
     }
 
     /// Bytes that this rank sent since the last call.

@@ -202,7 +202,7 @@ impl ShardedWeights {
             }
             let Some(&layer) = found.first() else { continue };
             let key = RENEWAL ^ (layer as u64) << 32 ^ found.len() as u64;
-            let lists = self.comm.collect(key, shards, peers.clone()).wait()?;
+            let lists = self.comm.gather_shards(key, shards, peers.clone()).wait()?;
             for (index, list) in found.into_iter().zip(lists) {
                 let name = &self.params[index].name;
                 if let Some(OwnPart::Dense { copies, .. }) = lock(&self.own).get_mut(name) {

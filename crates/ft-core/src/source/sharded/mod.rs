@@ -85,13 +85,13 @@ pub struct ShardedWeights {
     division: MatrixDivision,
     /// All ranks are one machine, unless the weights are divided inside each.
     machines: Machines,
-    /// Of each layer.
+    /// Number of routed experts of each layer.
     experts: BTreeMap<usize, usize>,
     expert_ranks: ExpertRanks,
     params: Vec<ParamInfo>,
     comm: Arc<dyn Collective>,
     origin: Arc<WeightOrigin>,
-    /// Of the own parts of active matrices; all else is in host memory.
+    /// Device of the own parts of active matrices; everything else is in host memory.
     device: Device,
     /// All other parameters.
     whole: ResidentWeights,
@@ -111,11 +111,11 @@ pub struct ShardedWeights {
 
 /// A layer in a buffer.
 enum LayerContent {
-    Coming(SentMatrices),
+    InFlight(SentMatrices),
     Ready(Arc<GroupWeights>),
 }
 
-/// Matrices under way: their indices and forms, and the lists of which they are made.
+/// Matrices in flight: their indices and forms, and the lists of which they are made.
 type SentMatrices = (Vec<(usize, MatrixForm)>, PendingNumbers<WholeList>);
 /// Exact values of an own part, and the low 16 bits of their masters.
 type ExactPart = (Tensor, Option<Tensor>);
@@ -336,7 +336,7 @@ impl ShardedWeights {
         let elements: usize = shards.iter().map(|shard| shard.elements()).sum();
         let first = indices.first().copied().unwrap_or(0);
         let key = (first as u64) << 40 ^ elements as u64;
-        Ok((forms, self.comm.collect(key, shards, self.receivers(alone))))
+        Ok((forms, self.comm.gather_shards(key, shards, self.receivers(alone))))
     }
 
     /// Builds the matrices that were collected.
@@ -365,19 +365,19 @@ impl ShardedWeights {
             return Ok(false);
         }
         self.comm
-            .bytes(format!("{name}\n{what}").into_bytes(), Patience::Step)?;
+            .all_gather_bytes(format!("{name}\n{what}").into_bytes(), Patience::Step)?;
         Ok(true)
     }
 
     fn start(&self, layer: usize) -> Result<LayerContent> {
         let indices = self.layers.get(&layer).map_or(&[][..], Vec::as_slice);
-        Ok(LayerContent::Coming(self.send(indices, false)?))
+        Ok(LayerContent::InFlight(self.send(indices, false)?))
     }
 
     fn receive(&self, layer: usize, content: LayerContent) -> Result<Arc<GroupWeights>> {
         match content {
             LayerContent::Ready(weights) => Ok(weights),
-            LayerContent::Coming(sent) => self.with_others(layer, self.build(sent)?),
+            LayerContent::InFlight(sent) => self.with_others(layer, self.build(sent)?),
         }
     }
 

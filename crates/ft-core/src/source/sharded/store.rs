@@ -68,7 +68,11 @@ impl ShardedWeights {
         let shard = |own: &Tensor| Shard::one(own.clone(), &ranges);
         let all = (0..self.comm.world().size).collect();
         let shards: Vec<Shard> = [Some(weight), low.as_ref()].into_iter().flatten().map(shard).collect();
-        let mut lists = self.comm.collect(p.elements() as u64, shards, all).wait()?.into_iter();
+        let mut lists = self
+            .comm
+            .gather_shards(p.elements() as u64, shards, all)
+            .wait()?
+            .into_iter();
         let weight = lists.next().ok_or_else(|| no_such(&p.name))?.into_tensor(&p.shape)?;
         let low = lists.next().map(|low: WholeList| low.into_tensor(&[p.elements()]));
         Ok(ExactParam {

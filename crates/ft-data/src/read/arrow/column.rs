@@ -13,6 +13,7 @@ const VALUE_BYTES: usize = 32;
 /// The values of a column in a batch.
 #[derive(Debug)]
 pub(super) struct Column {
+    pub kind: StoredType,
     pub length: usize,
     /// First a bit for each value that is not null (empty: no value is null), then the buffers that the type has.
     pub buffers: Vec<Vec<u8>>,
@@ -55,6 +56,74 @@ fn place(bytes: &[u8], wide: bool, index: usize) -> Result<usize> {
 
 fn bit(bytes: &[u8], index: usize) -> Result<bool> {
     Ok(part(bytes, index / 8, 1)?[0] >> (index % 8) & 1 == 1)
+}
+
+impl Column {
+    /// True if the buffers have bytes for all values, and no two lists share a value: then a batch has no more values than bits, so
+    /// a small file cannot take much memory. `most_free`: the largest number of values that store no bytes.
+    pub(super) fn is_backed(&self, most_free: usize) -> bool {
+        self.length == 0 || self.has_bytes(most_free) && self.children.iter().all(|child| child.is_backed(most_free))
+    }
+
+    fn has_bytes(&self, most_free: usize) -> bool {
+        let bytes = |n: usize| self.buffers.get(n).map_or(0, Vec::len);
+        let holds = |n: usize, size: usize| self.length.checked_mul(size).is_some_and(|all| all <= bytes(n));
+        let bits = self.length.div_ceil(8);
+        let values = self.children.first().map_or(0, |child| child.length);
+        let is_free = self.length <= most_free;
+        let valid = bytes(0) == 0 || bits <= bytes(0);
+        valid
+            && match self.kind {
+                StoredType::Null => is_free,
+                StoredType::Bool => bits <= bytes(1),
+                StoredType::Int { bytes, .. } | StoredType::Float { bytes } | StoredType::Decimal { bytes, .. } => {
+                    holds(1, bytes)
+                }
+                StoredType::Bytes { wide } => self.offsets_rise(wide, bytes(2)),
+                StoredType::FixedBytes(size) => holds(1, size) && (size > 0 || is_free),
+                StoredType::View => holds(1, 16),
+                StoredType::List { wide } => self.offsets_rise(wide, values),
+                StoredType::Map => self.offsets_rise(false, values),
+                StoredType::ListView { wide } => self.sizes_are_of(wide, values),
+                StoredType::FixedList(size) => {
+                    self.length.checked_mul(size).is_some_and(|all| all <= values) && (size > 0 || is_free)
+                }
+                StoredType::Struct => {
+                    self.children.iter().all(|child| child.length >= self.length)
+                        && (!self.children.is_empty() || is_free)
+                }
+            }
+    }
+
+    /// True if each value begins where the one before ends, and the last one ends at `end` or before.
+    fn offsets_rise(&self, wide: bool, end: usize) -> bool {
+        let Some(offsets) = self.buffers.get(1) else {
+            return false;
+        };
+        let mut before = 0;
+        (0..=self.length).all(|n| {
+            place(offsets, wide, n).is_ok_and(|at| {
+                let rises = at >= before && at <= end;
+                before = at;
+                rises
+            })
+        })
+    }
+
+    /// True if the sizes of the lists are plausible for this number of values. Lists of a view may share some values.
+    fn sizes_are_of(&self, wide: bool, values: usize) -> bool {
+        let Some(sizes) = self.buffers.get(2) else {
+            return false;
+        };
+        let most = values.saturating_mul(16);
+        let mut sum = 0_usize;
+        (0..self.length).all(|n| {
+            place(sizes, wide, n).is_ok_and(|size| {
+                sum = sum.saturating_add(size);
+                sum <= most
+            })
+        })
+    }
 }
 
 impl<'a> RowReader<'a> {

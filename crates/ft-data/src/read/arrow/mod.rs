@@ -28,6 +28,8 @@ const MESSAGE: u32 = u32::MAX;
 /// Most bytes of a batch when it is not compressed, and most rows: it is in memory as a whole.
 const MAX_BATCH_BYTES: u64 = 2 << 30;
 const MAX_BATCH_ROWS: usize = 1 << 27;
+/// Values without bytes (nulls) that a batch may have, if it has no more bits than that.
+const FREE_VALUES: usize = 1 << 14;
 
 /// A file, and the position of its next message.
 struct Messages<'a> {
@@ -94,6 +96,7 @@ pub(super) fn read_arrow(path: &str, file: File, size: u64, phase: &Phase, each:
                 };
                 let mut body = messages.body(data, first, length)?;
                 let values = body.column(field, true)?;
+                body.check(std::slice::from_ref(&values), 0)?;
                 let parts = dictionaries.entry(id).or_default();
                 if header.byte(2).unwrap_or(0) == 0 {
                     parts.clear();
@@ -108,6 +111,7 @@ pub(super) fn read_arrow(path: &str, file: File, size: u64, phase: &Phase, each:
                 let mut body = messages.body(header, first, length)?;
                 let columns = fields.iter().map(|field| body.column(field, false));
                 let columns: Vec<Column> = columns.collect::<Result<_>>()?;
+                body.check(&columns, rows)?;
                 for row in 0..rows {
                     place.number += 1;
                     let fields = RowReader::new(&dictionaries).object(fields, &columns, row);
@@ -221,10 +225,30 @@ impl BatchBody<'_> {
         let buffers: Vec<Vec<u8>> = (0..count).map(|_| self.buffer()).collect::<Result<_>>()?;
         let children = children.iter().map(|child| self.column(child, false));
         Ok(Column {
+            kind,
             length,
             buffers,
             children: children.collect::<Result<_>>()?,
         })
+    }
+
+    /// Errors: a column has fewer values than the batch has rows, or more than its bytes have.
+    fn check(&self, columns: &[Column], rows: usize) -> Result<()> {
+        let bytes = (self.length - self.left.0).saturating_add(MAX_BATCH_BYTES - self.left.1);
+        let most_free = usize::try_from(bytes.saturating_mul(8)).unwrap_or(usize::MAX);
+        let most_free = most_free.max(FREE_VALUES);
+        if columns.is_empty() && rows > most_free || columns.iter().any(|column| column.length < rows) {
+            return Err(self
+                .messages
+                .broken(format!("a batch of {rows} rows without their values")));
+        }
+        if !columns.iter().all(|column| column.is_backed(most_free)) {
+            return Err(Error::format("cannot read the Arrow data")
+                .at(self.messages.path)
+                .found("a column that names more values than it has bytes for")
+                .hint("check that the file is complete; of lists of nulls, or lists that share their values, save fewer in a batch"));
+        }
+        Ok(())
     }
 
     fn buffer(&mut self) -> Result<Vec<u8>> {

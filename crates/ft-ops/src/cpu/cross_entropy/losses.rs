@@ -23,10 +23,24 @@ struct BlockSum {
 
 /// The logit of the target of a token; NaN until its piece was processed.
 #[derive(Clone, Copy)]
-pub(super) struct TargetLogit {
+pub(in crate::cpu) struct TargetLogit {
     pub logit: f32,
     /// True if an equal logit precedes it in its block.
-    second: bool,
+    pub second: bool,
+}
+
+impl TargetLogit {
+    pub(in crate::cpu) const UNKNOWN: Self = Self {
+        logit: f32::NAN,
+        second: false,
+    };
+
+    /// The logit at `at` of a piece of a row.
+    pub(in crate::cpu) fn of(row: &[f32], at: usize) -> Self {
+        let logit = row[at];
+        let second = row[at / BLOCK * BLOCK..at].contains(&logit);
+        Self { logit, second }
+    }
 }
 
 /// Maximum of a row and the sum of its exponentials.
@@ -74,14 +88,10 @@ impl GroupLosses {
             sum: 0.0,
             total: 0.0,
         };
-        let hit = TargetLogit {
-            logit: f32::NAN,
-            second: false,
-        };
         Self {
             blocks: vec![block; targets.len() * vocab.div_ceil(BLOCK)],
             maxima: vec![f32::NEG_INFINITY; targets.len() * vocab.div_ceil(PIECE)],
-            hits: vec![hit; targets.len()],
+            hits: vec![TargetLogit::UNKNOWN; targets.len()],
             targets,
             cap,
             smoothing,
@@ -178,9 +188,7 @@ impl GroupLosses {
                 maxima[piece] = largest;
                 let target = inside(*target, first, width);
                 if let Some(at) = target {
-                    let logit = row[at];
-                    let second = row[at / BLOCK * BLOCK..at].contains(&logit);
-                    *hit = TargetLogit { logit, second };
+                    *hit = TargetLogit::of(row, at);
                 }
                 let state = RowState {
                     largest,

@@ -79,11 +79,11 @@ struct HiddenSums {
 pub(super) struct TokenFactors {
     /// The largest logit.
     pub max: f32,
-    /// Of `e^(logit - max) slope`.
+    /// Factor of `e^(logit - max)`, with the slope of the token.
     pub exp: f32,
-    /// Of the slope, which label smoothing subtracts.
+    /// The slope of every id, which label smoothing subtracts.
     pub uniform: f32,
-    /// Of the target, in place of `exp`.
+    /// The factor of the target, in place of `exp`.
     pub target: f32,
 }
 

@@ -7,10 +7,10 @@ pub(crate) mod bf16;
 pub(crate) mod dots;
 #[cfg(target_arch = "x86_64")]
 mod dots_avx2;
-#[cfg(test)]
-pub(crate) mod tests;
 #[cfg(target_arch = "x86_64")]
 mod vectors;
+#[cfg(test)]
+pub(crate) mod tests;
 
 use super::product::VectorIsa;
 use crate::quantized::{QData, QMatrixView, ScaleRun, widen};

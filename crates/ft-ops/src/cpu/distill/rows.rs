@@ -4,7 +4,7 @@
 use super::stored::StoredTerms;
 use super::terms::{self, FORWARD, GradientTerms, MIXTURE, MixLogs, REVERSE, RowScale};
 use super::{DivergenceTerms, TokenDivergence};
-use crate::cpu::cross_entropy::{BLOCK, inside, largest};
+use crate::cpu::cross_entropy::{BLOCK, TargetLogit, inside, largest};
 use crate::distill::TopKSlices;
 use rayon::prelude::*;
 
@@ -75,13 +75,6 @@ impl DivergenceTerms {
     }
 }
 
-#[derive(Clone, Copy)]
-pub(super) struct TargetLogit {
-    pub logit: f32,
-    /// True if an equal logit precedes it in its block.
-    second: bool,
-}
-
 /// The student.
 pub(super) struct StudentRows<'a> {
     pub terms: DivergenceTerms,
@@ -106,16 +99,12 @@ impl<'a> StudentRows<'a> {
         stored: Option<TopKSlices<'a>>,
     ) -> Self {
         let n = targets.len();
-        let hit = TargetLogit {
-            logit: f32::NAN,
-            second: false,
-        };
         Self {
             terms,
             cap,
             hard: vec![BlockSum::default(); n * v.div_ceil(BLOCK)],
             soft: vec![BlockSum::default(); n * terms.blocks()],
-            hits: vec![hit; n],
+            hits: vec![TargetLogit::UNKNOWN; n],
             hard_ends: Vec::new(),
             ends: Vec::new(),
             kept: stored.map(|top| StoredTerms::new(top, n, terms)),
@@ -159,9 +148,7 @@ impl<'a> StudentRows<'a> {
                     };
                 }
                 if let Some(at) = inside(*target, first, width) {
-                    let logit = row[at];
-                    let second = row[at / BLOCK * BLOCK..at].contains(&logit);
-                    *hit = TargetLogit { logit, second };
+                    *hit = TargetLogit::of(row, at);
                 }
             });
         if let Some(kept) = &mut self.kept {

@@ -12,35 +12,35 @@
     allow(dead_code, unused_variables)
 )]
 
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+mod amx;
+mod backend;
 #[cfg(target_arch = "x86_64")]
 mod blocks;
-#[cfg(test)]
-mod quantized_tests;
 #[cfg(target_arch = "x86_64")]
 mod few_rows;
-#[cfg(test)]
-mod few_rows_tests;
-mod gemv;
-mod integer;
 #[cfg(target_arch = "x86_64")]
 mod fma;
+mod fused_lora;
+mod gemv;
 mod grid;
+mod integer;
 pub(crate) mod memory;
-pub(crate) mod task_gemm;
-#[cfg(test)]
-mod task_gemm_tests;
 #[cfg(target_arch = "x86_64")]
 mod pack;
-mod backend;
 mod portable;
-mod fused_lora;
 mod rows;
 #[cfg(target_arch = "x86_64")]
 mod skinny;
+pub(crate) mod task_gemm;
+#[cfg(test)]
+mod few_rows_tests;
+#[cfg(test)]
+mod quantized_tests;
+#[cfg(test)]
+mod task_gemm_tests;
 #[cfg(test)]
 mod tests;
-#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-mod amx;
 
 pub use backend::CpuBackend;
 pub(crate) use backend::VectorIsa;

@@ -10,17 +10,17 @@
 //!
 //! Dot products read a bf16 weight where it lies if k is even (`unpacked.rs`), with the bits of packed products.
 
+pub(super) mod avx512_bf16;
 mod block;
 mod buffer;
-pub(super) mod avx512_bf16;
 mod emulate;
-pub(super) mod task_gemm;
 mod pack;
-#[cfg(test)]
-mod tests;
+pub(super) mod task_gemm;
 pub(super) mod tile_kernels;
 mod unpacked;
 mod unpacked_tiles;
+#[cfg(test)]
+mod tests;
 
 use super::grid::part;
 use super::{CInit, CpuBackend, Matrix, Operand, OperandBlock, ProductJob};

@@ -470,7 +470,7 @@ unsafe fn add_joined<const T: usize>(
     pairs: usize,
     from: [[__m512; 2]; T],
 ) -> [[__m512; 2]; T] {
-    // As one array they are written to memory after each product.
+    // Two arrays: with one the compiler writes the sums to memory after each product.
     let (mut lows, mut highs) = (from.map(|sums| sums[0]), from.map(|sums| sums[1]));
     let mut left = pairs;
     while left > 0 {

@@ -7,10 +7,10 @@
 mod avx2;
 mod portable;
 mod rows;
-#[cfg(test)]
-mod tests;
 #[cfg(target_arch = "x86_64")]
 mod vnni;
+#[cfg(test)]
+mod tests;
 
 use super::{CpuBackend, VectorIsa};
 use crate::quantized::{QData, QMatrixView, scale_and_minimum};

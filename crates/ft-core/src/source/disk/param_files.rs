@@ -2,6 +2,7 @@
 
 use super::store::{CODES, FileStore, LOW, STEP, WEIGHT, part_name};
 use super::writer::SourceWriter;
+use crate::base::sync::lock;
 use crate::base::{Error, Result};
 use crate::formats::StoredDtype;
 use crate::formats::weights::Weights;
@@ -260,7 +261,7 @@ fn write_to(
     halves: impl Fn(&mut [f16]) -> Result<()> + Sync + Send,
 ) -> Result<()> {
     let result = Mutex::new(Ok(()));
-    let done = |r: Result<()>| *result.lock().unwrap_or_else(PoisonError::into_inner) = r;
+    let done = |r: Result<()>| *lock(&result) = r;
     match to.dtype() {
         DType::BF16 => update::store_bf16(to, |out| done(narrow(out)))?,
         DType::F16 => update::store_f16(to, |out| done(halves(out)))?,

@@ -207,12 +207,20 @@ impl PairStack {
     /// # Errors
     /// Tensors of other shapes, types or devices than described (`Shape`); not enough memory on the device.
     pub fn up(&self, pair: usize, u: &Tensor, to: DType) -> Result<Tensor> {
-        let p = &self.pairs[pair];
-        let (rows, outputs) = (u.dim(0)?, p.b.dim(0)?);
-        let y = gpu::empty((rows, outputs), to, u.device())?;
-        let (u, b) = (ColumnOperand::from(u, p.first), ColumnOperand::all(&p.b).t());
-        gpu::product((rows, outputs, p.width), u, b, ColumnOperand::all(&y), 1.0, false)?;
+        let y = gpu::empty((u.dim(0)?, self.pairs[pair].b.dim(0)?), to, u.device())?;
+        self.up_into(pair, u, &y)?;
         Ok(y)
+    }
+
+    /// As `up`, into `y [N, O]`.
+    ///
+    /// # Errors
+    /// As `up`.
+    pub fn up_into(&self, pair: usize, u: &Tensor, y: &Tensor) -> Result<()> {
+        let p = &self.pairs[pair];
+        let sizes = (u.dim(0)?, p.b.dim(0)?, p.width);
+        let (u, b) = (ColumnOperand::from(u, p.first), ColumnOperand::all(&p.b).t());
+        gpu::product(sizes, u, b, ColumnOperand::all(y), 1.0, false)
     }
 
     /// Computes ∂u = s · ∂y·B of a pair from `dy [N, O]`, into its columns of `du [N, T]`.

@@ -8,6 +8,7 @@ use crate::formats::template::named;
 use crate::formats::tokenizer::NewToken;
 use crate::formats::weights::Weights;
 use crate::formats::{ChatTemplate, Tokenizer};
+use crate::hf;
 use crate::model::Spec;
 use crate::model::spec::{EMBEDDING, LM_HEAD, PER_LAYER_TABLE};
 use crate::quant::Format;
@@ -378,9 +379,11 @@ pub fn with_new_rows(recipe: &Recipe, new: Option<&NewRows>, spec: &Spec) -> Rec
     match (tune.new_tokens, tune.method) {
         (recipe::NewTokens::None, _) | (_, Method::Full) => {}
         (recipe::NewTokens::Matrix, Method::Lora) => {
-            for module in ["embed_tokens", "lm_head"] {
-                if !tune.lora.modules_to_save.iter().any(|m| m == module) {
-                    tune.lora.modules_to_save.push(module.into());
+            let modules = &mut tune.lora.modules_to_save;
+            let saved = hf::saved_whole(modules, spec);
+            for (module, table) in [("embed_tokens", EMBEDDING), ("lm_head", LM_HEAD)] {
+                if !modules.iter().any(|m| m == module) && !saved.iter().any(|p| p == table) {
+                    modules.push(module.into());
                 }
             }
         }
@@ -388,10 +391,10 @@ pub fn with_new_rows(recipe: &Recipe, new: Option<&NewRows>, spec: &Spec) -> Rec
         (recipe::NewTokens::Matrix, Method::Freeze) => tune.freeze.trainable.extend(tables),
         (_, Method::Lora) => {
             let lora = &mut tune.lora;
-            let whole = lora
-                .modules_to_save
-                .iter()
-                .any(|m| m == "embed_tokens" || m == "lm_head");
+            // By a longer name too, such as `model.embed_tokens`.
+            let saved = hf::saved_whole(&lora.modules_to_save, spec);
+            let named = |m: &String| m == "embed_tokens" || m == "lm_head";
+            let whole = lora.modules_to_save.iter().any(named) || saved.iter().any(|p| p == EMBEDDING || p == LM_HEAD);
             let known = lora.trainable_token_indices.clone();
             if !whole {
                 lora.trainable_token_indices
@@ -410,6 +413,7 @@ mod tests {
     use crate::base::ErrorKind;
     use crate::formats::StoredDtype;
     use crate::formats::writer::{TensorPlan, Values, write_file};
+    use crate::model::{families, shapes};
     use serde_json::json;
 
     /// Suffix, type, shape and bytes of a part of the output head.
@@ -442,6 +446,25 @@ mod tests {
             pieces: vec![vec![0, 1]],
             stored: 8,
             vocab: 9,
+        }
+    }
+
+    #[test]
+    fn new_rows_are_trained_once_also_if_the_matrix_has_a_longer_name() {
+        let spec = families::read(&shapes::config("shape:tiny").unwrap().unwrap()).unwrap();
+        let new = NewRows {
+            ids: vec![7],
+            pieces: vec![vec![1]],
+            stored: 7,
+            vocab: 8,
+        };
+        for (module, rows) in [("model.embed_tokens", 0), ("embed_tokens", 0), ("model.norm", 1)] {
+            let text = format!(
+                "[model]\npath = \"m\"\n[data]\ntrain = \"t\"\n[tune]\nmethod = \"lora\"\n[tune.lora]\nmodules_to_save = [\"{module}\"]\n"
+            );
+            let recipe = recipe::parse(&text, "r.toml", &[]).unwrap().recipe;
+            let with_rows = with_new_rows(&recipe, Some(&new), &spec);
+            assert_eq!(with_rows.tune.lora.trainable_token_indices.len(), rows, "{module}");
         }
     }
 

@@ -105,7 +105,7 @@ static constexpr int TILE = 64;
 template <typename F>
 __device__ __forceinline__ void transposed(const u8* codes, i64 rows, int columns, int from, int width, u8* to) {
     typedef Pack<u8, 4> Codes;
-    __shared__ alignas(4) u8 tile[TILE][TILE + 4];
+    __align__(4) __shared__ u8 tile[TILE][TILE + 4];
     const i64 first = (i64)blockIdx.y * TILE;
     const int start = blockIdx.x * TILE, across = 4 * threadIdx.x;
     for (int down = threadIdx.y; down < TILE; down += 16) {

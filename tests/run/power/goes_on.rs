@@ -143,10 +143,10 @@ fn faults_in_a_run_that_goes_on_lose_nothing() {
     // The next time that these runs have their turn, other operations are taken.
     let shift = turn() / STARTS.len() * 7;
     let first = |every: usize, more: usize| 1 + (shift + more) % every;
-    let kills = kills_of(&round, first(every(3), 31), every(3));
-    let errors = errors_of(&round, (first(every(4), 17), shift), every(4));
-    let losses = losses_of(&round, (first(every(4), 5), shift), every(4));
-    let syncs = lost::syncs_of(&round, 37);
+    let kills = kills_of(&round, first(every(6), 31), every(6));
+    let errors = errors_of(&round, (first(every(8), 17), shift), every(8));
+    let losses = losses_of(&round, (first(every(8), 5), shift), every(8));
+    let syncs = lost::syncs_of(&round, 19);
     assert!(
         kills > 1 && errors > 2 && losses > 2 && syncs > 0,
         "{kills} {errors} {losses} {syncs}"

@@ -384,12 +384,14 @@ impl Gpu {
             }
             code => code,
         };
-        let code = code.map_err(|e| match is_full(&e) {
-            true => e,
-            false => e.hint(
+        let code = code.map_err(|e| {
+            if is_full(&e) {
+                return e;
+            }
+            e.hint(
                 "the GPU must have compute capability 8.0 or more, and the driver must be as new as the toolkit of \
                  this build: see `device::gpus`",
-            ),
+            )
         })?;
         Ok(place.insert(code).clone())
     }

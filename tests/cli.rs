@@ -82,7 +82,7 @@ fn recipes_are_listed_shown_and_copied() {
     assert!(said.contains("next:\n  ft data quickstart.toml\n"), "{said}");
     assert_eq!(std::fs::read(dir.path().join("quickstart.toml")).unwrap(), shown.stdout);
     let again = ft(dir.path(), &["recipes", "copy", "quickstart"]);
-    assert_eq!(again.status.code(), Some(1));
+    assert_eq!(again.status.code(), Some(2));
     assert!(text(&again.stderr).contains("hint: give another name with `--to FILE`"));
 }
 
@@ -110,7 +110,7 @@ fn a_copied_recipe_runs_where_it_was_copied() {
     assert!(dir.path().join("assets/world/train.jsonl").is_file() && !dir.path().join("assets/small").exists());
     std::fs::write(dir.path().join("assets/world/eval.jsonl"), "mine").unwrap();
     let again = ft(dir.path(), &["recipes", "copy", "quickstart", "--with-data"]);
-    assert!(again.status.code() == Some(1) && text(&again.stderr).contains("assets/world/eval.jsonl"));
+    assert!(again.status.code() == Some(2) && text(&again.stderr).contains("assets/world/eval.jsonl"));
     for (typed, meant) in [("assets/tinny", "assets/tiny"), ("asets/tiny", "assets/tiny")] {
         let said = text(&plan(&[&format!("model.path={typed}")]).stderr);
         assert!(

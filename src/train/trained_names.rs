@@ -96,7 +96,9 @@ mod tests {
     use std::path::Path;
 
     fn recipe(model: &str, keys: &str) -> Recipe {
-        let text = format!("[model]\npath = {model:?}\n[tune]\nmethod = \"lora\"\n[tune.lora]\n{keys}\n");
+        let text = format!(
+            "[model]\npath = {model:?}\n[data]\ntrain = \"t.jsonl\"\n[tune]\nmethod = \"lora\"\n[tune.lora]\n{keys}\n"
+        );
         recipe::parse(&text, "r.toml", &[]).unwrap().recipe
     }
 

@@ -320,7 +320,7 @@ fn a_run_is_pushed_with_an_honest_card_and_only_once() {
         "| steps | 1 of 1 |",
         "train = \".../eval.jsonl\"",
         "path = \".../tiny\"",
-        "so it is not named here",
+        "its id on the hub is not known",
         "| training loss",
         "## License\n\nNot stated.",
     ] {

@@ -216,8 +216,8 @@ pub fn left_out_of_checkpoint(kind: &AdapterKind, spec: &Spec, tensor: &str) -> 
     let (module, _) = tensor.split_once(".lora_")?;
     taken_for_experts(kind, spec, module).then(|| {
         left_out(tensor).hint(
-            "write the adapter with `ft export` of the version that wrote the checkpoint, merge it into the model, and train a \
-             new adapter on the merged model",
+            "write the adapter with the version that wrote the checkpoint, merge it into the model, and train a new adapter on \
+             the merged model",
         )
     })
 }

@@ -200,7 +200,7 @@ mod tests {
                 e.to_string().contains("model.layers.0.mlp.down_proj.lora_A.weight"),
                 "{e}"
             );
-            assert!(e.hint_text().unwrap().contains("of the version that wrote"), "{e}");
+            assert!(e.hint_text().unwrap().contains("the version that wrote"), "{e}");
         }
         let own = saved(&set);
         check_exported(&own, &set, &spec).unwrap();

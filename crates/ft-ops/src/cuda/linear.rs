@@ -7,7 +7,7 @@ use crate::quantized::part_rows;
 use candle_core::{DType, Tensor};
 use ft_base::Result;
 
-/// Bytes from one weight to the next in a batch: kernels that use the copy engine of a multiprocessor have strides below 2^40.
+/// Most bytes from one weight to the next in a batch: kernels that use the Tensor Memory Accelerator have strides below 2^40.
 const LONGEST_STEP: u64 = 1 << 39;
 /// Elements to which the outputs of two products are aligned: kernels read rows in units of 16 bytes.
 const OUTPUT_STEP: usize = 128;

@@ -12,6 +12,8 @@ timeout=${FT_FUZZ_TIMEOUT:-1800}
 program=$target/$host/release/parse
 # The program reads files of the repository.
 export FT_FUZZ_ROOT=$root
+# Threads of one program write the same counters, which takes longer than their work.
+export RAYON_NUM_THREADS=${RAYON_NUM_THREADS:-1}
 
 # Coverage for libFuzzer, as cargo-fuzz sets it.
 flags="-Cpasses=sancov-module -Ccodegen-units=16 --cfg fuzzing"
@@ -24,8 +26,8 @@ toolchain=()
 if [ -n "$sanitizer" ]; then
     flags+=" -Zsanitizer=$sanitizer"
     toolchain=(+nightly)
-    export "CC_${host//-/_}=clang" "CXX_${host//-/_}=clang++"
-    export "CFLAGS_${host//-/_}=-fsanitize=$sanitizer" "CXXFLAGS_${host//-/_}=-fsanitize=$sanitizer"
+    # libFuzzer is the only code in C++, and stays as it is: its counting runs at every comparison of the program.
+    export "CC_${host//-/_}=clang" "CFLAGS_${host//-/_}=-fsanitize=$sanitizer"
     # Freed memory that is kept, to find uses of it: the limit on memory below counts it.
     export ASAN_OPTIONS=quarantine_size_mb=64
 fi
@@ -33,7 +35,7 @@ fi
 # The versions of the dependencies are those of the product.
 build() {
     cp "$root/Cargo.lock" "$here/Cargo.lock"
-    (cd "$here" && CARGO_TARGET_DIR=$target RUSTFLAGS=$flags cargo "${toolchain[@]}" build --release --target "$host")
+    (cd "$here" && CARGO_TARGET_DIR=$target RUSTFLAGS=$flags RUSTC_WRAPPER=$here/rustc.sh cargo "${toolchain[@]}" build --release --target "$host")
 }
 
 # put TARGET FILE...: copies the files that exist and are at most 64 KiB.
@@ -125,7 +127,8 @@ longest() {
     case $1 in
     request | score | lock | hub | run | argument | kwargs | manifest | state | index | adapter | special_tokens | generation_config | quantized | \
         metrics | events | resolved | token_cache | teacher_cache | yaml | best | card | restored | sums | upload) echo 8192 ;;
-    recipe | csv | json | jsonl | preference | prompts | template | config | tokenizer_config) echo 16384 ;;
+    csv | json | jsonl | preference | prompts | text | options) echo 4096 ;;
+    recipe | template | config | tokenizer_config) echo 16384 ;;
     *) echo 65536 ;;
     esac
 }

@@ -99,15 +99,25 @@ pub const TARGETS: &[(&str, Target)] = &[
     ("reward", network::reward),
 ];
 
-/// The tiny model of the repository; this file is also a module of `tests/run`. `run.sh` names the repository, because the program
+/// A directory of the repository; this file is also a module of `tests/run`. `run.sh` names the repository, because the program
 /// may run where the place of its build is gone.
-fn tiny() -> PathBuf {
+fn of_repository(name: &str) -> PathBuf {
     if let Some(root) = std::env::var_os("FT_FUZZ_ROOT") {
-        return Path::new(&root).join("assets/tiny");
+        return Path::new(&root).join(name);
     }
     let own = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let tiny = own.ancestors().map(|dir| dir.join("assets/tiny"));
-    tiny.take(2).find(|dir| dir.is_dir()).unwrap()
+    let found = own.ancestors().map(|dir| dir.join(name));
+    found.take(2).find(|dir| dir.is_dir()).unwrap()
+}
+
+/// The tiny model.
+fn tiny() -> PathBuf {
+    of_repository("assets/tiny")
+}
+
+/// A tokenizer that is read fast: no regular expression of its own, 128 tokens.
+fn small_tokenizer() -> PathBuf {
+    of_repository("tests/parity/goldens/tokenizers/small")
 }
 
 /// A directory of this process in memory.
@@ -150,13 +160,13 @@ fn beside_model(name: &str, bytes: &[u8]) -> PathBuf {
     model.clone()
 }
 
-/// A directory with these files of the tiny model.
-fn with_files(name: &str, files: &[&str]) -> PathBuf {
+/// A directory with these files.
+fn with_files(name: &str, files: &[PathBuf]) -> PathBuf {
     let to = dir().join(name);
     if !to.is_dir() {
         fs::create_dir_all(&to).unwrap();
         for file in files {
-            fs::copy(tiny().join(file), to.join(file)).unwrap();
+            fs::copy(file, to.join(file.file_name().unwrap())).unwrap();
         }
     }
     to
@@ -266,14 +276,14 @@ fn tokenizer(bytes: &[u8]) {
 }
 
 fn tokenizer_config(bytes: &[u8]) {
-    let dir = with_files("named", &["tokenizer.json"]);
+    let dir = with_files("named", &[small_tokenizer().join("tokenizer.json")]);
     fs::write(dir.join("tokenizer_config.json"), bytes).unwrap();
     with_tokenizer(&dir);
 }
 
 /// The files that older tokenizers have beside the vocabulary, both with the same bytes.
 fn special_tokens(bytes: &[u8]) {
-    let dir = with_files("special", &["tokenizer.json"]);
+    let dir = with_files("special", &[small_tokenizer().join("tokenizer.json")]);
     for name in ["special_tokens_map.json", "added_tokens.json"] {
         fs::write(dir.join(name), bytes).unwrap();
     }
@@ -292,9 +302,14 @@ fn special_tokens(bytes: &[u8]) {
 }
 
 fn generation_config(bytes: &[u8]) {
+    let small = small_tokenizer();
     let dir = with_files(
         "generation",
-        &["tokenizer.json", "tokenizer_config.json", "config.json"],
+        &[
+            small.join("tokenizer.json"),
+            small.join("tokenizer_config.json"),
+            tiny().join("config.json"),
+        ],
     );
     fs::write(dir.join("generation_config.json"), bytes).unwrap();
     with_tokenizer(&dir);

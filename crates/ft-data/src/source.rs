@@ -99,6 +99,24 @@ impl OpenFile {
         }))
     }
 
+    /// As `new`, with the rows of the file from its beginning. `None`: no row is used.
+    fn from_beginning(source: &Source, path: &str, purpose: RowPurpose, rules: &RenderRules) -> Result<Option<Self>> {
+        let mut found = None;
+        let result = read::read_rows(path, source.text_unit, &mut |row| {
+            let row = row?;
+            found = Self::new(source, &row, purpose, rules)?;
+            let Some(file) = &mut found else { return Ok(()) };
+            if let MappedRow::Row(row) = file.mapper.apply(row)? {
+                file.reading.see(&row);
+            }
+            Err(Error::new(ENOUGH))
+        });
+        match result {
+            Err(e) if e.what() != ENOUGH => Err(e),
+            _ => Ok(found),
+        }
+    }
+
     fn row(&mut self, row: Row, file: u32, bad: &mut BadRows, each: &mut EachRow<'_>) -> Result<()> {
         let origin = RowOrigin {
             file,
@@ -128,6 +146,8 @@ pub(crate) fn readings(of_files: Vec<(usize, ReadingReport)>) -> Vec<ReadingRepo
 pub(crate) struct RowFiles {
     sources: Vec<Source>,
     open: Vec<Option<OpenFile>>,
+    /// True from the first row of a file on that was requested.
+    seen: Vec<bool>,
 }
 
 impl RowFiles {
@@ -136,6 +156,7 @@ impl RowFiles {
         Self {
             sources: sources.to_vec(),
             open: std::iter::repeat_with(|| None).take(files).collect(),
+            seen: vec![false; files],
         }
     }
 
@@ -151,10 +172,16 @@ impl RowFiles {
         let open = match &mut self.open[file] {
             Some(open) => open,
             none => {
-                let (source, _) = of_file(&self.sources, file)?;
-                let Some(open) = OpenFile::new(source, &row, RowPurpose::Learn, rules)? else {
-                    return Ok(None);
+                let (source, path) = of_file(&self.sources, file)?;
+                // A run that is resumed may begin in the middle of a file, whose layout is that of its first row.
+                let may_begin_late = !self.seen[file] && row.place.number != FIRST_NUMBER;
+                self.seen[file] = true;
+                let opened = if may_begin_late {
+                    OpenFile::from_beginning(source, path, RowPurpose::Learn, rules)?
+                } else {
+                    OpenFile::new(source, &row, RowPurpose::Learn, rules)?
                 };
+                let Some(open) = opened else { return Ok(None) };
                 none.insert(open)
             }
         };
@@ -184,21 +211,12 @@ pub(crate) fn first_reading(
     rules: &RenderRules,
 ) -> Result<Option<ReadingReport>> {
     let (source, path) = of_file(sources, index)?;
-    let mut found = None;
-    let result = read::read_rows(path, source.text_unit, &mut |row| {
-        let row = row?;
-        found = OpenFile::new(source, &row, purpose, rules)?;
-        let Some(file) = &mut found else { return Ok(()) };
-        if let MappedRow::Row(row) = file.mapper.apply(row)? {
-            file.reading.see(&row);
-        }
-        Err(Error::new(ENOUGH))
-    });
-    match result {
-        Err(e) if e.what() != ENOUGH => Err(e),
-        _ => Ok(found.map(|file| file.reading)),
-    }
+    let found = OpenFile::from_beginning(source, path, purpose, rules)?;
+    Ok(found.map(|file| file.reading))
 }
+
+/// The smallest number of a row or a line.
+const FIRST_NUMBER: u64 = 1;
 
 /// Ends the reading of a file; never shown.
 const ENOUGH: &str = "enough rows of this source";

@@ -99,6 +99,34 @@ fn a_resumed_stream_gives_the_same_batches_from_every_step() {
     }
 }
 
+/// Found by the fuzz target `options`: the columns of the row at which a run was resumed decided how the rest was read.
+#[test]
+fn a_stream_that_is_resumed_within_a_file_reads_it_as_its_first_row_says() {
+    let codec = real();
+    let texts: String = (0..20)
+        .map(|i| {
+            format!("{{\"text\": \"row {i}\", \"prompt\": \"p {i}\", \"completion\": \"c {i}\", \"images\": [{i}]}}\n")
+        })
+        .collect();
+    let rows = format!("{{\"text\": \"first\"}}\n{texts}");
+    let table = "text,prompt,completion\nfirst,,\n".to_string() + &"row,p,c\n".repeat(20);
+    for (name, rows) in [("a.jsonl", rows), ("a.csv", table)] {
+        let files = files(&[(name, &rows)]);
+        let new = || RowStream::new(&spec(&files), &codec, None, order(false, false), 3).unwrap();
+        let mut whole = new();
+        let (mut steps, mut states) = (Vec::new(), Vec::new());
+        for step in 0..5 {
+            states.push(whole.state(step).unwrap());
+            steps.push(whole.step(step).unwrap());
+        }
+        for step in 1..5 {
+            let mut resumed = new();
+            resumed.restore(&states[step]).unwrap();
+            assert_eq!(resumed.step(step as u64).unwrap(), steps[step], "{name}, step {step}");
+        }
+    }
+}
+
 #[test]
 fn a_position_that_no_run_reaches_is_refused() {
     let (files, codec, weighted) = (rows(57), real(), weighted());

@@ -174,10 +174,12 @@ fn resumable(run_dir: &Path, manifest: &OwnedFiles) -> Result<bool> {
     Ok(any)
 }
 
-/// Bytes that `--overwrite` frees.
+/// Bytes in the directory that count as free for the run: all that `--overwrite` removes, and the checkpoints of a resumed run, which
+/// removes them as it saves.
 pub fn freed(run_dir: &Path, options: &TrainOptions) -> u64 {
     match DirectoryState::of(run_dir) {
         Ok(DirectoryState::Run(manifest)) if options.overwrite => manifest.bytes(run_dir),
+        Ok(DirectoryState::Run(_)) => owner::bytes_of_checkpoints(run_dir),
         _ => 0,
     }
 }

@@ -337,13 +337,23 @@ impl OwnedFiles {
 
     /// Bytes that `remove` would free.
     pub fn bytes(&self, run_dir: &Path) -> u64 {
-        let all = checkpoint::list(run_dir).unwrap_or_default();
-        let ours = all.into_iter().map(|(_, path)| path).filter(|p| checkpoint::is_ours(p));
         let out = run_dir.join(FINAL);
-        let finals = self.is_final(&out).then_some(out);
-        let sizes = |dir: PathBuf| inside(&dir).unwrap_or_default().into_values().map(|file| file.size);
-        ours.chain(finals).flat_map(sizes).sum()
+        let of_result = if self.is_final(&out) { size(&out) } else { 0 };
+        of_result + bytes_of_checkpoints(run_dir)
     }
+}
+
+/// Bytes of the files in a directory.
+fn size(dir: &Path) -> u64 {
+    let files = inside(dir).unwrap_or_default();
+    files.values().map(|file| file.size).sum()
+}
+
+/// Bytes of all checkpoints in the directory of a run.
+pub fn bytes_of_checkpoints(run_dir: &Path) -> u64 {
+    let all = checkpoint::list(run_dir).unwrap_or_default();
+    let ours = all.iter().map(|(_, path)| path).filter(|p| checkpoint::is_ours(p));
+    ours.map(|dir| size(dir)).sum()
 }
 
 /// Errors: a name that ft uses in a run directory is a link. Writing to it would change files elsewhere.

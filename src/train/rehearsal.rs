@@ -18,14 +18,16 @@ use crate::train::{samples, state};
 use serde_json::json;
 use std::path::Path;
 
-/// Tries the file operations of a save and of the export, with the space that both need at least. The large files of the
-/// checkpoint are divided by `parts` ranks; `step`: the first step.
+/// Tries the file operations of a save and of the export, with the space that the run will need at the same time, `needed` bytes (a
+/// quota is not in the free space that the file system names). The large files of the checkpoint are divided by `parts` ranks; `step`:
+/// the first step.
 pub fn of_disk(
     recipe: &Recipe,
     spec: &Spec,
     run_dir: &Path,
     (checkpoint, parts): (&CheckpointSize, usize),
     step: u64,
+    needed: u64,
 ) -> Result<()> {
     let mut result = match recipe.tune.method {
         _ if recipe.model.path.is_shape() => 0,
@@ -40,9 +42,10 @@ pub fn of_disk(
         result -= shard;
     }
     let why = "before the first step a save was tried";
-    rehearse(&run_dir.join(format!("checkpoint-{step}")), &[]).map_err(|e| e.after(why))?;
+    rehearse(&run_dir.join(format!("checkpoint-{step}")), &[], 0).map_err(|e| e.after(why))?;
     let why = "before the first step the export was tried";
-    rehearse(&run_dir.join(FINAL), &sizes).map_err(|e| e.after(why))
+    let later = needed.saturating_sub(sizes.iter().sum());
+    rehearse(&run_dir.join(FINAL), &sizes, later).map_err(|e| e.after(why))
 }
 
 /// Checks that the state of the engine can be saved up to step `last`, and its model be written to `out`. All ranks call it.

@@ -2,7 +2,7 @@
 //! `/proc`, no network, a group with little memory. Needs root, so only `.ci/run` asks for it: each run is in a
 //! namespace of its own, so nothing has to be undone.
 
-use crate::bench::{Bench, said};
+use crate::bench::{Bench, files, said};
 use crate::same::{assert_same, assert_same_lines};
 use std::fs;
 use std::path::Path;
@@ -126,6 +126,44 @@ fn any_number_of_inodes_or_bytes_works_or_is_refused_before_the_first_step() {
     println!("{works} work, {early} are refused before the first step, {late} later");
     assert!(works > 5 && early > 5);
     assert_eq!(late, 0);
+}
+
+/// Row C4: a disk with just enough space for a run also has enough to resume it: its checkpoints do not count twice.
+#[test]
+#[ignore = "mounts, so root: .ci/run"]
+fn a_resume_needs_no_more_space_than_the_run() {
+    let bench = Bench::new();
+    let settings = ["tune.method=full", "train.max_steps=4", "train.save_steps=1"];
+    bench.train(&[&settings[..], &["train.output_dir=whole"]].concat());
+    // As if the run had been killed in its last step.
+    let mut made = Command::new("cp");
+    made.args(["-r", "whole", "stopped"]);
+    assert!(made.current_dir(bench.dir.path()).status().unwrap().success());
+    for name in ["final", "checkpoint-4"] {
+        fs::remove_dir_all(bench.path("stopped").join(name)).unwrap();
+    }
+    let checkpoint = files(&bench.path("stopped/checkpoint-3"));
+    let held: usize = checkpoint.iter().map(|(_, bytes)| bytes.len()).sum();
+    let run = [
+        &["train", "--recipe", "r.toml", "train.output_dir=disk/run"][..],
+        &settings,
+    ]
+    .concat();
+    let out = inside(&bench, "mount -t tmpfs -o size=64k none disk", &run);
+    refused(&bench, &out, &["not enough disk space"]);
+    let text = said(&out);
+    let numbers = text.split(" bytes)").filter_map(|part| part.rsplit('(').next());
+    let needed: usize = numbers.filter_map(|number| number.parse().ok()).max().unwrap();
+    // What the run has beside its checkpoint; each file takes whole pages.
+    let others = 200_000;
+    assert!(held > others, "{held}");
+    let setup = format!(
+        "mount -t tmpfs -o size={} none disk\ncp -r stopped disk/run",
+        needed + others
+    );
+    let out = inside(&bench, &setup, &[&run[..], &["--resume"]].concat());
+    assert!(out.status.success(), "{needed} bytes\n{}", said(&out));
+    assert_same(&bench, "whole", "left");
 }
 
 /// The directory of control groups that limit memory, and the file with the limit of a group: of version 1 if there are some, else of

@@ -294,7 +294,8 @@ fn tensor_bytes(file: &Path) -> usize {
     bytes.len() - 8 - u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize
 }
 
-/// Row C12: the space that is reserved before the first step is that of the last checkpoint and of the export.
+/// Row C12: the space that is reserved before the first step is that of the last checkpoint and of the export, and of the checkpoints
+/// that are kept beside it.
 #[test]
 fn the_rehearsal_reserves_what_a_save_and_the_export_write() {
     let bench = Bench::new();
@@ -319,6 +320,7 @@ fn the_rehearsal_reserves_what_a_save_and_the_export_write() {
         let all = recorded(&bench);
         let reserved = all.iter().filter(|o| o.what == 'f');
         let mut reserved: Vec<usize> = reserved.map(|o| o.offset).collect();
+        let later = reserved.pop().unwrap();
         let entries = fs::read_dir(bench.path("run")).unwrap().map(|e| e.unwrap().path());
         let named = |path: &Path| path.file_name().unwrap().to_string_lossy().starts_with("checkpoint-");
         let last = entries.filter(|path| named(path)).max().unwrap();
@@ -328,6 +330,9 @@ fn the_rehearsal_reserves_what_a_save_and_the_export_write() {
             .filter(|file| file.exists())
             .map(|file| tensor_bytes(&file))
             .collect();
+        // A second checkpoint, beside the newest one.
+        let of_checkpoint: usize = written.iter().sum();
+        assert!(later >= of_checkpoint, "{more:?}: {later} {of_checkpoint}");
         let result = ["model", "adapter_model"].map(|name| bench.path("run/final").join(format!("{name}.safetensors")));
         written.extend(
             result

@@ -11,15 +11,17 @@ use std::path::Path;
 
 /// Names that a save creates at most, with some room.
 const NAMES: u64 = 32;
+/// Bytes that every file system for large disks has room for in one file (ext4: 16 TiB).
+const LARGEST_FILE: u64 = 8 << 40;
 
 /// Makes a directory beside `target` as a save does: creates it, writes and syncs a file, reserves disk space for files of
-/// `sizes` bytes, renames the directory, and removes it. Nothing is left, also after an error; a killed process leaves a
+/// `sizes` bytes and `later` bytes more, renames the directory, and removes it. Nothing is left, also after an error; a killed process leaves a
 /// directory that `staging::clean` removes. No data is written for the reserved space.
 ///
 /// # Errors
 /// Any of these operations fails; `target` is a mount point, so it cannot get a new directory by a rename; the limit on the
 /// size of a file is too low; the file system has too few free inodes.
-pub fn rehearse(target: &Path, sizes: &[u64]) -> Result<()> {
+pub fn rehearse(target: &Path, sizes: &[u64], later: u64) -> Result<()> {
     let parent = target.parent().filter(|p| !p.as_os_str().is_empty());
     let parent = parent.unwrap_or(Path::new("."));
     let device = |path: &Path| path.metadata().ok().map(|m| m.dev());
@@ -43,8 +45,15 @@ pub fn rehearse(target: &Path, sizes: &[u64]) -> Result<()> {
     }
     let staging = Staging::beside(target)?;
     files::write_atomic(&staging.path().join("rehearsal"), &[0; 4096])?;
-    for (n, size) in sizes.iter().enumerate() {
-        reserve(&staging.path().join(format!("space-{n}")), *size, target)?;
+    let mut sizes = sizes.to_vec();
+    let mut left = later;
+    while left > 0 {
+        let part = left.min(limit).min(LARGEST_FILE);
+        sizes.push(part);
+        left -= part;
+    }
+    for (n, size) in sizes.into_iter().enumerate() {
+        reserve(&staging.path().join(format!("space-{n}")), size, target)?;
     }
     let renamed = files::temporary(target);
     let done = files::rename(staging.path(), &renamed).and_then(|()| staging::remove_temporary(&renamed));
@@ -134,11 +143,11 @@ mod tests {
     fn a_rehearsal_leaves_nothing() {
         let dir = tempfile::tempdir().unwrap();
         let target = dir.path().join("final");
-        rehearse(&target, &[1 << 20, 0, 5000]).unwrap();
+        rehearse(&target, &[1 << 20, 0, 5000], 70_000).unwrap();
         assert_eq!(names(dir.path()), 0);
         files::create_dir_all(&target).unwrap();
         files::write_atomic(&target.join("a"), b"x").unwrap();
-        rehearse(&target, &[1]).unwrap();
+        rehearse(&target, &[1], 0).unwrap();
         assert_eq!((names(dir.path()), names(&target)), (1, 1));
         assert!(free_names(dir.path()).is_none_or(|n| n > 0) && largest_file() > 0);
     }
@@ -150,15 +159,17 @@ mod tests {
         // No disk has this much, and tmpfs is not asked.
         let target = dir.path().join("checkpoint-1");
         let memory = is_memory(&std::fs::File::open(dir.path()).unwrap());
-        let e = rehearse(&target, &[1 << 60]);
-        assert!(memory || e.unwrap_err().to_string().contains("has no room"));
+        for (sizes, later) in [(&[1 << 60][..], 0), (&[1], 1 << 60)] {
+            let e = rehearse(&target, sizes, later);
+            assert!(memory || e.unwrap_err().to_string().contains("has no room"));
+        }
         assert_eq!(names(dir.path()), 0);
         let file = dir.path().join("file");
         files::write_atomic(&file, b"x").unwrap();
-        assert!(rehearse(&file, &[]).is_err() && rehearse(&file.join("final"), &[]).is_err());
-        assert!(rehearse(&dir.path().join("none/final"), &[]).is_err());
+        assert!(rehearse(&file, &[], 0).is_err() && rehearse(&file.join("final"), &[], 0).is_err());
+        assert!(rehearse(&dir.path().join("none/final"), &[], 0).is_err());
         assert_eq!(names(dir.path()), 1);
-        let e = rehearse(Path::new("/proc"), &[]).unwrap_err().to_string();
+        let e = rehearse(Path::new("/proc"), &[], 0).unwrap_err().to_string();
         assert!(e.contains("mount point"), "{e}");
     }
 }

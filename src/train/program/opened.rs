@@ -112,7 +112,9 @@ impl OpenedRun {
             } else {
                 1
             };
-            rehearsal::of_disk(recipe, &model.spec, run_dir, (&size, parts), first)?;
+            // After `--overwrite` removed the earlier run.
+            let needed = needed.saturating_sub(directory::freed(run_dir, options));
+            rehearsal::of_disk(recipe, &model.spec, run_dir, (&size, parts), first, needed)?;
             ranks.path(resumed.as_ref().map(|checkpoint| checkpoint.path.as_path()))?;
             (directory, resumed)
         } else {

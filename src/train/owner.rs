@@ -337,23 +337,21 @@ impl OwnedFiles {
 
     /// Bytes that `remove` would free.
     pub fn bytes(&self, run_dir: &Path) -> u64 {
-        let out = run_dir.join(FINAL);
-        let of_result = if self.is_final(&out) { size(&out) } else { 0 };
-        of_result + bytes_of_checkpoints(run_dir)
+        let result = Some(run_dir.join(FINAL)).filter(|out| self.is_final(out));
+        result.map_or(0, |out| size(&out)) + bytes_of_checkpoints(run_dir)
     }
 }
 
 /// Bytes of the files in a directory.
 fn size(dir: &Path) -> u64 {
-    let files = inside(dir).unwrap_or_default();
-    files.values().map(|file| file.size).sum()
+    inside(dir).unwrap_or_default().values().map(|file| file.size).sum()
 }
 
 /// Bytes of all checkpoints in the directory of a run.
 pub fn bytes_of_checkpoints(run_dir: &Path) -> u64 {
-    let all = checkpoint::list(run_dir).unwrap_or_default();
-    let ours = all.iter().map(|(_, path)| path).filter(|p| checkpoint::is_ours(p));
-    ours.map(|dir| size(dir)).sum()
+    let mut all = checkpoint::list(run_dir).unwrap_or_default();
+    all.retain(|(_, dir)| checkpoint::is_ours(dir));
+    all.iter().map(|(_, dir)| size(dir)).sum()
 }
 
 /// Errors: a name that ft uses in a run directory is a link. Writing to it would change files elsewhere.

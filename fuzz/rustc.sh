@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # rustc for run.sh, which leaves out the coverage of libraries that read no input themselves: new paths in them say little about an
-# input, and counting them took most of the time of targets with regular expressions.
+# input, and counting them takes much of the time of targets with regular expressions.
 set -euo pipefail
 
 name=

@@ -15,8 +15,8 @@ const NAMES: u64 = 32;
 const LARGEST_FILE: u64 = 8 << 40;
 
 /// Makes a directory beside `target` as a save does: creates it, writes and syncs a file, reserves disk space for files of
-/// `sizes` bytes and `later` bytes more, renames the directory, and removes it. Nothing is left, also after an error; a killed process leaves a
-/// directory that `staging::clean` removes. No data is written for the reserved space.
+/// `sizes` bytes and for `later` bytes more, renames the directory, and removes it. Nothing is left, also after an error; a killed
+/// process leaves a directory that `staging::clean` removes. No data is written for the reserved space.
 ///
 /// # Errors
 /// Any of these operations fails; `target` is a mount point, so it cannot get a new directory by a rename; the limit on the

@@ -2,7 +2,7 @@
 
 use super::{put, said};
 use ft::base::lock as locks;
-use ft::hub::DatasetPart;
+use ft::hub::{DatasetPart, SeveralKinds};
 use ft::setup::rewards;
 use ft::train::verify;
 use serde_json::Value;
@@ -78,7 +78,10 @@ pub fn hub(bytes: &[u8]) {
         };
         assert!(!name.is_empty() && is_inside(name), "{name:?}");
     }
-    if let Some(chosen) = said(ft::hub::select(&names, &DatasetPart::TRAIN)) {
+    for kinds in [SeveralKinds::MostFiles, SeveralKinds::Refused] {
+        let Some(chosen) = said(ft::hub::select(&names, &DatasetPart::TRAIN, kinds)) else {
+            continue;
+        };
         assert!(!chosen.is_empty() && chosen.iter().all(|name| names.contains(name)));
         assert!(chosen.windows(2).all(|pair| pair[0] < pair[1]), "{chosen:?}");
     }

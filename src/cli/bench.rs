@@ -46,14 +46,15 @@ pub fn run(mut args: Args) -> Result<i32> {
         return Err(Error::internal("a recipe was loaded without its file"));
     };
     let measured = bench::measure(file, &args.recipe.overrides, args.steps)?;
+    let saved = args.save.as_ref().map(|name| bench::place(&loaded, name));
+    // Before the output, which may be closed.
+    saved.iter().try_for_each(|path| measured.write(path))?;
     if args.json {
         out(&measured.json)?;
     } else {
         out_text(measured.lines(baseline.as_ref()).join("\n"))?;
     }
-    if let Some(name) = &args.save {
-        let path = bench::place(&loaded, name);
-        measured.write(&path)?;
+    if let Some(path) = saved {
         super::note(&format!("saved to {}", path.display()));
     }
     Ok(0)

@@ -8,6 +8,15 @@ use crate::report;
 use std::borrow::Cow;
 use std::fmt::Display;
 use std::io::{ErrorKind, Write};
+use std::sync::atomic::{AtomicI32, Ordering::Relaxed};
+
+/// Exit code if standard output is closed.
+static IF_CLOSED: AtomicI32 = AtomicI32::new(0);
+
+/// Sets the exit code for a closed standard output: that of a command which has done its work before it prints.
+pub fn exit_code_if_closed(code: i32) {
+    IF_CLOSED.store(code, Relaxed);
+}
 
 /// Prints one line of results.
 pub fn out(line: impl Display) -> Result<()> {
@@ -56,7 +65,7 @@ fn print(text: &str, escaped: fn(&str) -> String) -> Result<()> {
     };
     match report::above(write) {
         Ok(()) => Ok(()),
-        Err(e) if e.kind() == ErrorKind::BrokenPipe => std::process::exit(0),
+        Err(e) if e.kind() == ErrorKind::BrokenPipe => std::process::exit(IF_CLOSED.load(Relaxed)),
         Err(e) => Err(Error::new("cannot write to standard output").cause(e)),
     }
 }

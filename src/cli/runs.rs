@@ -3,7 +3,7 @@
 mod compare;
 
 use super::completions;
-use super::out::{out, out_colored, out_text};
+use super::out::{exit_code_if_closed, out, out_colored, out_text};
 use crate::base::units::{bytes, count, duration};
 use crate::base::{Error, Result, files, secrets};
 use crate::history::{self, Curve, RunRecord};
@@ -130,7 +130,6 @@ pub fn run(args: Args) -> Result<i32> {
 
 /// Returns the exit code: 1 if anything is damaged or cannot be read.
 fn verify(places: &[PathBuf], json: bool) -> Result<i32> {
-    let mut whole = true;
     // A damaged run may not be recognized by its other files.
     let is_run = |place: &&PathBuf| place.join("run.json").is_file();
     let (named, others): (Vec<&PathBuf>, Vec<&PathBuf>) = places.iter().partition(is_run);
@@ -139,6 +138,7 @@ fn verify(places: &[PathBuf], json: bool) -> Result<i32> {
     if !others.is_empty() {
         runs.extend(find(&others)?);
     }
+    let mut all = Vec::new();
     for run in &runs {
         // A run that cannot be read does not hide the others: a row without a number of files.
         let unreadable = |e| {
@@ -148,24 +148,26 @@ fn verify(places: &[PathBuf], json: bool) -> Result<i32> {
                 errors: vec![e],
             }]
         };
-        for checked in verify::verify(run).unwrap_or_else(unreadable) {
-            whole &= checked.errors.is_empty();
-            let place = checked.path.display();
-            if json {
-                let errors: Vec<String> = checked.errors.iter().map(Error::line).collect();
-                out(json!({"path": place.to_string(), "files": checked.files, "errors": errors}))?;
-                continue;
-            }
-            match (checked.errors.is_empty(), checked.files) {
-                (true, Some(files)) => out_text(format!("{place}: whole, {files} files"))?,
-                (true, None) => out_text(format!("{place}: no hashes, written by an earlier version"))?,
-                (false, Some(_)) => out_text(format!("{place}: damaged"))?,
-                (false, None) => out_text(format!("{place}: cannot be read"))?,
-            }
-            (checked.errors.iter()).try_for_each(|e| out_text(format!("  {}", e.line())))?;
-        }
+        all.extend(verify::verify(run).unwrap_or_else(unreadable));
     }
-    Ok(i32::from(!whole))
+    let code = i32::from(all.iter().any(|checked| !checked.errors.is_empty()));
+    exit_code_if_closed(code);
+    for checked in all {
+        let place = checked.path.display();
+        if json {
+            let errors: Vec<String> = checked.errors.iter().map(Error::line).collect();
+            out(json!({"path": place.to_string(), "files": checked.files, "errors": errors}))?;
+            continue;
+        }
+        match (checked.errors.is_empty(), checked.files) {
+            (true, Some(files)) => out_text(format!("{place}: whole, {files} files"))?,
+            (true, None) => out_text(format!("{place}: no hashes, written by an earlier version"))?,
+            (false, Some(_)) => out_text(format!("{place}: damaged"))?,
+            (false, None) => out_text(format!("{place}: cannot be read"))?,
+        }
+        (checked.errors.iter()).try_for_each(|e| out_text(format!("  {}", e.line())))?;
+    }
+    Ok(code)
 }
 
 /// The runs in these places, with curves of at most `most` points. A damaged run in a folder is left out with a warning.
@@ -215,7 +217,7 @@ fn export(places: &[PathBuf], to: ExportTarget, folder: &Path) -> Result<()> {
         ExportTarget::Csv => history::ExportFormat::Csv,
         ExportTarget::Wandb => history::ExportFormat::Wandb,
     };
-    let mut names = BTreeSet::new();
+    let (mut names, mut written) = (BTreeSet::new(), Vec::new());
     for run in read(places, 0)? {
         // `runs/a` and `old/a` have the same last name.
         let last = run
@@ -229,11 +231,16 @@ fn export(places: &[PathBuf], to: ExportTarget, folder: &Path) -> Result<()> {
         let name = name.unwrap_or(last);
         let out_dir = folder.join(&name);
         names.insert(name);
-        for file in history::export(&run.path, form, run.began.unwrap_or(0.0), &run.settings, &out_dir)? {
-            out(file.display())?;
-        }
+        written.extend(history::export(
+            &run.path,
+            form,
+            run.began.unwrap_or(0.0),
+            &run.settings,
+            &out_dir,
+        )?);
     }
-    Ok(())
+    // At the end: the output may be closed.
+    written.iter().try_for_each(|file| out(file.display()))
 }
 
 fn steps(run: &RunRecord) -> String {

@@ -48,10 +48,11 @@ pub fn run(mut args: Args) -> Result<i32> {
         steps: args.steps,
     };
     tune_lr::check(&sweep)?;
-    let found = tune_lr::measure(file, &args.recipe.overrides, sweep)?;
     if let Some(svg) = &args.svg {
-        files::write_atomic(svg, found.svg().as_bytes())?;
+        // Before the test, which takes minutes.
+        files::AtomicFile::create(svg)?;
     }
+    let found = tune_lr::measure(file, &args.recipe.overrides, sweep)?;
     if args.json {
         out(found.json())?;
     } else {
@@ -59,6 +60,9 @@ pub fn run(mut args: Args) -> Result<i32> {
         // As `ft runs plot`.
         let width = report::result_width().unwrap_or(80).min(120);
         out_colored(found.lines(width, colors).join("\n"))?;
+    }
+    if let Some(svg) = &args.svg {
+        files::write_atomic(svg, found.svg().as_bytes())?;
     }
     Ok(0)
 }

@@ -92,6 +92,17 @@ pub fn refuse_link_out(path: &Path) -> Result<()> {
 
 /// Copies an adapter directory with its `base/`, if it has one.
 fn copied(dir: &Path, out: &Path) -> Result<ExportReport> {
+    let whole = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
+    let from = whole(dir);
+    if out
+        .ancestors()
+        .any(|above| above.exists() && whole(above).starts_with(&from))
+    {
+        return Err(Error::usage("the copy of a directory cannot lie inside it")
+            .at_path(out)
+            .found(format!("a path below {}", dir.display()))
+            .hint("give a directory beside it"));
+    }
     let staging = Staging::create(out)?;
     let mut folders = vec![(dir.to_path_buf(), staging.path().to_path_buf())];
     while let Some((from, to)) = folders.pop() {
@@ -107,7 +118,7 @@ fn copied(dir: &Path, out: &Path) -> Result<ExportReport> {
         }
     }
     name_own_base(staging.path(), out)?;
-    staging.commit()?;
+    staging.commit_new()?;
     Ok(ExportReport {
         out: out.to_path_buf(),
         adapter: true,

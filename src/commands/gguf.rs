@@ -45,7 +45,7 @@ pub fn export(from: &str, out: &Path, file_type: Option<FileType>, pre_tokenizer
         None => of_model(&base, &dir, &name, file_type.unwrap_or(FileType::Q8), pre_tokenizer)?,
     };
     files::write_atomic(&dir.join("Modelfile"), modelfile.as_bytes())?;
-    let out = staging.commit()?;
+    let out = staging.commit_new()?;
     let notes = found.notes.iter().cloned().chain(report.notes).collect();
     let file = report.file.file_name().map_or(out.clone(), |name| out.join(name));
     Ok(GgufReport { file, notes, ..report })

@@ -324,6 +324,11 @@ pub(super) fn refuse_existing(out: &Path) -> Result<()> {
             .at_path(at)
             .hint("give the name of a directory that does not exist yet"))
     };
+    if out.is_symlink() {
+        return Err(Error::usage("the output is a link")
+            .at_path(out)
+            .hint("give the path of the directory itself"));
+    }
     match out.ancestors().find(|path| path.symlink_metadata().is_ok()) {
         Some(path) if !path.is_dir() => wrong("the output must be a directory, but this path is a file", path),
         Some(path) if path == out && !files::list(out)?.is_empty() => wrong("output directory is not empty", out),

@@ -66,7 +66,7 @@ pub fn export(from: &str, out: &Path, dtype: Option<Dtype>) -> Result<MlxReport>
         ));
     }
     Ok(MlxReport {
-        out: staging.commit()?,
+        out: staging.commit_new()?,
         adapter: true,
         base: Some(found.model.clone()),
         notes,

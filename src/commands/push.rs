@@ -136,7 +136,9 @@ fn name_own_base(directory: &Path, files: &mut [LocalFile]) -> Result<Vec<String
 fn collect(dir: &Path, prefix: &str, out: &mut Vec<LocalFile>) -> Result<()> {
     for path in files::list(dir)? {
         let Some(name) = path.file_name().and_then(|name| name.to_str()) else {
-            continue;
+            return Err(Error::format("the name of a file is not UTF-8")
+                .at_path(&path)
+                .hint("rename it, or remove it from the directory"));
         };
         if name.starts_with('.') || name.contains(".tmp-") {
             continue;

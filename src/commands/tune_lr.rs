@@ -47,7 +47,8 @@ pub fn measure(file: &Path, overrides: &[String], sweep: RateSweep) -> Result<Ra
     // Nothing stays of the run, not even the folder above it.
     let removed = files::remove_dir_all(&run);
     if !there {
-        let _ = files::remove_dir_all(&place);
+        // Another process may have a run there too.
+        let _ = files::remove_empty_dir(&place);
     }
     let diverged = match trained {
         Ok(_) => false,

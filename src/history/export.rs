@@ -3,7 +3,7 @@
 
 use super::{each_own_line, tfevents};
 use crate::base::files::AtomicFile;
-use crate::base::{Result, files, units};
+use crate::base::{Error, Result, files, units};
 use serde_json::{Map, Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -208,8 +208,18 @@ pub fn export(
                 file.write(format!("{}\n", Value::Object(row)).as_bytes())
             })?;
             let config = out.join("config.json");
+            if config.exists() && !out.join("history.jsonl").exists() {
+                return Err(
+                    Error::usage("the directory has a file of this name that is not of an export")
+                        .at_path(&config)
+                        .hint("give another directory: `--out DIR`"),
+                );
+            }
+            // With its rows beside it.
+            file.commit()?;
             files::write_atomic(&config, format!("{:#}\n", json!(settings)).as_bytes())?;
             written.push(config);
+            return Ok(written);
         }
     }
     file.commit()?;

@@ -19,6 +19,7 @@ mod loss;
 pub mod memory_plan;
 mod model;
 mod rank_weights;
+pub mod resumed_choices;
 pub mod run_plan;
 mod search;
 mod shared;

@@ -342,11 +342,11 @@ fn plain_line(open: &[PhaseSnapshot]) -> String {
     let Some((head, parts)) = progress::current(open) else {
         return String::new();
     };
-    let mut said = vec![format!("{}: {}", head.label, amount(head, " of "))];
+    let mut said = vec![amount(head, " of ")];
     said.extend(parts.iter().filter_map(part_of));
     said.push(units::duration(head.started.elapsed()));
     said.retain(|s| !s.is_empty());
-    lines(None, &said.join(", "), width())
+    lines(None, &format!("{}: {}", head.label, said.join(", ")), width())
 }
 
 /// `12 of 40 batches`, `12.0 MiB of 1.0 GiB`

@@ -184,7 +184,7 @@ pub fn read(recipe: &Recipe, model: &ModelDir, screen: Option<&Screen>) -> Resul
         eval_hash = Some(hash.clone());
         hash = format!("{hash} less {}", questions.eval.len());
     }
-    questions.mixture = Mixture::new(&train.shares, mixture::rows_of(&train.shares, &origins));
+    questions.mixture = Mixture::new(&train.shares, mixture::rows_of(&train.shares, &origins))?;
     rewards::check(&recipe.rl, &questions.train, &questions.eval)?;
     let stand_in = |prompts: &[Prompt], hash: String| {
         let mut dataset = Dataset::from_examples(prompts.iter().map(|p| example(p, room)).collect());

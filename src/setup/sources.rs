@@ -148,7 +148,7 @@ fn folder(path: &Path, place: &SourcePlace) -> Result<Vec<PathBuf>> {
         }
         _ => names,
     };
-    let chosen = hub::select(&names, &place.part).map_err(|e| e.or_at(path.display()))?;
+    let chosen = hub::select(&names, &place.part, hub::SeveralKinds::Refused).map_err(|e| e.or_at(path.display()))?;
     let chosen = chosen.into_iter().map(|name| path.join(name));
     Ok(chosen.filter(|file| is_current(file)).collect())
 }

@@ -8,7 +8,7 @@ use crate::data::Dataset;
 use crate::engine::{ActiveSet, Engine, StepStrategy, TrainConfig};
 use crate::hf;
 use crate::model::Objective;
-use crate::plan::memory_plan::pin_resumed_choices;
+use crate::plan::resumed_choices::pin_resumed_choices;
 use crate::recipe::{self, Method, ModelInit, ModelRef, Recipe, Stage};
 use crate::rlhf::preference::RewardObjective;
 use crate::setup::active_schedule;

@@ -180,6 +180,8 @@ pub fn warnings(recipe: &Recipe, schedule: &ActiveSchedule, stream: &BatchStream
 
 /// Monitors the losses of a run for divergence, and checks if any step changed a weight.
 pub struct LearningWatch {
+    /// Step after which it begins; above 0 in a resumed run.
+    start: u64,
     first: Vec<f64>,
     last: VecDeque<f64>,
     steps: u64,
@@ -195,9 +197,11 @@ pub struct LearningWatch {
 const MEAN: usize = 10;
 
 impl LearningWatch {
-    pub fn new(recipe: &Recipe, vocab: usize) -> Self {
+    /// `start`: the step from which a resumed run goes on, else 0.
+    pub fn new(recipe: &Recipe, vocab: usize, start: u64) -> Self {
         let tokens = matches!(recipe.train.stage, Stage::Sft | Stage::Pretrain);
         Self {
+            start,
             first: Vec::new(),
             last: VecDeque::new(),
             steps: 0,
@@ -236,6 +240,10 @@ impl LearningWatch {
     /// Returns the warnings at the end of a run.
     pub fn end(&mut self) -> Vec<String> {
         let mut all: Vec<String> = self.diverged().into_iter().collect();
+        if self.start > 0 {
+            // Steps before the resume may have changed weights.
+            return all;
+        }
         if self.steps == 0 && self.skipped > 0 {
             all.push(
                 "no weight changed: every step was skipped, because a gradient was too large for f16 at its loss scale; \
@@ -268,6 +276,7 @@ impl LearningWatch {
         self.warned = true;
         let what = match (worse || guesses, self.guessing) {
             (false, Some(most)) => format!("worse than random guessing ({:.1})", most / 1.5),
+            _ if self.start > 0 => format!("after step {} it was {first:.4}", self.start),
             _ => format!("the initial loss was {first:.4}"),
         };
         Some(format!(
@@ -328,7 +337,7 @@ mod tests {
     #[test]
     fn a_diverging_loss_gets_one_warning() {
         let losses = |stage: &str, losses: &[f64]| {
-            let mut watch = LearningWatch::new(&recipe(&format!("[train]\nstage = \"{stage}\"\n")), 1000);
+            let mut watch = LearningWatch::new(&recipe(&format!("[train]\nstage = \"{stage}\"\n")), 1000, 0);
             let mut warnings: Vec<String> = losses.iter().filter_map(|l| watch.step(*l, 1.0, 1.0)).collect();
             warnings.extend(watch.end());
             warnings.len()
@@ -351,10 +360,14 @@ mod tests {
     #[test]
     fn a_run_that_moved_nothing_says_so() {
         for (rate, norm, moved) in [(1e-3, 1.0, true), (0.0, 1.0, false), (1e-3, 0.0, false)] {
-            let mut watch = LearningWatch::new(&recipe(""), 1000);
+            let mut watch = LearningWatch::new(&recipe(""), 1000, 0);
             assert!(watch.end().is_empty());
             watch.step(1.0, rate, norm);
             assert_eq!(watch.end().is_empty(), moved, "{rate} {norm}");
+            // The steps before a resume may have changed weights.
+            let mut resumed = LearningWatch::new(&recipe(""), 1000, 7);
+            resumed.step(1.0, rate, norm);
+            assert!(resumed.end().is_empty());
         }
     }
 }

@@ -9,7 +9,7 @@ mod steps;
 
 use crate::base::{Result, aborted, signal};
 use crate::ops;
-use crate::plan::{Plan, memory_plan};
+use crate::plan::{Plan, resumed_choices};
 use crate::recipe::{LoadedRecipe, Recipe};
 use crate::train::Resume;
 use crate::train::abort_message;
@@ -110,7 +110,7 @@ pub fn train(loaded: &LoadedRecipe, options: &TrainOptions) -> Result<TrainOutco
         resume,
         ..options.clone()
     };
-    let recipe = memory_plan::pin_resumed_choices(&loaded.recipe, &options.resume)?;
+    let recipe = resumed_choices::pin_resumed_choices(&loaded.recipe, &options.resume)?;
     let ranks = &options.ranks;
     ranks.0.set_timeout(recipe.distributed.limit());
     if !options.dry_run && ranks.is_root() {

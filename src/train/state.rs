@@ -50,6 +50,8 @@ pub struct RunFingerprint {
     pub trained_tokens: u64,
     /// Number of steps of the whole run, on which learning rates depend. Checkpoints of earlier versions do not have it.
     pub total_steps: Option<u64>,
+    /// What the plan chose of the settings that affect training, by their keys. Checkpoints of earlier versions do not have it.
+    pub chosen: BTreeMap<String, String>,
     /// What computes the run: program, processor and device. Checkpoints of earlier versions do not have it.
     pub made_by: BTreeMap<String, String>,
 }
@@ -104,6 +106,7 @@ pub fn save(
         "trained_tokens": fingerprint.trained_tokens,
         "total_steps": fingerprint.total_steps,
         "made_by": fingerprint.made_by,
+        "chosen": fingerprint.chosen,
         "active_block": schedule.label(step.max(1)),
         "optimizer_steps": steps,
         "averages": updates,
@@ -214,6 +217,7 @@ pub fn fingerprint(loaded: &LoadedState) -> RunFingerprint {
     RunFingerprint {
         recipe: texts("recipe"),
         made_by: texts("made_by"),
+        chosen: texts("chosen"),
         data: text("data"),
         data_before: String::new(),
         side_inputs: texts("side_inputs"),
@@ -387,6 +391,7 @@ pub fn of_run(
     RunFingerprint {
         recipe,
         made_by,
+        chosen: BTreeMap::new(),
         data: train.fingerprint.clone(),
         data_before: train.fingerprint_before.clone(),
         side_inputs: SideHashes::new(),

@@ -4,8 +4,8 @@
 use super::bench::{Bench, files, said};
 use super::disk::{Fault, on_disk, recorded};
 use super::unprivileged::unprivileged;
-use super::{COMMIT, Hub, ID, etag, incomplete, sha256};
-use ft::hub::resolve_with;
+use super::{COMMIT, DATA, Hub, ID, etag, incomplete, sha256};
+use ft::hub::{DatasetPart, resolve_dataset_with, resolve_with};
 use std::collections::BTreeMap;
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt;
@@ -216,4 +216,63 @@ fn a_disk_that_is_full_in_a_download_loses_nothing_and_the_next_one_goes_on() {
     place.hub.transfers("");
     place.goes_on("weights");
     assert_eq!(place.hub.transfers(WEIGHTS).iter().min(), Some(&kept[0]));
+}
+
+/// Row C15. An interrupted download left a part of the files: without a network that part would be trained on as if it were all.
+#[test]
+fn a_part_of_a_data_set_is_not_the_whole_one_without_a_network() {
+    let (hub, cache) = (Hub::start(), tempfile::tempdir().unwrap());
+    let of = |kind: &str| {
+        (0..3)
+            .map(|n| {
+                (
+                    format!("train-0000{n}-of-00003.{kind}"),
+                    format!("{{\"text\": \"{n}\"}}\n").into_bytes(),
+                )
+            })
+            .collect()
+    };
+    let rows: BTreeMap<String, Vec<u8>> = of("jsonl");
+    hub.put(&format!("datasets/{DATA}"), rows.clone());
+    let mut settings = hub.settings(cache.path());
+    let resolve = |settings: &_| resolve_dataset_with(settings, DATA, "main", &DatasetPart::TRAIN);
+    let first = "train-00000-of-00003.jsonl";
+    resolve_dataset_with(&settings, &format!("{DATA}:{first}"), "main", &DatasetPart::TRAIN).unwrap();
+    settings.offline = true;
+    let folder = cache.path().join(format!("datasets--{}", DATA.replace('/', "--")));
+    assert_eq!(files(&folder.join("snapshots")).len(), 1);
+    let missing = "`train-00001-of-00003.jsonl` of the dataset";
+    let e = resolve(&settings).unwrap_err().to_string();
+    assert!(e.contains(missing), "{e}");
+    // Another tool stores no list: the names say how many files there are.
+    fs::remove_dir_all(folder.join("lists")).unwrap();
+    let e = resolve(&settings).unwrap_err().to_string();
+    assert!(e.contains(missing), "{e}");
+    settings.offline = false;
+    assert_eq!(resolve(&settings).unwrap().len(), 3);
+    settings.offline = true;
+    assert_eq!(resolve(&settings).unwrap().len(), 3);
+    // A list that was changed names no file outside.
+    fs::write(folder.join(format!("lists/{COMMIT}.json")), "[\"../train.jsonl\"]").unwrap();
+    assert_eq!(resolve(&settings).unwrap().len(), 3);
+}
+
+/// Row C15. The template of an adapter's training is downloaded before its weights, and is missed without a network.
+#[test]
+fn an_adapter_without_its_template_is_not_whole() {
+    let (hub, cache) = (Hub::start(), tempfile::tempdir().unwrap());
+    let names = [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "chat_template.jinja",
+    ];
+    let file = |name: &&str| (name.to_string(), name.as_bytes().to_vec());
+    hub.put(&format!("models/{ID}"), names.iter().map(file).collect());
+    let mut settings = hub.settings(cache.path());
+    let dir = resolve_with(&settings, ID, "main").unwrap();
+    settings.offline = true;
+    assert_eq!(resolve_with(&settings, ID, "main").unwrap(), dir);
+    fs::remove_file(dir.join("chat_template.jinja")).unwrap();
+    let e = resolve_with(&settings, ID, "main").unwrap_err().to_string();
+    assert!(e.contains("`chat_template.jinja` of the model"), "{e}");
 }

@@ -375,6 +375,37 @@ fn a_copied_adapter_names_its_own_base() {
     let config = std::fs::read_to_string(bench.path("out/adapter_config.json")).unwrap();
     let config: Value = serde_json::from_str(&config).unwrap();
     assert_eq!(config["base_model_name_or_path"], "out/base");
+    // The copy would be copied too.
+    let inside = bench.ft(&["export", "out", "--out", "out/copy"]);
+    assert_eq!(inside.status.code(), Some(2), "{}", said(&inside));
+    assert!(
+        said(&inside).contains("the copy of a directory cannot lie inside it"),
+        "{}",
+        said(&inside)
+    );
+    std::os::unix::fs::symlink("out", bench.path("link")).unwrap();
+    let link = bench.ft(&["export", "run", "--out", "link"]);
+    assert!(
+        link.status.code() == Some(2) && said(&link).contains("the output is a link"),
+        "{}",
+        said(&link)
+    );
+    // A pipe or a device is not replaced by a file.
+    let pipe = bench.path("pipe");
+    assert!(
+        std::process::Command::new("mkfifo")
+            .arg(&pipe)
+            .status()
+            .unwrap()
+            .success()
+    );
+    let drawn = bench.ft(&["runs", "plot", "run", "--svg", "pipe"]);
+    assert!(
+        drawn.status.code() == Some(1) && said(&drawn).contains("a named pipe"),
+        "{}",
+        said(&drawn)
+    );
+    assert!(!pipe.is_file());
     std::fs::remove_dir_all(bench.path("run")).unwrap();
     let out = bench.ft(&["generate", "--model", "out", "--prompt", "a", "--max-new-tokens", "1"]);
     assert!(out.status.success(), "{}", said(&out));

@@ -220,6 +220,19 @@ fn rows_that_are_broken() {
     let said = refused(&bench, &[], 1, &words);
     assert!(said.len() < 1000, "{} bytes: {said}", said.len());
 
+    // As a row of an array.
+    let mut file = fs::File::create(bench.path("rows.json")).unwrap();
+    file.write_all(b"[{\"text\": \"one\"}, {\"text\": \"two").unwrap();
+    file.write_all(&vec![b'a'; 65 << 20]).unwrap();
+    file.write_all(b"\"}]").unwrap();
+    let words = [
+        "the row is too long",
+        "rows.json, row 2",
+        "at most 67108864 bytes",
+        "hint:",
+    ];
+    refused(&bench, &["data.train=rows.json"], 1, &words);
+
     let bench = Bench::new();
     refused(&bench, &["data.max_length=4"], 1, &["nothing", "max_length"]);
     refused(&bench, &["data.train=none.jsonl"], 1, &["none.jsonl"]);

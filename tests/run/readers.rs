@@ -4,7 +4,7 @@ use crate::bench::{Bench, said};
 use crate::patience::ended;
 use std::fs;
 use std::io::Read;
-use std::process::Stdio;
+use std::process::{Command, Stdio};
 use std::time::Duration;
 
 const COMMANDS: [&[&str]; 22] = [
@@ -52,6 +52,25 @@ fn a_reader_that_goes_away_is_no_failure_of_any_command() {
     fs::write(bench.path("rows.jsonl"), rows.repeat(20)).unwrap();
     let whole = bench.ft(&["data", "r.toml", "--json"]);
     assert!(whole.stdout.len() > 1 << 17, "{} bytes", whole.stdout.len());
+    // A check has its result also without a reader.
+    let verify = |code: i32| {
+        let mut command = bench.command(&["runs", "verify", "damaged"]);
+        let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        drop(child.stdout.take());
+        let out = ended(child, Duration::from_secs(60), "verify");
+        assert_eq!(out.status.code(), Some(code), "{}", said(&out));
+    };
+    assert!(
+        Command::new("cp")
+            .args(["-r", "run", "damaged"])
+            .current_dir(bench.dir.path())
+            .status()
+            .unwrap()
+            .success()
+    );
+    verify(0);
+    fs::write(bench.path("damaged/final/adapter_config.json"), "{}").unwrap();
+    verify(1);
     for words in COMMANDS {
         for bytes in [0, 1] {
             let what = format!("{words:?}, closed after {bytes}");

@@ -89,12 +89,14 @@ fn covering(all: &[Case]) -> Vec<Case> {
 }
 
 fn settings(case: &Case) -> Vec<String> {
-    let averages = case.iter().sum::<usize>() % 2 == 0;
-    let [stage, method, window, packing, place, storage, _, saves] = *case;
+    let sum: usize = case.iter().sum();
+    let averages = sum.is_multiple_of(2);
+    let [stage, method, window, packing, place, storage, stop, saves] = *case;
     let (stage, method) = (STAGES[stage], METHODS[method]);
     let rolls = matches!(stage, "grpo" | "ppo");
+    // The epochs of a stream have no length, so no step is the last of one.
+    let streams = matches!(stage, "sft" | "pretrain") && STOPS[stop] != "epoch" && sum % 3 > 0;
     let mut out: Vec<String> = [
-        "data.eval_fraction=0.3",
         "train.eval_steps=2",
         "train.max_steps=5",
         "train.save_total_limit=2",
@@ -110,6 +112,17 @@ fn settings(case: &Case) -> Vec<String> {
     });
     if averages {
         add("train.ema_decay=0.7");
+    }
+    if streams {
+        add(if stage == "sft" {
+            "data.eval=rows.jsonl"
+        } else {
+            "data.eval=text.jsonl"
+        });
+        add("data.streaming=true");
+        add("data.shuffle_window=3");
+    } else {
+        add("data.eval_fraction=0.3");
     }
     add(&format!("train.save_steps={}", SAVES[saves]));
     add(&format!("train.stage={stage}"));
@@ -146,16 +159,24 @@ fn settings(case: &Case) -> Vec<String> {
     out
 }
 
-/// Few rows, so that an epoch ends within five steps.
+/// Few rows, so that an epoch ends within five steps. The rows of text after the first have columns of another format: a
+/// file is read as its first row says.
 fn few_rows() -> Bench {
     let bench = Bench::new();
     let rows = fs::read_to_string(bench.path("rows.jsonl")).unwrap();
     let few: String = rows.lines().take(7).flat_map(|line| [line, "\n"]).collect();
     fs::write(bench.path("rows.jsonl"), few).unwrap();
-    let text: String = (0..7)
-        .map(|n| format!("{{\"text\": \"{}\"}}\n", "one two three ".repeat(n + 1)))
-        .collect();
-    fs::write(bench.path("text.jsonl"), text).unwrap();
+    let text = |n: usize| {
+        let more = if n == 0 {
+            ""
+        } else {
+            "\"prompt\": \"not\", \"completion\": \"used\", "
+        };
+        // One row is longer than `data.max_length`.
+        let times = if n == 3 { 60 } else { n + 1 };
+        format!("{{{more}\"text\": \"{}\"}}\n", "one two three ".repeat(times))
+    };
+    fs::write(bench.path("text.jsonl"), (0..7).map(text).collect::<String>()).unwrap();
     bench
 }
 

@@ -348,6 +348,11 @@ impl AtomicFile {
     /// # Errors
     /// The directory does not exist or is not writable. Never overwrites a file at the temporary name.
     pub fn create(path: &Path) -> Result<Self> {
+        // The rename would replace a device or a pipe.
+        match fs::symlink_metadata(path) {
+            Ok(found) if !found.is_symlink() => regular(found.file_type(), path)?,
+            _ => {}
+        }
         let mut tries = 0;
         let (file, temporary) = loop {
             let temporary = temporary(path);

@@ -5,8 +5,9 @@
 //! the last one. So each row of a source is used equally often, and the rows of an epoch are a function of (seed, epoch).
 
 use super::dataset::{Dataset, RowOrigin};
-use ft_base::Result;
 use ft_base::rng::{Rng, Stream};
+use ft_base::units::counted;
+use ft_base::{Error, Result};
 
 /// Separates the orders of the sources from the orders of epochs.
 const OF_SOURCES: u64 = u64::MAX - 1;
@@ -64,21 +65,25 @@ pub struct Mixture {
 }
 
 impl Mixture {
-    /// The mixture of these rows of each source. `None`: no source has a weight, or only one has rows.
-    pub fn new(shares: &[SourceShare], rows: Vec<Vec<u32>>) -> Option<Self> {
-        if shares.iter().all(|share| share.weight.is_none()) {
-            return None;
+    /// The mixture of these rows of each source. `None`: no source has a weight, or there is only one source.
+    ///
+    /// # Errors
+    /// A source without rows: it cannot have its share.
+    pub fn new(shares: &[SourceShare], rows: Vec<Vec<u32>>) -> Result<Option<Self>> {
+        if shares.len() < 2 || shares.iter().all(|share| share.weight.is_none()) {
+            return Ok(None);
         }
-        let weights = shares.iter().map(|share| share.weight.unwrap_or(1.0));
-        let (rows, weights): (Vec<Vec<u32>>, Vec<f64>) = rows
-            .into_iter()
-            .zip(weights)
-            .filter(|(rows, _)| !rows.is_empty())
-            .unzip();
-        (rows.len() > 1).then(|| Self {
+        if let Some((share, _)) = shares.iter().zip(&rows).find(|(_, rows)| rows.is_empty()) {
+            return Err(Error::format("no row of a source is left to train")
+                .at(&share.name)
+                .found(format!("{}, and none is used", counted(share.rows, "row")))
+                .hint("remove the source, or look at why its rows are left out"));
+        }
+        let weights: Vec<f64> = shares.iter().map(|share| share.weight.unwrap_or(1.0)).collect();
+        Ok(Some(Self {
             counts: counts(rows.iter().map(Vec::len).sum(), &weights),
             rows,
-        })
+        }))
     }
 
     /// Rows of an epoch.
@@ -154,12 +159,12 @@ impl Dataset {
     /// How the rows of weighted sources are mixed; `None`: each row once in an epoch.
     ///
     /// # Errors
-    /// The token file cannot be read.
+    /// The token file cannot be read; as `Mixture::new`.
     pub fn mixture(&self) -> Result<Option<Mixture>> {
         if self.grouped || self.shares.iter().all(|share| share.weight.is_none()) {
             return Ok(None);
         }
-        Ok(Mixture::new(&self.shares, rows_of(&self.shares, &self.all_origins()?)))
+        Mixture::new(&self.shares, rows_of(&self.shares, &self.all_origins()?))
     }
 }
 
@@ -182,7 +187,7 @@ mod tests {
         let first = (0..rows[0]).map(|i| origin((i % 2) as u32));
         let origins: Vec<RowOrigin> = first.chain((0..rows[1]).map(|_| origin(2))).collect();
         let shares = [share(2, weights[0]), share(1, weights[1])];
-        Mixture::new(&shares, rows_of(&shares, &origins)).unwrap()
+        Mixture::new(&shares, rows_of(&shares, &origins)).unwrap().unwrap()
     }
 
     #[test]
@@ -229,6 +234,25 @@ mod tests {
         };
         let origins = [origin, RowOrigin { file: 1, ..origin }];
         let shares = [share.clone(), share];
-        assert_eq!(Mixture::new(&shares, rows_of(&shares, &origins)), None);
+        assert_eq!(Mixture::new(&shares, rows_of(&shares, &origins)).unwrap(), None);
+    }
+
+    /// Its share would be that of the others, without a word.
+    #[test]
+    fn a_source_without_rows_has_no_share() {
+        let share = |name: &str| SourceShare {
+            name: name.to_string(),
+            files: 1,
+            weight: Some(1.0),
+            rows: 3,
+            ..SourceShare::default()
+        };
+        let e = Mixture::new(&[share("a.jsonl"), share("b.jsonl")], vec![vec![0, 1], Vec::new()]);
+        let e = e.unwrap_err().to_string();
+        assert!(
+            e.contains("no row of a source is left to train") && e.contains("b.jsonl"),
+            "{e}"
+        );
+        assert!(e.contains("3 rows, and none is used"), "{e}");
     }
 }

@@ -75,6 +75,16 @@ pub fn shares(sources: &[Source]) -> Vec<SourceShare> {
     sources.iter().map(share).collect()
 }
 
+/// A file after one of its rows.
+enum FirstRow {
+    Used(OpenFile),
+    /// The row is skipped, with the reason: a later one decides.
+    Skipped(&'static str),
+}
+
+/// The reasons of rows that are skipped before the first one that is used.
+type SkippedFirst = Vec<&'static str>;
+
 /// One file that is being read.
 struct OpenFile {
     mapper: Mapper,
@@ -83,20 +93,27 @@ struct OpenFile {
 }
 
 impl OpenFile {
-    /// Decides from the first row that is used. `None`: the row is skipped.
-    fn new(source: &Source, row: &Row, purpose: RowPurpose, rules: &RenderRules) -> Result<Option<Self>> {
+    /// Decides from the first row that is used.
+    fn new(source: &Source, row: &Row, purpose: RowPurpose, rules: &RenderRules) -> Result<FirstRow> {
         let mapper = Mapper::new(&source.mapping, row, source.format, purpose, rules);
         let mapper = mapper.map_err(|e| e.or_at(&row.place))?;
-        let MappedRow::Row(row) = mapper.apply(row.clone())? else {
-            return Ok(None);
+        let row = match mapper.apply(row.clone())? {
+            MappedRow::Row(row) => row,
+            MappedRow::Skipped(why) => return Ok(FirstRow::Skipped(why)),
         };
         let mut layout = ColumnLayout::find(&row, source.format, purpose, rules)?;
         mapper.complete(&mut layout).map_err(|e| e.or_at(&row.place))?;
-        Ok(Some(Self {
+        Ok(FirstRow::Used(Self {
             mapper,
             reading: ReadingReport::new(&row.place.file, layout.clone(), &row),
             layout: Arc::new(layout),
         }))
+    }
+
+    /// Counts rows that were skipped before the first one that is used.
+    fn after(mut self, skipped: &mut SkippedFirst) -> Self {
+        skipped.drain(..).for_each(|why| self.reading.skip(why));
+        self
     }
 
     /// As `new`, with the rows of the file from its beginning. `None`: no row is used.
@@ -104,7 +121,10 @@ impl OpenFile {
         let mut found = None;
         let result = read::read_rows(path, source.text_unit, &mut |row| {
             let row = row?;
-            found = Self::new(source, &row, purpose, rules)?;
+            found = match Self::new(source, &row, purpose, rules)? {
+                FirstRow::Used(file) => Some(file),
+                FirstRow::Skipped(_) => None,
+            };
             let Some(file) = &mut found else { return Ok(()) };
             if let MappedRow::Row(row) = file.mapper.apply(row)? {
                 file.reading.see(&row);
@@ -148,6 +168,7 @@ pub(crate) struct RowFiles {
     open: Vec<Option<OpenFile>>,
     /// True from the first row of a file on that was requested.
     seen: Vec<bool>,
+    skipped: Vec<SkippedFirst>,
 }
 
 impl RowFiles {
@@ -157,37 +178,70 @@ impl RowFiles {
             sources: sources.to_vec(),
             open: std::iter::repeat_with(|| None).take(files).collect(),
             seen: vec![false; files],
+            skipped: vec![Vec::new(); files],
         }
     }
 
-    /// A row of file `file` with its usual columns. `None`: the row is not used.
+    /// How the files are read: from the rows so far, or from its first row where none was used. Files of a source with a
+    /// limit may lie behind it, and are not opened for this.
+    ///
+    /// Errors: as `rows`.
+    pub(crate) fn readings(&self, rules: &RenderRules) -> Result<Vec<ReadingReport>> {
+        let limited = self
+            .sources
+            .iter()
+            .flat_map(|s| s.files.iter().map(|_| s.limit.is_some()));
+        let mut out = Vec::new();
+        for (index, (file, is_limited)) in self.open.iter().zip(limited).enumerate() {
+            match file {
+                Some(file) => out.push(file.reading.clone()),
+                None if is_limited => {}
+                None => out.extend(first_reading(&self.sources, index, RowPurpose::Learn, rules)?),
+            }
+        }
+        Ok(out)
+    }
+
+    /// A row of file `index` (over all sources) with its usual columns. `None`: the row is not used.
     ///
     /// Errors: the first row of a file gives no layout; the row is broken.
     pub(crate) fn row(
         &mut self,
-        file: usize,
+        index: usize,
         row: Row,
         rules: &RenderRules,
     ) -> Result<Option<(Row, Arc<ColumnLayout>)>> {
-        let open = match &mut self.open[file] {
+        let open = match &mut self.open[index] {
             Some(open) => open,
             none => {
-                let (source, path) = of_file(&self.sources, file)?;
+                let (source, path) = of_file(&self.sources, index)?;
                 // A run that is resumed may begin in the middle of a file, whose layout is that of its first row.
-                let may_begin_late = !self.seen[file] && row.place.number != FIRST_NUMBER;
-                self.seen[file] = true;
+                let may_begin_late = !self.seen[index] && row.place.number != FIRST_NUMBER;
+                self.seen[index] = true;
                 let opened = if may_begin_late {
                     OpenFile::from_beginning(source, path, RowPurpose::Learn, rules)?
                 } else {
-                    OpenFile::new(source, &row, RowPurpose::Learn, rules)?
+                    match OpenFile::new(source, &row, RowPurpose::Learn, rules)? {
+                        FirstRow::Used(file) => Some(file.after(&mut self.skipped[index])),
+                        FirstRow::Skipped(why) => {
+                            self.skipped[index].push(why);
+                            None
+                        }
+                    }
                 };
                 let Some(open) = opened else { return Ok(None) };
                 none.insert(open)
             }
         };
         match open.mapper.apply(row)? {
-            MappedRow::Row(row) => Ok(Some((row, open.layout.clone()))),
-            MappedRow::Skipped(_) => Ok(None),
+            MappedRow::Row(row) => {
+                open.reading.see(&row);
+                Ok(Some((row, open.layout.clone())))
+            }
+            MappedRow::Skipped(why) => {
+                open.reading.skip(why);
+                Ok(None)
+            }
         }
     }
 }
@@ -230,10 +284,12 @@ pub(crate) fn limited(
     each: &mut dyn FnMut(usize, Result<Row>) -> Result<()>,
 ) -> Result<()> {
     let mut left = source.limit.unwrap_or(usize::MAX);
-    for (index, path) in files.iter().enumerate() {
+    for (index, path) in files.iter().enumerate().take_while(|_| source.limit != Some(0)) {
         let read = read::read_rows(path, source.text_unit, &mut |row| {
-            left = left.checked_sub(1).ok_or_else(|| Error::new(ENOUGH))?;
-            each(index, row)
+            each(index, row)?;
+            left -= 1;
+            // Neither the next row nor the next file is read.
+            if left > 0 { Ok(()) } else { Err(Error::new(ENOUGH)) }
         });
         match read {
             Err(e) if e.what() == ENOUGH => return Ok(()),
@@ -273,22 +329,30 @@ pub(crate) fn rows(
     let firsts = files.scan(0, |next, n| Some(std::mem::replace(next, *next + n)));
     for (source, first) in sources.iter().zip(firsts) {
         let mut open: Vec<Option<OpenFile>> = source.files.iter().map(|_| None).collect();
+        let mut skipped: Vec<SkippedFirst> = vec![Vec::new(); open.len()];
         limited(source, &source.files, &mut |index, row| {
             let row = match row {
                 Ok(row) => row,
                 Err(e) => return bad.add(e),
             };
             let open = &mut open[index];
-            if open.is_none() {
-                *open = OpenFile::new(source, &row, purpose, rules)?;
-                if let (Some(file), Some(screen)) = (&mut *open, screen) {
-                    file.reading.set_judges(screen.columns());
-                }
-            }
-            match open {
-                Some(file) => file.row(row, (first + index) as u32, bad, &mut next),
-                None => Ok(()),
-            }
+            let file = match open {
+                Some(file) => file,
+                none => match OpenFile::new(source, &row, purpose, rules)? {
+                    FirstRow::Skipped(why) => {
+                        skipped[index].push(why);
+                        return Ok(());
+                    }
+                    FirstRow::Used(file) => {
+                        let file = none.insert(file.after(&mut skipped[index]));
+                        screen
+                            .iter()
+                            .for_each(|screen| file.reading.set_judges(screen.columns()));
+                        file
+                    }
+                },
+            };
+            file.row(row, (first + index) as u32, bad, &mut next)
         })?;
         let read = open.into_iter().enumerate();
         readings.extend(read.filter_map(|(index, file)| Some((first + index, file?.reading))));

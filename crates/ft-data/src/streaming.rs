@@ -21,7 +21,6 @@ use super::content;
 use super::dataset::{Dataset, DatasetSpec, DatasetStats, RowOrigin};
 use super::encode::FittedRows;
 use super::faults::BadRows;
-use super::layout::RowPurpose;
 use super::load::{self, InMemoryRows};
 use super::order::{RunLength, StreamSpec};
 use super::pack::pack;
@@ -246,6 +245,8 @@ impl<'a> RowStream<'a> {
         }
         if position.unit > 0 {
             self.fill()?;
+            // They were reported before the checkpoint.
+            self.counts = DatasetStats::default();
             if self.units.len() < position.unit {
                 return Err(changed(
                     &format!("{} units in a window", self.units.len()),
@@ -401,7 +402,7 @@ impl<'a> RowStream<'a> {
             load::push(&mut found, row, origin);
         }
         self.origins = std::mem::take(&mut found.origins);
-        add_reported(&mut self.counts, &found.stats);
+        add_rows(&mut self.counts, &found.stats);
         let (epoch, row) = (self.position.epoch, self.position.row);
         let n = found.examples.len();
         let order: Vec<u32> = if self.order.shuffle {
@@ -437,14 +438,20 @@ fn changed(found: &str, expected: &str) -> Error {
         .expected(expected)
 }
 
-/// Adds the counts of a window that a run reports; the others stay.
-fn add_reported(to: &mut DatasetStats, of: &DatasetStats) {
+/// Adds the counts of the rows of a window; those of its examples stay.
+fn add_rows(to: &mut DatasetStats, of: &DatasetStats) {
     to.rows += of.rows;
     to.truncated_rows += of.truncated_rows;
     to.truncated_tokens += of.truncated_tokens;
     to.split_rows += of.split_rows;
     to.pieces += of.pieces;
+    to.untrained_pieces += of.untrained_pieces;
+    to.long_rows += of.long_rows;
+    to.long_tokens += of.long_tokens;
     to.dropped_rows += of.dropped_rows;
+    to.dropped_by_truncation += of.dropped_by_truncation;
+    to.open_turns += of.open_turns;
+    to.longest_written = to.longest_written.max(of.longest_written);
 }
 
 fn names(sources: &[Source]) -> String {
@@ -491,11 +498,6 @@ impl Dataset {
         template: Option<&dyn ChatRender>,
         rows: usize,
     ) -> Result<Self> {
-        let encoder = spec.encoder(codec, template);
-        let mut readings = Vec::new();
-        for index in 0..spec.files().count() {
-            readings.extend(spec.first_reading(index, RowPurpose::Learn, &encoder)?);
-        }
         let fingerprint = fingerprint(spec, codec, template, RULES)?;
         let first = StreamSpec {
             batch_size: 1,
@@ -508,6 +510,12 @@ impl Dataset {
         };
         let mut stream = RowStream::new(spec, codec, template, first, rows)?;
         stream.fill()?;
+        // As the run does it: a window whose rows are all left out is followed by the next one.
+        while stream.units.is_empty() && stream.lanes.iter().any(|lane| lane.epoch == 0) {
+            stream.position = stream.next.clone();
+            stream.fill()?;
+        }
+        let readings = stream.files.readings(&spec.rules(&spec.encoder(codec, template)))?;
         if let (Some(screen), Some(own)) = (spec.screen, &stream.screen) {
             screen.restore(own.report());
         }

@@ -101,9 +101,13 @@ impl<'a> Repository<'a> {
         self.offline
     }
 
-    /// Files in the repository, if the hub lists them.
+    /// Files in the repository, if the hub lists them; offline as an earlier download stored them.
     pub(crate) fn names(&self) -> Option<Vec<String>> {
-        self.listing.as_ref().map(|l| l.keys().cloned().collect())
+        match &self.listing {
+            Some(listing) => Some(listing.keys().cloned().collect()),
+            None if self.offline => self.store.names(&self.store.commit(self.wanted.revision)?),
+            None => None,
+        }
     }
 
     /// The cached directory of this revision, if it exists.
@@ -157,7 +161,14 @@ impl<'a> Repository<'a> {
         };
         let cached = || self.snapshot().map(|s| s.join(file)).filter(|p| p.exists());
         if self.offline {
-            return Ok(cached());
+            let found = cached();
+            let was_listed = || self.names().is_some_and(|names| names.iter().any(|name| name == file));
+            // An interrupted download is no repository without this file.
+            return if found.is_none() && was_listed() {
+                Err(not_cached(wanted, self.settings))
+            } else {
+                Ok(found)
+            };
         }
         let blob = match &self.listing {
             Some(listing) => match listing.get(file) {
@@ -182,7 +193,11 @@ impl<'a> Repository<'a> {
 
     /// Downloads a file if the cache does not have it, and gives it its name there.
     fn stored(&self, file: &str, blob: &Blob, wanted: RequestedObject) -> Result<PathBuf> {
-        if !self.store.has(blob)
+        let is_there = self.store.has(blob);
+        if !is_there && let (Some(commit), Some(listing)) = (self.commit.get(), &self.listing) {
+            self.store.keep_names(commit, listing.keys())?;
+        }
+        if !is_there
             && let Err(e) = self.fill(file, blob, wanted)
             // Another process may have completed the file in the meantime.
             && (matches!(e.kind(), ErrorKind::Signal(_)) || !self.store.has(blob))

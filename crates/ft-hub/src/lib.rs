@@ -48,7 +48,7 @@ pub use download::{described, listed};
 #[cfg(feature = "hub")]
 #[doc(hidden)]
 pub use http::{paged, redirected};
-pub use select::{DatasetPart, is_about_the_data, select};
+pub use select::{DatasetPart, SeveralKinds, is_about_the_data, select};
 pub use settings::HubSettings;
 pub use upload::{LocalFile, Upload, UploadContent, UploadReport, check_target, upload};
 #[cfg(feature = "hub")]

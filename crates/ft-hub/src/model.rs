@@ -32,9 +32,9 @@ pub(crate) fn resolve(settings: &HubSettings, id: &str, revision: &str) -> Resul
         Some(path) => path,
         None => match repository.optional("adapter_config.json")? {
             Some(path) => {
-                repository.required("adapter_model.safetensors")?;
-                // The template of the adapter's training.
+                // The template of the adapter's training; before the weights, as an adapter with weights counts as whole.
                 repository.optional("chat_template.jinja")?;
+                repository.required("adapter_model.safetensors")?;
                 return directory(&path);
             }
             None => return Err(absent(&repository, "config.json", wanted, settings)),

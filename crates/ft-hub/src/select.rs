@@ -100,34 +100,83 @@ pub fn is_about_the_data(name: &str) -> bool {
         "config.json",
     ];
     let texts = ["readme", "license", "requirements"];
+    let is_text = is_text(data_kind(name).unwrap_or("txt"));
     cards.contains(&base.as_str())
         || base.starts_with('.')
-        || texts.iter().any(|text| base.starts_with(text))
+        || is_text && texts.iter().any(|text| base.starts_with(text))
         // Results of `map` and `filter` in the cache of Hugging Face datasets.
         || base.starts_with("cache-") && base.ends_with(".arrow")
         || name.split('/').any(|folder| folder.starts_with('.'))
+}
+
+/// What files of several kinds mean.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SeveralKinds {
+    /// The kind of most files has the rows, as in Hugging Face datasets.
+    MostFiles,
+    /// An error, unless the files of one kind are copies of the others.
+    Refused,
 }
 
 /// The files of a part of a dataset, sorted; `names` are paths inside of it.
 ///
 /// # Errors
 /// No data files; several configurations and none is named; no such configuration or split; a name that fits several
-/// splits.
-pub fn select(names: &[String], part: &DatasetPart) -> Result<Vec<String>> {
+/// splits; files of several kinds that are refused.
+pub fn select(names: &[String], part: &DatasetPart, kinds: SeveralKinds) -> Result<Vec<String>> {
     let mut files: Vec<ListedFile> = names.iter().filter_map(|name| ListedFile::new(name)).collect();
     if files.is_empty() {
         return Err(Error::not_found("there are no data files").found(format!("no {} file", DATA_KINDS.join(", "))));
     }
     of_config(&mut files, part.config)?;
-    let mut files = of_split(files, part.splits)?;
-    // Several kinds are copies of the same rows: the kind with the most structure is taken.
-    let best = DATA_KINDS
-        .into_iter()
-        .find(|kind| files.iter().any(|file| file.kind == *kind));
-    files.retain(|file| Some(file.kind) == best);
+    let files = of_kind(of_split(files, part.splits)?, kinds)?;
     let mut out: Vec<String> = files.iter().map(|file| file.name.to_string()).collect();
     out.sort();
     Ok(out)
+}
+
+/// True for kinds whose files are often notes beside the rows.
+fn is_text(kind: &str) -> bool {
+    matches!(kind, "txt" | "md")
+}
+
+/// The files of one kind. Texts beside files with columns are notes.
+fn of_kind(mut files: Vec<ListedFile>, kinds: SeveralKinds) -> Result<Vec<ListedFile>> {
+    if files.iter().any(|file| !is_text(file.kind)) {
+        files.retain(|file| !is_text(file.kind));
+    }
+    let number = |files: &[ListedFile], kind: &str| files.iter().filter(|file| file.kind == kind).count();
+    let there = || DATA_KINDS.into_iter().filter(|kind| number(&files, kind) > 0);
+    let Some(most_structure) = there().next() else {
+        return Ok(files);
+    };
+    let place = |file: &ListedFile| {
+        let (folder, base) = file.name.rsplit_once('/').unwrap_or(("", file.name));
+        (folder.to_string(), stem(&base.to_lowercase()).to_string())
+    };
+    let of_best: BTreeSet<_> = files.iter().filter(|f| f.kind == most_structure).map(place).collect();
+    let kind = if files.iter().all(|file| of_best.contains(&place(file))) {
+        // Copies of the same rows.
+        most_structure
+    } else if kinds == SeveralKinds::MostFiles {
+        // The first of the best: the one with the most structure.
+        there()
+            .rev()
+            .max_by_key(|kind| number(&files, kind))
+            .unwrap_or(most_structure)
+    } else {
+        let counts: Vec<String> = there()
+            .map(|kind| format!("{} .{kind}", number(&files, kind)))
+            .collect();
+        return Err(Error::usage("the data files are of several kinds")
+            .found(counts.join(", "))
+            .expected("files of one kind")
+            .hint(format!(
+                "name the files: `FOLDER/*.{most_structure}`; a list can name several patterns"
+            )));
+    };
+    files.retain(|file| file.kind == kind);
+    Ok(files)
 }
 
 fn listed(names: BTreeSet<&str>) -> String {
@@ -242,7 +291,7 @@ mod tests {
 
     fn of(names: &[&str], config: Option<&str>, splits: &[&str]) -> Result<Vec<String>> {
         let names: Vec<String> = names.iter().map(|n| n.to_string()).collect();
-        select(&names, &DatasetPart { config, splits })
+        select(&names, &DatasetPart { config, splits }, SeveralKinds::Refused)
     }
 
     fn train(names: &[&str]) -> Vec<String> {
@@ -290,6 +339,11 @@ mod tests {
         );
         assert_eq!(train(&["alpaca_data.json", "dataset_infos.json"]), ["alpaca_data.json"]);
         assert_eq!(train(&["train.csv", "train.parquet"]), ["train.parquet"]);
+        assert_eq!(train(&["train.csv", "notes.md"]), ["train.csv"]);
+        assert_eq!(
+            train(&["requirements_qa.jsonl", "requirements.txt"]),
+            ["requirements_qa.jsonl"]
+        );
         assert_eq!(
             train(&["train.jsonl.gz", "LICENSE.txt", ".github/x.json"]),
             ["train.jsonl.gz"]
@@ -309,6 +363,23 @@ mod tests {
             &["no split `train`", "test", "`DatasetPart::split = \"test\"`"],
         );
         refused(&["../train.jsonl", "a.bin"], None, &["train"], &["no data files"]);
+    }
+
+    #[test]
+    fn files_of_several_kinds_are_copies_or_refused() {
+        let copies = ["a-00000-of-00001.parquet", "a.jsonl", "b.parquet", "b.jsonl"];
+        assert_eq!(train(&copies), [copies[0], copies[2]]);
+        let mixed = ["labels.json", "part0.csv", "part1.csv.gz", "part2.csv"];
+        refused(
+            &mixed,
+            None,
+            &["train"],
+            &["of several kinds", "1 .json, 3 .csv", "`FOLDER/*.json`"],
+        );
+        let names: Vec<String> = mixed.iter().map(|n| n.to_string()).collect();
+        let hub = |names: &[String]| select(names, &DatasetPart::TRAIN, SeveralKinds::MostFiles).unwrap();
+        assert_eq!(hub(&names), mixed[1..]);
+        assert_eq!(hub(&names[..2]), mixed[..1]);
     }
 
     #[test]

@@ -175,6 +175,31 @@ impl RepositoryStore {
         Ok(path)
     }
 
+    fn list(&self, commit: &str) -> PathBuf {
+        self.folder.join("lists").join(format!("{commit}.json"))
+    }
+
+    /// The names of all files of a commit. `None`: no list is stored, or it cannot be read.
+    pub(crate) fn names(&self, commit: &str) -> Option<Vec<String>> {
+        let names: Vec<String> = serde_json::from_slice(&files::read(&self.list(commit)).ok()?).ok()?;
+        names.iter().all(|name| is_inside(name)).then_some(names)
+    }
+
+    /// Stores the names of all files of a commit: without a network, what is in the cache may be a part of them.
+    pub(crate) fn keep_names<'a>(&self, commit: &str, names: impl Iterator<Item = &'a String>) -> Result<()> {
+        let path = self.list(commit);
+        if !is_commit(commit) || path.is_file() {
+            return Ok(());
+        }
+        if let Some(parent) = path.parent() {
+            files::create_dir_all(parent)?;
+        }
+        let names: Vec<&String> = names.collect();
+        let text =
+            serde_json::to_vec(&names).map_err(|e| Error::internal("a list of files cannot be written").cause(e))?;
+        files::write_atomic(&path, &text)
+    }
+
     /// Stores the commit of a revision.
     pub(crate) fn remember(&self, revision: &str, commit: &str) -> Result<()> {
         if is_commit(revision) || self.commit(revision).as_deref() == Some(commit) {

@@ -326,6 +326,15 @@ where
     F: FnOnce(&mut CpuStorage, Range<usize>) -> bool,
 {
     check_place(t)?;
+    // candle has strides of 0 for a tensor without elements, and refuses to write to it.
+    let held;
+    let t = match t.elem_count() {
+        0 => {
+            held = Tensor::zeros(1, t.dtype(), t.device())?.narrow(0, 0, 0)?;
+            &held
+        }
+        _ => t,
+    };
     let op = InPlace {
         f: Mutex::new(Some(f)),
         fits: Mutex::new(false),
@@ -424,6 +433,16 @@ mod tests {
             let mut average = [1.0, -2.0];
             lerp(&mut average, &[3.0, 6.0], part);
             assert_eq!(average, want);
+        }
+    }
+
+    /// AdaLoRA may leave a module without ranks.
+    #[test]
+    fn a_tensor_without_elements_can_be_set() {
+        for dtype in [DType::F32, DType::BF16, DType::F16] {
+            let empty = Tensor::zeros((3, 0), dtype, &Device::Cpu).unwrap();
+            set(&empty, &[]).unwrap();
+            assert!(set(&empty, &[1.0]).is_err());
         }
     }
 

@@ -36,6 +36,8 @@ pub(super) fn begin(
         let evaluated = cx.eval_due(start_step) && run.evaluate_if_missing(engine, start_step)?;
         if !evaluated {
             rehearsal::of_evaluation(engine, &run.batches.eval()?, &mut run.reporter)?;
+            // Its reads are not those of the next step.
+            let _ = engine.store.expert_reads();
         }
         if cx.options.only_steps {
             return Ok(());

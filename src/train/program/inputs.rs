@@ -5,7 +5,8 @@ use crate::base::{Error, Result};
 use crate::data::order::BatchStream;
 use crate::engine::StepStrategy;
 use crate::hf::AdapterSet;
-use crate::plan::memory_plan::{self, MemoryPlan, PlanRefusal};
+use crate::plan::memory_plan::{MemoryPlan, PlanRefusal};
+use crate::plan::resumed_choices;
 use crate::plan::{Plan, RunPlan};
 use crate::recipe::{LoadedRecipe, Recipe};
 use crate::setup::active_schedule::ActiveSchedule;
@@ -86,7 +87,8 @@ impl<'a> RunDecisions<'a> {
         stage::check(&resolved, model, &rows.train)?;
         learning::check(&resolved, &active_schedule, stream.steps())?;
         ranks::check(&resolved, &model.spec, own.device.is_cuda(), options.ranks.size())?;
-        plan.choices.extend(memory_plan::pinned_choices(&loaded.recipe, recipe));
+        plan.choices
+            .extend(resumed_choices::pinned_choices(&loaded.recipe, recipe));
         Ok(Self {
             loaded,
             recipe: resolved,

@@ -8,6 +8,7 @@ use crate::data::order::BatchStream;
 use crate::engine::StepStrategy;
 use crate::hf::{self, AdapterSet, BaseHashes, Fingerprint};
 use crate::plan::Plan;
+use crate::plan::resumed_choices;
 use crate::recipe::{self, Method, ModelInit, ReportTo};
 use crate::report::{self, Reporter};
 use crate::setup::active_schedule::ActiveSchedule;
@@ -81,6 +82,7 @@ impl OpenedRun {
             cx.total_steps,
         );
         fingerprint.side_inputs = side_inputs::hashes(recipe)?;
+        fingerprint.chosen = resumed_choices::kept_choices(&cx.plan.choices);
         if let Some(dir) = &recipe.tune.lora.adapter
             && recipe.tune.method == Method::Lora
         {

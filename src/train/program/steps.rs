@@ -43,7 +43,7 @@ pub(super) fn run_steps(
     run.reporter.begin();
     let lr_schedule = Schedule::new(&recipe.schedule, total_steps);
     let mut active = schedule.active(start_step + 1);
-    let mut watch = LearningWatch::new(recipe, cx.inputs.model.spec.vocab);
+    let mut watch = LearningWatch::new(recipe, cx.inputs.model.spec.vocab, start_step);
     // On a GPU the numbers of a step are read after the next one is queued. A rollout waits for the device anyway.
     // An average needs the weights of each step.
     // Several ranks wait for the sums of each step.

@@ -63,7 +63,8 @@ pub type ParamFill<'a> = dyn FnMut(&str, &mut dyn FnMut(Values) -> Result<()>) -
 /// A value that is not finite, a parameter of another size, a full disk; then `out` is unchanged.
 pub fn model(e: &ModelExport, fill: &mut ParamFill) -> Result<PathBuf> {
     with_directory(e, |directory| {
-        directory.write_with(&mut |plan, sink| fill(&plan.name, sink), e.more)
+        let staging = directory.staged(&mut |plan, sink| fill(&plan.name, sink), e.more)?;
+        staging.commit()
     })
 }
 
@@ -103,11 +104,11 @@ fn with_directory<T>(e: &ModelExport, work: impl FnOnce(&OutputModel) -> Result<
 }
 
 impl OutputModel<'_> {
-    /// Writes the directory and returns its path; `fill` delivers the values of each tensor, in the order of `tensors` except
+    /// Writes the directory, whose name must be free, and returns its path; `fill` delivers the values of each tensor, in the order of `tensors` except
     /// those of experts that share a tensor in the files.
     ///
     /// # Errors
-    /// As `model`.
+    /// As `model`; another process has written there meanwhile.
     pub fn write(&self, fill: &mut TensorFill) -> Result<PathBuf> {
         self.write_with(fill, None)
     }
@@ -117,6 +118,10 @@ impl OutputModel<'_> {
     /// # Errors
     /// As `write`, and those of `more`; then `out` is unchanged.
     pub fn write_with(&self, fill: &mut TensorFill, more: Option<WriteMore>) -> Result<PathBuf> {
+        self.staged(fill, more)?.commit_new()
+    }
+
+    fn staged(&self, fill: &mut TensorFill, more: Option<WriteMore>) -> Result<Staging> {
         let staging = Staging::create(self.out)?;
         let dir = staging.path();
         self.write_weights(dir, fill)?;
@@ -133,7 +138,7 @@ impl OutputModel<'_> {
         if let Some(more) = more {
             more(dir)?;
         }
-        staging.commit()
+        Ok(staging)
     }
 }
 

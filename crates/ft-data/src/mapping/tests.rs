@@ -567,7 +567,7 @@ fn rows_without_an_answer_are_skipped_and_counted() {
         .see(RowPurpose::Learn)
         .unwrap();
     assert_eq!(text, chat("c\n\nq", "a"));
-    assert!(line.contains("; 1 row skipped: no value in a list"), "{line}");
+    assert!(line.contains("; 2 rows skipped: no value in a list"), "{line}");
 }
 
 #[test]
@@ -581,6 +581,11 @@ fn a_limit_ends_the_reading_of_a_source() {
             rows
         );
     }
+    // A limit that ends with a file: the next one is not opened.
+    c.files.sources[0].limit = Some(9);
+    c.files.sources[0].files.push("none.jsonl".into());
+    assert_eq!(Dataset::load(&c.spec(), &Words::chatml(), None).unwrap().stats.rows, 9);
+    c.files.sources[0].files.pop();
     let second = Source::new(c.files.paths.clone());
     c.files.sources[0].limit = Some(2);
     c.files.sources.push(second);

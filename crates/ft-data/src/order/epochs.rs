@@ -93,7 +93,7 @@ mod tests {
         };
         let origins: Vec<RowOrigin> = (0..100).map(origin).collect();
         let shares = [share.clone(), share];
-        let mixture = Mixture::new(&shares, rows_of(&shares, &origins)).map(Arc::new);
+        let mixture = Mixture::new(&shares, rows_of(&shares, &origins)).unwrap().map(Arc::new);
         let lengths: Vec<u32> = (0..100).map(|i| if i < 40 { 9 + i % 13 } else { 2 + i % 5 }).collect();
         BatchOrder::mixed(lengths, spec, mixture).unwrap()
     }

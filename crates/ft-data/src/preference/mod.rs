@@ -20,7 +20,9 @@ use super::dataset::{Dataset, DatasetSpec, RowOrigin};
 use super::examples::RowJoin;
 use super::faults::{BadRows, TrialState};
 use super::layout::{ColumnLayout, RowPurpose};
-use super::load::{CHUNK_ROWS, ExampleSink, InMemoryRows, PreferenceSide, TokenizedPart, kept, unless_stopped};
+use super::load::{
+    CHUNK_BYTES, CHUNK_ROWS, ExampleSink, InMemoryRows, PreferenceSide, TokenizedPart, kept, text_bytes, unless_stopped,
+};
 use super::prepare;
 use super::read::Row;
 use super::reading::ReadingReport;
@@ -132,6 +134,7 @@ pub(super) fn read_into(
             long: spec.long,
         },
         chunk: Vec::new(),
+        bytes: 0,
         read: 0,
         margins: sink.margins(),
         sink,
@@ -148,8 +151,9 @@ pub(super) fn read_into(
                 bad.good();
                 return unless_stopped();
             }
+            loader.bytes += text_bytes(&row);
             loader.chunk.push((row, layout.clone(), origin));
-            if loader.chunk.len() >= CHUNK_ROWS {
+            if loader.chunk.len() >= CHUNK_ROWS || loader.bytes >= CHUNK_BYTES {
                 loader.flush(bad)
             } else {
                 Ok(())
@@ -165,6 +169,7 @@ pub(super) fn read_into(
 struct PairLoader<'a> {
     encoder: encode::PairEncoder<'a>,
     chunk: Vec<(Row, Arc<ColumnLayout>, RowOrigin)>,
+    bytes: usize,
     /// Rows read.
     read: u64,
     /// Whether rows have a margin.
@@ -176,6 +181,7 @@ impl PairLoader<'_> {
     fn flush(&mut self, bad: &mut BadRows) -> Result<()> {
         let encoder = &self.encoder;
         let chunk = std::mem::take(&mut self.chunk);
+        self.bytes = 0;
         let tried = TrialState::new(bad);
         let units: Vec<Option<Result<TokenizedRow>>> = chunk
             .par_chunks(prepare::ROWS)

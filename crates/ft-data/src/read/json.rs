@@ -4,8 +4,10 @@ use super::{MAX_ROW_BYTES, Row, RowPosition, RowReceiver, clip, not_utf8};
 use ft_base::{Error, Result};
 use serde::de::{DeserializeSeed, Deserializer, SeqAccess, Visitor};
 use serde_json::Value;
+use std::cell::Cell;
 use std::fmt;
-use std::io::{BufRead, BufReader, Chain, Cursor, Read};
+use std::io::{self, BufRead, BufReader, Chain, Cursor, Read};
+use std::rc::Rc;
 use std::sync::Arc;
 
 const SURROGATE: &str = "escapes from \\ud800 to \\udfff are halves of a surrogate pair (often of an emoji): write \
@@ -142,15 +144,26 @@ fn array(path: &str, input: impl BufRead, each: &mut RowReceiver) -> Result<()> 
         is_line: false,
     };
     let mut refused = None;
-    let mut parser = serde_json::Deserializer::from_reader(input);
+    let row_bytes = Rc::new(Cell::new(0));
+    let mut parser = serde_json::Deserializer::from_reader(LimitedRows {
+        input,
+        row_bytes: row_bytes.clone(),
+    });
     let rows = RowArray {
         place: &mut place,
         each,
         refused: &mut refused,
+        row_bytes: &row_bytes,
     };
     let result = rows.deserialize(&mut parser).and_then(|()| parser.end());
     if let Some(e) = refused {
         return Err(e);
+    }
+    if row_bytes.get() > MAX_ROW_BYTES {
+        return Err(Error::format("the row is too long")
+            .at(format!("{path}, row {}", place.number + 1))
+            .expected(format!("at most {MAX_ROW_BYTES} bytes"))
+            .hint("split its texts into several rows"));
     }
     result.map_err(|e| {
         Error::format("the file is not valid JSON")
@@ -166,11 +179,30 @@ fn array(path: &str, input: impl BufRead, each: &mut RowReceiver) -> Result<()> 
     })
 }
 
+/// Ends the input in a row that is too long.
+struct LimitedRows<R> {
+    input: R,
+    /// Bytes since the end of the last row.
+    row_bytes: Rc<Cell<usize>>,
+}
+
+impl<R: Read> Read for LimitedRows<R> {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        let n = self.input.read(bytes)?;
+        self.row_bytes.set(self.row_bytes.get() + n);
+        if self.row_bytes.get() > MAX_ROW_BYTES {
+            return Err(io::Error::other("the row is too long"));
+        }
+        Ok(n)
+    }
+}
+
 /// Reads the elements of the outer array one by one, so that the whole array is never in memory.
 struct RowArray<'a> {
     place: &'a mut RowPosition,
     each: &'a mut RowReceiver<'a>,
     refused: &'a mut Option<Error>,
+    row_bytes: &'a Cell<usize>,
 }
 
 impl<'de> DeserializeSeed<'de> for RowArray<'_> {
@@ -191,6 +223,7 @@ impl<'de> Visitor<'de> for RowArray<'_> {
     fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> std::result::Result<(), A::Error> {
         while let Some(value) = seq.next_element::<Value>()? {
             self.place.number += 1;
+            self.row_bytes.set(0);
             if let Err(e) = (self.each)(Row::new(value, self.place.clone())) {
                 *self.refused = Some(e);
                 return Err(serde::de::Error::custom("row refused"));

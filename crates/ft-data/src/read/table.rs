@@ -231,11 +231,15 @@ fn fields(names: &[String], cells: Vec<String>, place: &RowPosition) -> Result<M
                 .hint("put a text with commas in double quotes"),
         );
     }
-    Ok(names
-        .iter()
-        .cloned()
-        .zip(cells.into_iter().map(Value::String))
-        .collect())
+    // As in pandas and Hugging Face datasets an empty cell has no value.
+    let value = |cell: String| {
+        if cell.is_empty() {
+            Value::Null
+        } else {
+            Value::String(cell)
+        }
+    };
+    Ok(names.iter().cloned().zip(cells.into_iter().map(value)).collect())
 }
 
 #[cfg(test)]

@@ -154,7 +154,7 @@ fn csv_has_a_header_quotes_and_line_numbers() {
     let bytes = b"\xef\xbb\xbfprompt,completion\r\n\"a, b\",\"say \"\"x\"\"\nand y\"\r\n\r\nc,\r\n";
     let found = read("t.csv", bytes).unwrap();
     assert_eq!(found[0].0, json!({"prompt": "a, b", "completion": "say \"x\"\nand y"}));
-    assert_eq!(found[1].0, json!({"prompt": "c", "completion": ""}));
+    assert_eq!(found[1].0, json!({"prompt": "c", "completion": null}));
     assert_eq!((found[0].1.as_str(), found[1].1.as_str()), ("t.csv:2", "t.csv:5"));
     assert_eq!(
         rows("t.tsv", b"text\tn\na, b\t1\n"),
@@ -167,6 +167,11 @@ fn csv_has_a_header_quotes_and_line_numbers() {
         [json!({"a,b": "1;2", "c": "3,5"})]
     );
     assert_eq!(rows("t.csv", b"a\tb\n1\t2"), [json!({"a": "1", "b": "2"})]);
+    // An empty cell has no value, as in pandas.
+    assert_eq!(
+        rows("t.csv", b"a,b\n,2\n\"\",\n"),
+        [json!({"a": null, "b": "2"}), json!({"a": null, "b": null})]
+    );
     assert_eq!(rows("t.csv", b"a,b;c\n1,2\n"), [json!({"a": "1", "b;c": "2"})]);
     refused(
         "t.csv",

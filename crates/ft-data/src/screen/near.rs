@@ -31,7 +31,9 @@ impl Signature {
             minima: [u32::MAX; MINIMA],
         };
         for part in parts.iter().filter(|p| p.role != "label") {
-            let seed = mixed(fnv(&part.role) ^ label);
+            // The same conversation may be there once for each answer that it trains.
+            let untrained = u64::from(part.is_untrained);
+            let seed = mixed(fnv(&part.role) ^ label ^ untrained);
             let words = words(&part.text);
             if words.is_empty() {
                 out.add(mixed(seed ^ fnv(part.text.trim())));

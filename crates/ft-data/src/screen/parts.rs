@@ -10,6 +10,8 @@ use serde_json::{Map, Value};
 pub(super) struct RowText {
     pub role: String,
     pub text: String,
+    /// True for an answer of weight 0.
+    pub is_untrained: bool,
     /// Parts of a message other than its content, with the names of their fields, as JSON in one form. Only an exact
     /// comparison reads them.
     fields: String,
@@ -81,6 +83,7 @@ fn part(role: &str, text: &str) -> RowText {
     RowText {
         role: role.to_string(),
         text: text.to_string(),
+        is_untrained: false,
         fields: String::new(),
     }
 }
@@ -118,7 +121,8 @@ fn message(role: &str, message: &Value) -> RowText {
         fields.insert("tool_calls".to_string(), calls);
     }
     // The same conversation may be there once for each answer that it trains. Sides of a pair have no weights.
-    if !is_side && chat::is_untrained(message) {
+    let is_untrained = !is_side && chat::is_untrained(message);
+    if is_untrained {
         fields.insert("weight".to_string(), 0.into());
     }
     if own.is_none() && text.is_empty() {
@@ -127,6 +131,7 @@ fn message(role: &str, message: &Value) -> RowText {
     RowText {
         role: role.to_string(),
         text,
+        is_untrained,
         fields: if fields.is_empty() {
             String::new()
         } else {

@@ -5,7 +5,7 @@ use crate::codec::{ChatRender, TextCodec};
 use crate::dataset::DatasetSpec;
 use crate::faults::BadRows;
 use crate::layout::{ColumnLayout, RenderRules, RowPurpose};
-use crate::load::CHUNK_ROWS;
+use crate::load::{CHUNK_BYTES, CHUNK_ROWS, text_bytes};
 use crate::peek::RowKind;
 use crate::read::Row;
 use crate::source;
@@ -102,7 +102,7 @@ impl RowStats {
             RowKind::Pairs | RowKind::Judged => RowPurpose::Prefer,
             RowKind::Prompts => RowPurpose::Ask,
         };
-        let (mut out, mut waiting) = (Self::default(), Vec::<(Row, Arc<ColumnLayout>)>::new());
+        let (mut out, mut waiting, mut bytes) = (Self::default(), Vec::<(Row, Arc<ColumnLayout>)>::new(), 0);
         let (mut bad, encoder) = (BadRows::new(), spec.encoder(codec, template));
         let rules = match kind {
             RowKind::Prompts => RenderRules {
@@ -119,8 +119,10 @@ impl RowStats {
             &mut bad,
             &mut |row, layout, _, bad| {
                 bad.good();
+                bytes += text_bytes(&row);
                 waiting.push((row, layout.clone()));
-                if waiting.len() >= CHUNK_ROWS {
+                if waiting.len() >= CHUNK_ROWS || bytes >= CHUNK_BYTES {
+                    bytes = 0;
                     out.flush(&mut waiting);
                 }
                 Ok(())

@@ -110,6 +110,22 @@ fn near_duplicates_are_dropped_above_the_threshold() {
     assert_eq!(lines(&load(&f, &dedup(Dedup::Exact))), [1, 2, 3, 4]);
 }
 
+#[test]
+fn near_duplicates_that_train_other_answers_are_kept() {
+    let answer = |n: usize| (0..30).map(|i| format!("w{n}{i} ")).collect::<String>();
+    let turn = |n: usize, weight: i32| json!({"role": "assistant", "content": answer(n), "weight": weight});
+    let of = |first: i32, second: i32| {
+        let question = json!({"role": "user", "content": "q"});
+        let row = row(json!({"messages": [question, turn(1, first), question, turn(2, second)]}));
+        let layout = layout(&row, RowFormat::Auto, RowPurpose::Learn).unwrap();
+        Signature::of(&parts::of(&row, &layout))
+    };
+    let mut seen = Signatures::default();
+    seen.push(&of(1, 0));
+    assert!(seen.find(&of(1, 0), 0.8).is_some());
+    assert!(seen.find(&of(0, 1), 0.8).is_none());
+}
+
 /// The estimate has the announced error, and the bands find the pairs.
 #[test]
 fn the_similarity_is_estimated() {

@@ -79,10 +79,11 @@ fn a_resumed_stream_gives_the_same_batches_from_every_step() {
     for (packing, shuffle) in [(false, false), (true, true)] {
         let new = || RowStream::new(&spec(&files), &codec, None, order(packing, shuffle), 10).unwrap();
         let mut whole = new();
-        let (mut steps, mut states) = (Vec::new(), Vec::new());
+        let (mut steps, mut states, mut counts) = (Vec::new(), Vec::new(), Vec::new());
         for step in 0..40 {
             states.push(whole.state(step).unwrap());
             steps.push(whole.step(step).unwrap());
+            counts.push(whole.take_counts());
             // Also after the step was requested.
             assert_eq!(whole.state(step).unwrap(), states[step as usize]);
         }
@@ -92,11 +93,55 @@ fn a_resumed_stream_gives_the_same_batches_from_every_step() {
             resumed.restore(&states[step]).unwrap();
             for (later, wanted) in steps.iter().enumerate().skip(step) {
                 assert_eq!(&resumed.step(later as u64).unwrap(), wanted);
+                assert_eq!(
+                    resumed.take_counts(),
+                    counts[later],
+                    "step {later} after a resume at {step}"
+                );
             }
         }
         assert_eq!(documents(&steps[0][0]).len() > 2, packing);
         assert!(whole.state(3).is_err());
     }
+}
+
+/// Rows of several columns, two of which are skipped, and rows that are cut.
+#[test]
+fn what_is_known_of_a_stream_is_that_of_rows_in_memory() {
+    let squad = |i: usize| {
+        let answers = if i.is_multiple_of(3) { "[]" } else { "[\"a\"]" };
+        let more = if i == 4 { ", \"prompt_2\": \"x\"" } else { "" };
+        let question = "q ".repeat(i);
+        format!("{{\"context\": \"c\", \"question\": \"{question}\", \"answers\": {{\"text\": {answers}}}{more}}}\n")
+    };
+    let files = files(&[("a.jsonl", &(0..20).map(squad).collect::<String>())]);
+    let (spec, codec) = (spec(&files), real());
+    let memory = Dataset::load(&spec, &codec, None).unwrap();
+    let stream = Dataset::sample(&spec, &codec, None, 100).unwrap();
+    assert_eq!(stream.readings, memory.readings);
+    assert_eq!(stream.stats, memory.stats);
+    assert!(memory.stats.longest_written > 16, "{:?}", memory.stats);
+    let text = memory.readings[0].describe("not used");
+    assert!(text.contains("7 rows skipped") && text.contains("prompt_2"), "{text}");
+    // The first rows alone have nothing to train.
+    let skipped: String = (0..20).map(|i| if i < 10 { squad(0) } else { squad(1) }).collect();
+    let files = crate::testing::files(&[("a.jsonl", &skipped)]);
+    let stream = Dataset::sample(&crate::testing::short_rows(&files), &codec, None, 4).unwrap();
+    assert_eq!(stream.examples.len(), 2);
+}
+
+/// A file behind the limit is not read, and may be broken.
+#[test]
+fn files_behind_a_limit_are_not_read() {
+    let mut files = files(&[
+        ("a.jsonl", "{\"text\": \"one\"}\n{\"text\": \"two\"}\n"),
+        ("b.jsonl", "broken\n"),
+    ]);
+    files.sources[0].limit = Some(2);
+    let stream = Dataset::sample(&spec(&files), &real(), None, 10).unwrap();
+    assert_eq!(stream.readings.len(), 1);
+    files.sources[0].limit = None;
+    assert!(Dataset::sample(&spec(&files), &real(), None, 10).is_err());
 }
 
 /// Found by the fuzz target `options`: the columns of the row at which a run was resumed decided how the rest was read.

@@ -8,7 +8,7 @@ use std::path::Path;
 
 /// Version of the rules by which rows are read, screened and tokenized. Other rules are another key: the files of
 /// earlier versions may have other rows and tokens.
-pub(crate) const RULES: &str = "rules 4";
+pub(crate) const RULES: &str = "rules 5";
 
 /// Bytes of all data files.
 pub(super) fn bytes(spec: &DatasetSpec) -> Result<u64> {

@@ -293,6 +293,7 @@ mod tests {
     fn other_options_are_refused_by_name() {
         for (model_type, changes, name) in [
             ("qwen3_moe", json!({"num_experts_per_tok": 9}), "num_experts_per_tok"),
+            ("qwen3_moe", json!({"num_experts": 16_385}), "65540"),
             ("qwen3_moe", json!({"decoder_sparse_step": 0}), "decoder_sparse_step"),
             ("qwen3_moe", json!({"mlp_only_layers": "0"}), "mlp_only_layers"),
             (

@@ -200,6 +200,8 @@ const LARGEST: [(&str, usize); 9] = [
 ];
 /// Largest number of parameters of the whole model; their bytes can be added without overflow.
 const PARAMETERS: u128 = 1 << 48;
+/// Largest number of experts in all layers, each with tensors of its own.
+const EXPERTS: usize = 1 << 16;
 
 fn common(config: &Config, model_type: &str) -> Result<Spec> {
     // Check before the sizes are used.
@@ -541,6 +543,14 @@ fn check(spec: &Spec, place: &str) -> Result<()> {
             .at(place)
             .found(format!("{parameters} parameters"))
             .expected(format!("at most {PARAMETERS}")));
+    }
+    let experts = spec.layers.iter().filter_map(|layer| layer.experts);
+    let experts = experts.map(|e| e.count).fold(0, usize::saturating_add);
+    if experts > EXPERTS {
+        return Err(Error::format("the layers have too many experts together")
+            .at(place)
+            .found(experts)
+            .expected(format!("at most {EXPERTS}")));
     }
     for l in 0..spec.layers.len() {
         let kv_heads = spec.kv_heads_of(l);

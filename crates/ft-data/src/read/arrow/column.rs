@@ -7,7 +7,8 @@ use half::f16;
 use serde_json::{Map, Number, Value};
 use std::collections::BTreeMap;
 
-/// Bytes of a row that a value counts, beside its text: a broken file can name one long list many times.
+/// Bytes of a row that a value counts, beside its text, and a field beside its name: a broken file can name one long list
+/// many times.
 const VALUE_BYTES: usize = 32;
 
 /// The values of a column in a batch.
@@ -137,6 +138,7 @@ impl<'a> RowReader<'a> {
     /// The values of these columns in a row. Errors: broken bytes, a text that is not UTF-8, a row that is too long.
     pub(super) fn object(&mut self, fields: &[Field], columns: &[Column], row: usize) -> Result<Map<String, Value>> {
         let one = |(field, column): (&Field, &Column)| {
+            self.spend(VALUE_BYTES + field.name.len())?;
             let value = self.value(field, column, row);
             let value = value.map_err(|e| e.found(format!("column `{}`", field.name)))?;
             Ok((field.name.clone(), value))

@@ -1,8 +1,9 @@
 //! Limits of the memory that a parquet file may ask for. The decoder believes the sizes and counts of pages and takes
 //! memory for them, up to that of 2^31 values for a few bytes; here they are compared with the bytes that are there.
 
+use super::budget::{Budget, Demand};
 use super::thrift::{PageHeader, Thrift, is_footer};
-use parquet::basic::Encoding;
+use parquet::basic::{Encoding, Type as Physical};
 use parquet::column::page::{Page, PageMetadata, PageReader};
 use parquet::errors::{ParquetError, Result};
 use parquet::file::metadata::{ParquetMetaData, RowGroupMetaData};
@@ -18,10 +19,8 @@ const PER_BYTE: u64 = 256;
 /// As above, for values of a page that are all decoded at once.
 const FEW_VALUES: u64 = 1 << 17;
 const VALUES_PER_BYTE: u64 = 64;
-/// Most values of a column in a row: a list of one value takes nearly no bytes, however long it is.
-const MOST_IN_ROW: u64 = 1 << 21;
 /// Rows that are decoded at once.
-const ROWS_AT_ONCE: usize = 8;
+pub(super) const ROWS_AT_ONCE: usize = 2;
 /// Longest header of a page (it can have the smallest and largest value).
 const MAX_HEADER: u64 = 16 << 20;
 
@@ -62,6 +61,7 @@ impl FileReader for CheckedFile {
     fn get_row_group(&self, i: usize) -> Result<Box<dyn RowGroupReader + '_>> {
         Ok(Box::new(CheckedGroup {
             inner: self.inner.get_row_group(i)?,
+            budget: Budget::new(self.file.metadata()?.len()),
             file: Arc::clone(&self.file),
         }))
     }
@@ -74,6 +74,7 @@ impl FileReader for CheckedFile {
 struct CheckedGroup<'a> {
     inner: Box<dyn RowGroupReader + 'a>,
     file: Arc<File>,
+    budget: Arc<Budget>,
 }
 
 impl RowGroupReader for CheckedGroup<'_> {
@@ -88,11 +89,15 @@ impl RowGroupReader for CheckedGroup<'_> {
     fn get_column_page_reader(&self, i: usize) -> Result<Box<dyn PageReader>> {
         let column = self.metadata().column(i);
         let (start, bytes) = column.byte_range();
-        headers(&self.file, start, bytes)?;
+        let root = self.metadata().schema_descr().get_column_root(i);
+        let mut demand = Demand::new(Arc::clone(&self.budget), root, column.column_descr());
+        demand.page = headers(&self.file, start, bytes)?;
+        demand.check()?;
         Ok(Box::new(Pages {
             inner: self.inner.get_column_page_reader(i)?,
             column: column.column_descr_ptr(),
             in_row: 0,
+            demand,
         }))
     }
 
@@ -125,12 +130,12 @@ fn footer(file: &File) -> Result<()> {
     }
 }
 
-/// Checks the sizes in the headers of the pages of a column chunk.
-fn headers(file: &File, start: u64, bytes: u64) -> Result<()> {
+/// Checks the sizes in the headers of the pages of a column chunk. The bytes of its largest page.
+fn headers(file: &File, start: u64, bytes: u64) -> Result<u64> {
     let size = file.metadata()?.len();
     let end = start.checked_add(bytes).filter(|end| *end <= size);
     let end = end.ok_or_else(|| ParquetError::General("a column lies outside of the file".into()))?;
-    let (mut at, mut window) = (start, 4096);
+    let (mut at, mut window, mut largest) = (start, 4096, 0);
     while at < end {
         let piece = file.get_bytes(at, window.min(end - at) as usize)?;
         let Some(header) = PageHeader::read(&piece) else {
@@ -148,10 +153,21 @@ fn headers(file: &File, start: u64, bytes: u64) -> Result<()> {
         if plain > FEW_BYTES + PER_BYTE * packed {
             return too_much("bytes", plain, packed);
         }
+        largest = largest.max(plain);
         at += header.bytes + packed;
         window = 4096;
     }
-    Ok(())
+    Ok(largest)
+}
+
+/// Bytes of the longest text of a dictionary: each has its length before it.
+fn longest_text(mut bytes: &[u8]) -> u64 {
+    let mut longest = 0;
+    while let Some(text) = prefixed(bytes) {
+        longest = longest.max(text.len());
+        bytes = &bytes[4 + text.len()..];
+    }
+    longest as u64
 }
 
 /// A part of a page with its length before it.
@@ -166,22 +182,34 @@ struct Pages {
     column: ColumnDescPtr,
     /// Values of the row in which the last page ended.
     in_row: u64,
+    demand: Demand,
 }
 
 impl Pages {
     fn checked(&mut self, page: Option<Page>) -> Result<Option<Page>> {
         let Some(page) = page else { return Ok(None) };
         let (bytes, values) = (page.buffer().len() as u64, u64::from(page.num_values()));
-        let most = FEW_VALUES + VALUES_PER_BYTE * bytes;
+        // A page may be of few bytes in the file.
+        let most = FEW_VALUES + VALUES_PER_BYTE * bytes.min(self.demand.budget().file_bytes());
         if page.is_dictionary_page() {
             if values > bytes {
                 return too_much("values", values, bytes);
             }
+            self.demand.dictionary = self.demand.dictionary.max(values);
+            let text = match self.column.physical_type() {
+                Physical::BYTE_ARRAY => longest_text(page.buffer()),
+                Physical::FIXED_LEN_BYTE_ARRAY => bytes.min(self.column.type_length().unsigned_abs().into()),
+                _ => 0,
+            };
+            self.demand.text = self.demand.text.max(text);
+            self.demand.check()?;
             return Ok(Some(page));
         }
         let longest = self.longest_row(&page);
-        if longest > MOST_IN_ROW {
-            return too_much("values in a row", longest, bytes);
+        self.demand.longest = self.demand.longest.max(longest);
+        if page.encoding() == Encoding::DELTA_BYTE_ARRAY {
+            // A text may begin as the one before it.
+            self.demand.text = self.demand.text.max(bytes);
         }
         let lengths = match page.encoding() {
             Encoding::DELTA_LENGTH_BYTE_ARRAY => 1,
@@ -201,11 +229,13 @@ impl Pages {
                 if part.count > most {
                     return too_much("values", part.count, bytes);
                 }
+                self.demand.lengths = self.demand.lengths.max(part.count);
                 if n + 1 < lengths && delta.pass(&part).is_none() {
                     break;
                 }
             }
         }
+        self.demand.check()?;
         Ok(Some(page))
     }
 
@@ -221,11 +251,15 @@ impl Pages {
                 rep_level_encoding: Encoding::RLE,
                 ..
             } => prefixed(buffer),
-            // Bits: at most 8 values in a byte.
+            // The levels of old files are not read here.
             _ => None,
         };
-        let (Some(bytes), true) = (levels, most > 0) else {
+        if most == 0 {
             return 0;
+        }
+        let Some(bytes) = levels else {
+            self.in_row += u64::from(page.num_values());
+            return self.in_row;
         };
         let bits = u64::from(16 - most.leading_zeros());
         let mut left = u64::from(page.num_values());

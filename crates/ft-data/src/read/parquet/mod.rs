@@ -1,5 +1,6 @@
 //! Reads parquet with the record interface: nested lists and structs become JSON values.
 
+mod budget;
 mod limits;
 mod schema;
 mod thrift;

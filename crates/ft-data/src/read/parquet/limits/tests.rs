@@ -125,22 +125,32 @@ impl PageReader for One {
     }
 }
 
-fn of_page(schema: &str, bytes: &[u8], num_values: u32, encoding: Encoding) -> Result<Option<Page>> {
+/// The pages of the first column of a schema: this one.
+fn pages(schema: &str, page: Page, file_bytes: u64) -> Pages {
     let schema = SchemaDescriptor::new(Arc::new(parse_message_type(schema).unwrap()));
-    let page = Page::DataPage {
+    let column = schema.column(0);
+    Pages {
+        inner: Box::new(One(Some(page))),
+        demand: Demand::new(Budget::new(file_bytes), schema.get_column_root(0), &column),
+        column,
+        in_row: 0,
+    }
+}
+
+fn data_page(bytes: &[u8], num_values: u32, encoding: Encoding) -> Page {
+    Page::DataPage {
         buf: bytes.to_vec().into(),
         num_values,
         encoding,
         def_level_encoding: Encoding::RLE,
         rep_level_encoding: Encoding::RLE,
         statistics: None,
-    };
-    let mut pages = Pages {
-        inner: Box::new(One(Some(page))),
-        column: schema.column(0),
-        in_row: 0,
-    };
-    pages.get_next_page()
+    }
+}
+
+fn of_page(schema: &str, bytes: &[u8], num_values: u32, encoding: Encoding) -> Result<Option<Page>> {
+    let page = data_page(bytes, num_values, encoding);
+    pages(schema, page, bytes.len() as u64).get_next_page()
 }
 
 #[test]
@@ -171,10 +181,60 @@ fn a_row_is_as_long_as_its_levels_say() {
     // A group of 8 bits (a row of 3 values, then one of 5), and a run: 2^30 values of the last row, or 2^30 rows.
     let levels = |level: u8| [3, 0b1111_0110, 0x80, 0x80, 0x80, 0x80, 0x08, level];
     assert!(page(&levels(0), 1 << 30).is_ok());
-    assert!(page(&levels(1), 1 << 20).is_ok());
-    let e = page(&levels(1), 1 << 30).unwrap_err().to_string();
+    assert!(page(&levels(1), 1 << 17).is_ok());
+    let e = page(&levels(1), 1 << 20).unwrap_err().to_string();
+    // 2^20 - 3 values of 192 bytes each.
     assert!(
-        e.contains("a page of 21 bytes asks for 1073741821 values in a row"),
+        e.contains("a row of this file would take 191 MiB of memory; 48 MiB are the most for a file of 21 bytes"),
         "{e}"
     );
+}
+
+#[allow(deprecated)]
+const OLD_LEVELS: Encoding = Encoding::BIT_PACKED;
+
+#[test]
+fn levels_that_are_not_read_count_as_one_row() {
+    let page = |values| {
+        let page = Page::DataPage {
+            buf: vec![255; 9].into(),
+            num_values: values,
+            encoding: Encoding::PLAIN,
+            def_level_encoding: Encoding::RLE,
+            rep_level_encoding: OLD_LEVELS,
+            statistics: None,
+        };
+        pages("message m { repeated int32 n; }", page, 9).get_next_page()
+    };
+    assert!(page(1 << 17).is_ok());
+    assert!(page(1 << 30).is_err());
+}
+
+/// A row of many times the same text of a dictionary.
+#[test]
+fn a_text_counts_as_often_as_a_row_has_it() {
+    let list = "message m { repeated binary text (UTF8); }";
+    let text = vec![b'a'; 500_000];
+    let dictionary = Page::DictionaryPage {
+        buf: [&(text.len() as u32).to_le_bytes()[..], &text].concat().into(),
+        num_values: 1,
+        encoding: Encoding::PLAIN,
+        is_sorted: false,
+    };
+    let levels = |values: u8| [&[4, 0, 0, 0, 2, 0, values << 1, 1][..], &[9; 9]].concat();
+    let check = |file_bytes, values: u8| {
+        let mut pages = pages(list, dictionary.clone(), file_bytes);
+        pages.get_next_page().unwrap();
+        let bytes = levels(values);
+        pages.inner = Box::new(One(Some(data_page(
+            &bytes,
+            u32::from(values) + 1,
+            Encoding::RLE_DICTIONARY,
+        ))));
+        pages.get_next_page().map(|_| ())
+    };
+    assert!(check(200, 40).is_ok());
+    let e = check(200, 63).unwrap_err().to_string();
+    assert!(e.contains("a row of this file would take"), "{e}");
+    assert!(check(100_000, 63).is_ok());
 }

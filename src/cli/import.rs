@@ -53,7 +53,7 @@ pub fn run(args: Args) -> Result<i32> {
                 .hint("give another name"));
         }
         Some(to) => {
-            files::write_atomic(&to, imported.text.as_bytes())?;
+            files::write_output(&to, imported.text.as_bytes())?;
             super::note(&format!("next:\n  ft plan --recipe {}", to.display()));
         }
     }

@@ -73,7 +73,7 @@ pub fn run(args: Args) -> Result<i32> {
     let output = answer(args.output_dir, "--output-dir", "Directory of the run?", Some(&usual))?;
     let text = text(&model, &data, &method, &output)?;
     recipe::parse(&text, &args.to.to_string_lossy(), &[])?;
-    files::write_atomic(&args.to, text.as_bytes())?;
+    files::write_output(&args.to, text.as_bytes())?;
     let to = args.to.display();
     super::note(&format!("next:\n  ft data {to}\n  ft plan {to}\n  ft train {to}"));
     super::out::out(to)?;

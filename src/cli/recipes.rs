@@ -240,7 +240,7 @@ fn copy(name: &str, to: Option<PathBuf>, with_data: bool) -> Result<()> {
         if let Some(folder) = path.parent().filter(|f| !f.as_os_str().is_empty()) {
             files::create_dir_all(folder)?;
         }
-        files::write_atomic(path, bytes)?;
+        files::write_output(path, bytes)?;
     }
     out(to.display())?;
     if let Some(rest) = to.to_str() {

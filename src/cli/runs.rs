@@ -406,7 +406,7 @@ fn plot(runs: &[RunRecord], metric: &str, raw: bool, svg: Option<&Path>, json: b
                 .hint("give one run"));
         };
         let text = history::svg(&run.path.display().to_string(), &run.curves, run.planned_bytes);
-        files::write_atomic(file, text.as_bytes())?;
+        files::write_output(file, text.as_bytes())?;
         return out(file.display());
     }
     let found: Vec<(&RunRecord, &Curve)> = runs

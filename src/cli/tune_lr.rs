@@ -50,6 +50,7 @@ pub fn run(mut args: Args) -> Result<i32> {
     tune_lr::check(&sweep)?;
     if let Some(svg) = &args.svg {
         // Before the test, which takes minutes.
+        files::check_output(svg)?;
         files::AtomicFile::create(svg)?;
     }
     let found = tune_lr::measure(file, &args.recipe.overrides, sweep)?;
@@ -62,7 +63,7 @@ pub fn run(mut args: Args) -> Result<i32> {
         out_colored(found.lines(width, colors).join("\n"))?;
     }
     if let Some(svg) = &args.svg {
-        files::write_atomic(svg, found.svg().as_bytes())?;
+        files::write_output(svg, found.svg().as_bytes())?;
     }
     Ok(0)
 }

@@ -241,7 +241,7 @@ impl BenchMeasurement {
         if let Some(folder) = path.parent().filter(|p| !p.as_os_str().is_empty()) {
             files::create_dir_all(folder)?;
         }
-        files::write_atomic(path, format!("{:#}\n", self.json).as_bytes())
+        files::write_output(path, format!("{:#}\n", self.json).as_bytes())
     }
 
     fn number(&self, key: &str) -> f64 {

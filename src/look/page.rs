@@ -61,7 +61,7 @@ pub fn write_folder(places: &[PathBuf], out: &Path) -> Result<PathBuf> {
     let page = page.replacen(DATA, &data, 1);
     files::create_dir_all(out)?;
     let path = out.join("index.html");
-    files::write_atomic(&path, page.as_bytes())?;
+    files::write_output(&path, page.as_bytes())?;
     Ok(path)
 }
 

@@ -543,7 +543,7 @@ fn every_fault_has_a_test_and_the_table_is_up_to_date() {
             writeln!(now, "| {name} | {done} | {happens} | {} |", shown.join(", ")).unwrap();
         }
     }
-    assert_eq!(rows, 69);
+    assert_eq!(rows, 70);
     assert!(
         missing.is_empty(),
         "tests that do not exist or do not name their row:\n{}",

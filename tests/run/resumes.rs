@@ -95,7 +95,7 @@ fn settings(case: &Case) -> Vec<String> {
     let (stage, method) = (STAGES[stage], METHODS[method]);
     let rolls = matches!(stage, "grpo" | "ppo");
     // The epochs of a stream have no length, so no step is the last of one.
-    let streams = matches!(stage, "sft" | "pretrain") && STOPS[stop] != "epoch" && sum % 3 > 0;
+    let streams = matches!(stage, "sft" | "pretrain") && STOPS[stop] != "epoch" && !sum.is_multiple_of(3);
     let mut out: Vec<String> = [
         "train.eval_steps=2",
         "train.max_steps=5",

@@ -16,6 +16,10 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard};
 
+mod output;
+
+pub use output::{check_output, write_output};
+
 fn io(what: &str, path: &Path, e: std::io::Error) -> Error {
     let kind = match e.kind() {
         std::io::ErrorKind::NotFound => ErrorKind::NotFound,
@@ -348,11 +352,6 @@ impl AtomicFile {
     /// # Errors
     /// The directory does not exist or is not writable. Never overwrites a file at the temporary name.
     pub fn create(path: &Path) -> Result<Self> {
-        // The rename would replace a device or a pipe.
-        match fs::symlink_metadata(path) {
-            Ok(found) if !found.is_symlink() => regular(found.file_type(), path)?,
-            _ => {}
-        }
         let mut tries = 0;
         let (file, temporary) = loop {
             let temporary = temporary(path);

@@ -66,10 +66,10 @@ impl ReadingReport {
         }
     }
 
-    pub(super) fn skip(&mut self, why: &str) {
+    pub(super) fn skip(&mut self, why: &str, rows: usize) {
         match self.skipped.iter_mut().find(|(known, _)| known == why) {
-            Some((_, rows)) => *rows += 1,
-            None => self.skipped.push((why.to_string(), 1)),
+            Some((_, known)) => *known += rows,
+            None => self.skipped.push((why.to_string(), rows)),
         }
     }
 

@@ -77,13 +77,23 @@ pub fn shares(sources: &[Source]) -> Vec<SourceShare> {
 
 /// A file after one of its rows.
 enum FirstRow {
-    Used(OpenFile),
+    Used(Box<OpenFile>),
     /// The row is skipped, with the reason: a later one decides.
     Skipped(&'static str),
 }
 
-/// The reasons of rows that are skipped before the first one that is used.
-type SkippedFirst = Vec<&'static str>;
+/// The rows that are skipped before the first one that is used: reasons and numbers.
+#[derive(Debug, Clone, Default)]
+struct SkippedFirst(Vec<(&'static str, usize)>);
+
+impl SkippedFirst {
+    fn add(&mut self, why: &'static str) {
+        match self.0.iter_mut().find(|(known, _)| *known == why) {
+            Some((_, rows)) => *rows += 1,
+            None => self.0.push((why, 1)),
+        }
+    }
+}
 
 /// One file that is being read.
 struct OpenFile {
@@ -94,7 +104,7 @@ struct OpenFile {
 
 impl OpenFile {
     /// Decides from the first row that is used.
-    fn new(source: &Source, row: &Row, purpose: RowPurpose, rules: &RenderRules) -> Result<FirstRow> {
+    fn at(source: &Source, row: &Row, purpose: RowPurpose, rules: &RenderRules) -> Result<FirstRow> {
         let mapper = Mapper::new(&source.mapping, row, source.format, purpose, rules);
         let mapper = mapper.map_err(|e| e.or_at(&row.place))?;
         let row = match mapper.apply(row.clone())? {
@@ -103,26 +113,26 @@ impl OpenFile {
         };
         let mut layout = ColumnLayout::find(&row, source.format, purpose, rules)?;
         mapper.complete(&mut layout).map_err(|e| e.or_at(&row.place))?;
-        Ok(FirstRow::Used(Self {
+        Ok(FirstRow::Used(Box::new(Self {
             mapper,
             reading: ReadingReport::new(&row.place.file, layout.clone(), &row),
             layout: Arc::new(layout),
-        }))
+        })))
     }
 
     /// Counts rows that were skipped before the first one that is used.
     fn after(mut self, skipped: &mut SkippedFirst) -> Self {
-        skipped.drain(..).for_each(|why| self.reading.skip(why));
+        skipped.0.drain(..).for_each(|(why, rows)| self.reading.skip(why, rows));
         self
     }
 
-    /// As `new`, with the rows of the file from its beginning. `None`: no row is used.
+    /// As `at`, with the rows of the file from its beginning. `None`: no row is used.
     fn from_beginning(source: &Source, path: &str, purpose: RowPurpose, rules: &RenderRules) -> Result<Option<Self>> {
         let mut found = None;
         let result = read::read_rows(path, source.text_unit, &mut |row| {
             let row = row?;
-            found = match Self::new(source, &row, purpose, rules)? {
-                FirstRow::Used(file) => Some(file),
+            found = match Self::at(source, &row, purpose, rules)? {
+                FirstRow::Used(file) => Some(*file),
                 FirstRow::Skipped(_) => None,
             };
             let Some(file) = &mut found else { return Ok(()) };
@@ -149,7 +159,7 @@ impl OpenFile {
                 each(row, &self.layout, origin, bad)
             }
             Ok(MappedRow::Skipped(why)) => {
-                self.reading.skip(why);
+                self.reading.skip(why, 1);
                 Ok(())
             }
             Err(e) => bad.add(e),
@@ -178,7 +188,7 @@ impl RowFiles {
             sources: sources.to_vec(),
             open: std::iter::repeat_with(|| None).take(files).collect(),
             seen: vec![false; files],
-            skipped: vec![Vec::new(); files],
+            skipped: vec![SkippedFirst::default(); files],
         }
     }
 
@@ -221,10 +231,10 @@ impl RowFiles {
                 let opened = if may_begin_late {
                     OpenFile::from_beginning(source, path, RowPurpose::Learn, rules)?
                 } else {
-                    match OpenFile::new(source, &row, RowPurpose::Learn, rules)? {
+                    match OpenFile::at(source, &row, RowPurpose::Learn, rules)? {
                         FirstRow::Used(file) => Some(file.after(&mut self.skipped[index])),
                         FirstRow::Skipped(why) => {
-                            self.skipped[index].push(why);
+                            self.skipped[index].add(why);
                             None
                         }
                     }
@@ -239,7 +249,7 @@ impl RowFiles {
                 Ok(Some((row, open.layout.clone())))
             }
             MappedRow::Skipped(why) => {
-                open.reading.skip(why);
+                open.reading.skip(why, 1);
                 Ok(None)
             }
         }
@@ -329,7 +339,7 @@ pub(crate) fn rows(
     let firsts = files.scan(0, |next, n| Some(std::mem::replace(next, *next + n)));
     for (source, first) in sources.iter().zip(firsts) {
         let mut open: Vec<Option<OpenFile>> = source.files.iter().map(|_| None).collect();
-        let mut skipped: Vec<SkippedFirst> = vec![Vec::new(); open.len()];
+        let mut skipped: Vec<SkippedFirst> = vec![SkippedFirst::default(); open.len()];
         limited(source, &source.files, &mut |index, row| {
             let row = match row {
                 Ok(row) => row,
@@ -338,9 +348,9 @@ pub(crate) fn rows(
             let open = &mut open[index];
             let file = match open {
                 Some(file) => file,
-                none => match OpenFile::new(source, &row, purpose, rules)? {
+                none => match OpenFile::at(source, &row, purpose, rules)? {
                     FirstRow::Skipped(why) => {
-                        skipped[index].push(why);
+                        skipped[index].add(why);
                         return Ok(());
                     }
                     FirstRow::Used(file) => {

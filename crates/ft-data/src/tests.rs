@@ -516,7 +516,7 @@ fn the_description_marks_what_is_trained_and_shows_the_counts() {
     assert!(colored.contains("\u{1b}[32m⟦ I answer<|im_end|>⟧\u{1b}[0m") && !colored.contains("d.jsonl"));
     // A row that could not be read as its format, which the counts of encoded rows do not have.
     let mut data = data;
-    data.readings[0].skip("no answer");
+    data.readings[0].skip("no answer", 1);
     let text = describe(&data, &spec(&f, 8), &codec, 0, false).unwrap();
     for line in [
         "rows               3\n",

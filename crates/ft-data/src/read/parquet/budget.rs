@@ -135,8 +135,8 @@ fn structures(root: &Type, column: &ColumnDescriptor) -> u64 {
     let (mut node, mut around): (&Type, Option<&Type>) = (root, None);
     let mut in_list = is_repeated(root);
     for name in column.path().parts().iter().skip(1) {
-        let child = node.is_group().then(|| node.get_fields()).unwrap_or_default();
-        let Some(child) = child.iter().find(|child| child.name() == name) else {
+        let children = if node.is_group() { node.get_fields() } else { &[] };
+        let Some(child) = children.iter().find(|child| child.name() == name) else {
             break;
         };
         if in_list && !is_list(node) && !is_between(around, node) {
